@@ -35,7 +35,7 @@ from hvdlab.launch.starter import Ended, Started
 from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.plan import Job
+from hvdlab.runner.job_spec import JobSpec
 from job_stand_ins import IdleStarter, NoSink
 from joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines
 from joint_ranks import SimRank
@@ -120,7 +120,7 @@ class ElasticSchedule:
         self.said: list[str] = []
         self.facts: dict[object, object] = {}
         limit = 1000 if self.calm else chance.choice((1000, 1000, 3))
-        given = Job(
+        given = JobSpec(
             ("train",),
             self.start,
             (),

@@ -63,11 +63,10 @@ from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, ServerNo
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.launch.exits import Outcome
 from hvdlab.magics.status_table import StatusTable
-from hvdlab.runner.calling import RankFailedError
-from hvdlab.runner.command import main, speaker
+from hvdlab.runner.cli import main
 from hvdlab.runner.events import Failure as JobFailure
-from hvdlab.runner.lines import Tail
-from hvdlab.runner.report import failure_lines, stall_line
+from hvdlab.runner.output import OutputTail, failure_lines, speaker, stall_line
+from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import recording
 from hvdlab.torch.divergence import DivergenceError
 from hvdlab.widgets import metrics_picture, output, strip
@@ -284,7 +283,7 @@ def recorded_step(name: str) -> str:
 
 
 def failed_job(name: str) -> str:
-    tail = Tail()
+    tail = OutputTail()
     tail.feed(name.encode("utf-8", "surrogateescape" if name.isascii() else "backslashreplace"))
     outcome = Outcome(1)
     failure = JobFailure(0, outcome, name)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner.lines import LONGEST, LineAssembler, Tail
-from hvdlab.runner.sinks import ConsoleSink, FileSink, Writer
+from hvdlab.runner.output import LONGEST, ConsoleSink, FileSink, LineAssembler, OutputTail, Writer
 
 
 class Lines:
@@ -75,7 +74,7 @@ def test_a_line_without_an_end_is_bounded() -> None:
 
 
 def test_tail_keeps_the_last_lines() -> None:
-    tail = Tail()
+    tail = OutputTail()
     for number in range(10_000):
         tail.feed(b"line %d\n" % number)
     tail.feed(b"\n\xff\r\nlast")

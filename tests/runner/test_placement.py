@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlab.launch.exits import Outcome
 from hvdlab.runner import events as e
-from hvdlab.runner.placement import Changes, changes
-from hvdlab.runner.policy import Growth, Phase, Policy
-from hvdlab.runner.supervisor import Supervisor
+from hvdlab.runner.supervisor import Changes, Growth, Phase, Policy, Supervisor, changes
 
 HOSTS = ("a", "b", "c")
 SLOTS = st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 3))

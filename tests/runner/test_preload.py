@@ -12,7 +12,7 @@ import pytest
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner.calling import RankFailedError
+from hvdlab.runner.run_function import RankFailedError
 
 FLAG = ("--preload", "fractions")
 SEES_IMPORTS = "import sys; early = 'fractions' in sys.modules\n"

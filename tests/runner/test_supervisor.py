@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from effort import examples
 from hvdlab.launch.exits import Outcome
 from hvdlab.runner import events as e
-from hvdlab.runner.done import origin_of
-from hvdlab.runner.policy import Growth, Phase, Policy
-from hvdlab.runner.supervisor import Supervisor
+from hvdlab.runner.job_result import origin_of
+from hvdlab.runner.supervisor import Growth, Phase, Policy, Supervisor
 
 OK = Outcome()
 BAD = Outcome(1)

@@ -36,8 +36,8 @@ from hvdlab.ray.strategy import (
     imported,
 )
 from hvdlab.ray.worker import Card, Kind, Reply
-from hvdlab.runner.calling import pickled, results
-from hvdlab.runner.done import Done
+from hvdlab.runner.job_result import JobResult
+from hvdlab.runner.run_function import pickled, results
 
 T = TypeVar("T")
 
@@ -517,11 +517,11 @@ class StaticAdapter(Adapter):
             self._callbacks = ()
         return results(done, len(references))
 
-    def _outcome(self, references: list[Any]) -> Done:
+    def _outcome(self, references: list[Any]) -> JobResult:
         ray = imported()
         ranks = {reference: rank for rank, reference in enumerate(references)}
         pending, end = list(references), None
-        done = Done()
+        done = JobResult()
         causes: list[int] = []
         interrupted = False
         while pending:
@@ -545,7 +545,7 @@ class StaticAdapter(Adapter):
         )
         return done
 
-    def _failed(self, reference: Any, rank: int, done: Done) -> bool:
+    def _failed(self, reference: Any, rank: int, done: JobResult) -> bool:
         """Take how a call has ended on a rank; whether it failed, and not for another rank's failure."""
         ray = imported()
         try:

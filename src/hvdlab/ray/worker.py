@@ -19,7 +19,7 @@ from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import free_port, thread_counts
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.uncaught import cut_own_frames, describe, with_own_errors
-from hvdlab.runner.function import raised, returned, unpickled_call
+from hvdlab.runner.function_worker import raised, returned, unpickled_call
 
 Kind = Literal["class", "method", "function"]
 """What a call's function is: the class of the executable, called with the executable, or called with its arguments."""

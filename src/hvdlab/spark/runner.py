@@ -18,10 +18,10 @@ from hvdlab.collectives.client import Client, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.runner.calling import RankFailedError, pickled, results
-from hvdlab.runner.done import Done, origin_of
-from hvdlab.runner.function import Raised
-from hvdlab.runner.sinks import ConsoleSink, Writer
+from hvdlab.runner.function_worker import Raised
+from hvdlab.runner.job_result import JobResult, origin_of
+from hvdlab.runner.output import ConsoleSink, Writer
+from hvdlab.runner.run_function import RankFailedError, pickled, results
 from hvdlab.spark.demand import Demand, is_dynamic
 from hvdlab.spark.task import RankEnd, RankTask
 
@@ -240,11 +240,11 @@ class Job:
         error.add_note(f"Spark says: {said_by_spark(self._error)}")
         return error
 
-    def done(self) -> Done:
+    def done(self) -> JobResult:
         """The job's end as ``hvdlab.run`` has it."""
         bad = [end.rank for end in self.ends if not end.outcome.ok]
         first = next((rank for rank in self._failed if rank in bad), bad[0] if bad else None)
-        done = Done()
+        done = JobResult()
         done.outcomes = {end.rank: end.outcome for end in self.ends}
         done.results = {end.rank: end.result for end in self.ends}
         if first is not None:

@@ -20,8 +20,8 @@ from hvdlab.collectives.environment import World, free_port, own_environment, th
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.child import STDERR, Child, SpawnError, spawn
 from hvdlab.launch.exits import Outcome
-from hvdlab.runner.function import Raised
-from hvdlab.runner.lines import LineAssembler, prefix
+from hvdlab.runner.function_worker import Raised
+from hvdlab.runner.output import LineAssembler, prefix
 
 KEPT = 4 << 20
 """Bytes of a rank's output that are kept for the driver's streams: the last ones."""
@@ -95,7 +95,7 @@ class RankTask:
         yield self._run(rank, environment)
 
     def _run(self, rank: int, environment: dict[str, str]) -> RankEnd:
-        command = (self.executable or sys.executable, "-m", "hvdlab.runner.function")
+        command = (self.executable or sys.executable, "-m", "hvdlab.runner.function_worker")
         start = wire.Start(tuple(map(os.fsencode, command)), b"", {}, function=self.call)
         with Client.connect(
             self.world.coordinator, self.client_token, certificate=self.world.certificate

@@ -15,7 +15,7 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
 from hvdlab.kernel_ext.pool import Pool
-from hvdlab.runner.command import main
+from hvdlab.runner.cli import main
 from patience import PATIENCE
 from timeline_traces import steps
 

@@ -13,12 +13,11 @@ from typing import Any, TextIO, TypeVar
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.collectives.visible import visible_coloured
 from hvdlab.launch.environment import default_python
-from hvdlab.runner.command import speaker
-from hvdlab.runner.done import Done
-from hvdlab.runner.function import Raised, Returned, pickled_call
+from hvdlab.runner.function_worker import Raised, Returned, pickled_call
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.sinks import ConsoleSink, FileSink, Sink, Writer
-from hvdlab.runner.wishes import Wishes
+from hvdlab.runner.job_result import JobResult
+from hvdlab.runner.options import RunOptions
+from hvdlab.runner.output import ConsoleSink, FileSink, Sink, Writer, speaker
 
 T = TypeVar("T")
 
@@ -137,13 +136,13 @@ def run(
         given["num_proc"] = 1
     err = Writer(stderr or sys.stderr)
     say = speaker(err)
-    wishes = Wishes(given, {}, os.environ)
-    for warning in wishes.warnings():
+    options = RunOptions(given, {}, os.environ)
+    for warning in options.warnings():
         say(warning)
     if use_mpi or mpi_args:
         say("use_mpi= and mpi_args= have no effect: the ranks of a function are started by hvdlab itself.")
     function = pickled(func, args, dict(kwargs or {}))
-    job = wishes.job([executable or default_python()], function)
+    job = options.job([executable or default_python()], function)
     job.environment.update(env or {})
     sink: Sink
     sink = (
@@ -180,7 +179,7 @@ def pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         ) from error
 
 
-def results(done: Done, size: int) -> list[Any]:
+def results(done: JobResult, size: int) -> list[Any]:
     """What the function returned, by rank; raises the error of the rank that failed first, or why else the job failed."""
     # Safe to unpickle: our own ranks sent it over pipes of ours.
     found = {rank: pickle.loads(data) for rank, data in done.results.items() if data}  # noqa: S301
@@ -198,7 +197,7 @@ def results(done: Done, size: int) -> list[Any]:
     raise _error(done, failed, found.get(failed))
 
 
-def _error(done: Done, rank: int, found: Returned | Raised | None) -> BaseException:
+def _error(done: JobResult, rank: int, found: Returned | Raised | None) -> BaseException:
     outcome = done.outcomes.get(rank)
     code = outcome.exit_code if outcome is not None else done.code
     if isinstance(found, Raised):

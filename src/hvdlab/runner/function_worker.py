@@ -1,4 +1,4 @@
-"""``python -m hvdlab.runner.function CALL RESULT``: a rank of ``hvdlab.run(fn)``.
+"""``python -m hvdlab.runner.function_worker CALL RESULT``: a rank of ``hvdlab.run(fn)``.
 
 Both arguments are descriptors of anonymous memory: the pickled call to read, and where to write the outcome. Nothing
 of it touches a disk or the network, and only the user's own processes can see it.
@@ -135,6 +135,6 @@ def _write(descriptor: int, data: bytes) -> None:
 
 if __name__ == "__main__":
     # Imported under its real name: classes of ``__main__`` that are pickled here would not be found by the caller.
-    from hvdlab.runner.function import main as run
+    from hvdlab.runner.function_worker import main as run
 
     run()

@@ -1,10 +1,14 @@
-"""From flags, configuration file and environment to a job. The command line wins over the file, both over variables."""
+"""From flags, configuration file and environment to a job. The command line wins over the file, both over variables.
+
+A configuration file is Horovod's YAML, with a section for each group of flags and a key for each flag.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,8 @@ from hvdlab.launch.host_source import FixedHosts, HostSource, as_host_source
 from hvdlab.launch.host_table import COOLDOWN, check_cooldown
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.launch.options import split
-from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
-from hvdlab.runner.plan import Job, patience
+from hvdlab.runner.flags import BY_DEST, FLAGS, LEVELS, Flag, Kind
+from hvdlab.runner.job_spec import JobSpec, patience
 
 START_TIMEOUT = 30.0
 """Seconds that ranks have to be started …"""
@@ -28,7 +32,7 @@ MPI = "mpi"
 """The launcher that takes the place of ``hvdlab run``: its process becomes mpiexec."""
 
 
-class Wishes:
+class RunOptions:
     """What the operator wants, by the ``dest`` of flags.
 
     Args:
@@ -94,7 +98,7 @@ class Wishes:
             return tuple(read_hostfile(Path(hostfile)))
         return tuple(parse_hosts(hosts)) if hosts else ()
 
-    def job(self, command: Sequence[str], function: bytes = b"", *, stdin: bool = False) -> Job:
+    def job(self, command: Sequence[str], function: bytes = b"", *, stdin: bool = False) -> JobSpec:
         """The job that the operator wants.
 
         Raises:
@@ -122,7 +126,7 @@ class Wishes:
         if cooldown is not None:
             check_cooldown(*cooldown)
         grows = source is not None
-        return Job(
+        return JobSpec(
             tuple(command),
             size,
             () if grows else hosts or (Host(LOCALHOST, size),),
@@ -153,7 +157,7 @@ class Wishes:
         found = self.variables()
         found.pop("HVDLAB_SSH", None)
         if self.get("as_horovod"):
-            from hvdlab.horovod import environment
+            from hvdlab.horovod.installing import environment
 
             found |= environment(self._environ, force=True)
         return found
@@ -209,3 +213,85 @@ class Wishes:
         if self.get("ssh_identity_file"):
             command += ["-i", self.get("ssh_identity_file")]
         return tuple(command)
+
+
+_BY_KEY = {flag.config: flag for flag in FLAGS if flag.config}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The values of a file by dest.
+
+    Raises:
+        InvalidRequestError: The file can't be read, or says something that there is not.
+        UnsupportedError: PyYAML is not installed.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise InvalidRequestError(f"the configuration file {path} can't be read: {error.strerror}") from error
+    return values(_load(text, path), str(path))
+
+
+def _load(text: str, path: Path) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped]  # has no types
+    except ImportError as error:
+        raise UnsupportedError("--config-file needs PyYAML: pip install 'hvdlab[yaml]'.") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidRequestError(f"{path} is no YAML: {error}") from error
+
+
+def values(tree: Any, source: str) -> dict[str, Any]:
+    """The values of a loaded file by dest. ``-`` and ``_`` are the same in its keys.
+
+    Raises:
+        InvalidRequestError: A key is unknown, or a value is not of its kind.
+    """
+    found: dict[str, Any] = {}
+    for key, value in _leaves({} if tree is None else tree, source):
+        flag = _BY_KEY.get(key)
+        if flag is None:
+            near = difflib.get_close_matches(key, _BY_KEY, 1)
+            raise InvalidRequestError(f"{source}: there is no {key}" + (f"; {near[0]}?" if near else "."))
+        if value is not None:
+            found[flag.dest] = _checked(flag, value, f"{source}: {key}")
+    return found
+
+
+def _leaves(tree: Any, source: str, above: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        raise InvalidRequestError(f"{source}: {above or 'the file'} must be a mapping.")
+    for key, value in tree.items():
+        name = f"{above}.{key}" if above else str(key)
+        name = name.replace("_", "-")
+        if isinstance(value, dict) or any(other.startswith(f"{name}.") for other in _BY_KEY):
+            yield from _leaves({} if value is None else value, source, name)
+        else:
+            yield name, value
+
+
+def _checked(flag: Flag, value: Any, where: str) -> Any:
+    match flag.kind:
+        case Kind.SWITCH:
+            good = isinstance(value, bool)
+        case Kind.NUMBER:
+            good = isinstance(value, int) and not isinstance(value, bool)
+        case Kind.REAL:
+            good = isinstance(value, int | float) and not isinstance(value, bool)
+        case Kind.LEVEL:
+            value = str(value).upper()
+            good = value in LEVELS
+        case Kind.TWO:
+            good = isinstance(value, list) and len(value) == 2 and all(type(part) is int for part in value)
+        case Kind.TEXTS:
+            value = value if isinstance(value, list) else [value]
+            good = not any(isinstance(part, list | dict) for part in value)
+            value = [str(part) for part in value]
+        case Kind.TEXT:
+            value, good = str(value), not isinstance(value, list | dict)
+    if not good:
+        expected = "yes or no" if flag.kind is Kind.SWITCH else flag.kind.value
+        raise InvalidRequestError(f"{where} is {value!r}; {expected} was expected.")
+    return value

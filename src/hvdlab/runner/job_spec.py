@@ -16,11 +16,11 @@ from hvdlab.launch.host_table import COOLDOWN
 from hvdlab.launch.hosts import Host, Slot, assign, is_local
 from hvdlab.launch.python_command import PythonCommand
 from hvdlab.launch.starter import Capability, Launcher, Program, ProgramOutput
-from hvdlab.runner.policy import Growth, Policy
+from hvdlab.runner.supervisor import Growth, Policy
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobSpec:
     """A job. Making one raises ``InvalidRequestError`` if its hosts have too few slots, it has too many ranks, or can't preload.
 
     Attributes:
@@ -46,7 +46,7 @@ class Job:
         elastic_timeout: Seconds that the job waits for hosts while it has fewer ranks than it needs; likewise.
         mail: For each topic the function that takes mail of the ranks: it is called with the sender's rank and the body,
             on a thread of the launcher's.
-        start_timeout, join_timeout, min_ranks, reset_limit: As in :class:`~hvdlab.runner.policy.Policy`.
+        start_timeout, join_timeout, min_ranks, reset_limit: As in :class:`~hvdlab.runner.supervisor.Policy`.
     """
 
     command: tuple[str, ...]
@@ -91,7 +91,7 @@ class Job:
     @property
     def words(self) -> tuple[str, ...]:
         """The command line of a rank."""
-        return (*self.command, "-m", "hvdlab.runner.function") if self.function else self.command
+        return (*self.command, "-m", "hvdlab.runner.function_worker") if self.function else self.command
 
     @property
     def newcomer_timeout(self) -> float | None:
@@ -133,7 +133,7 @@ class Job:
         return self.hosts[self.slots[rank].host].name
 
 
-def find_launcher(job: Job) -> tuple[Launcher, dict[str, object]]:
+def find_launcher(job: JobSpec) -> tuple[Launcher, dict[str, object]]:
     """The job's launcher, and the values of its options.
 
     Raises:
@@ -166,7 +166,7 @@ def find_launcher(job: Job) -> tuple[Launcher, dict[str, object]]:
     return found, values
 
 
-def own_address(job: Job, launcher: Launcher) -> str | None:
+def own_address(job: JobSpec, launcher: Launcher) -> str | None:
     """The address by which ranks of other hosts reach this one; ``None`` if all ranks run here.
 
     Raises:
@@ -181,7 +181,7 @@ def own_address(job: Job, launcher: Launcher) -> str | None:
     return addresses.chosen({**os.environ, **job.environment}) or addresses.outward(job.remote[:1])
 
 
-def variables(job: Job) -> dict[str, str]:
+def variables(job: JobSpec) -> dict[str, str]:
     """The variables that the coordinator and the ranks of a job get beside those of the launcher's own environment."""
     late = {} if job.join_timeout is None else {"HVDLAB_START_TIMEOUT": f"{_patience_of_ranks(job):g}"}
     if job.min_ranks is None:
@@ -206,7 +206,7 @@ _LATER = 5.0
 """Seconds that ranks wait longer in ``hvd.init()`` than the launcher does, which can name the missing ranks with their hosts."""
 
 
-def _patience_of_ranks(job: Job) -> float:
+def _patience_of_ranks(job: JobSpec) -> float:
     """Seconds that ranks wait for each other in ``hvd.init()``.
 
     The ranks of an elastic job wait on, as the launcher gives up those that don't come, and may have to find hosts for others.
@@ -216,9 +216,9 @@ def _patience_of_ranks(job: Job) -> float:
     return patience + _LATER
 
 
-def program(job: Job, output: ProgramOutput) -> Program:
+def program(job: JobSpec, output: ProgramOutput) -> Program:
     """What the ranks of a job run."""
-    # A program that writes to a pipe would hold its output back. For a function, hvdlab.runner.function makes the streams
+    # A program that writes to a pipe would hold its output back. For a function, hvdlab.runner.function_worker makes the streams
     # flush each line, which costs less than unbuffered ones.
     flushed = bool(job.function) or "PYTHONUNBUFFERED" in os.environ
     environment = ({} if flushed else {"PYTHONUNBUFFERED": "1"}) | variables(job)

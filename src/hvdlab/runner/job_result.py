@@ -9,7 +9,7 @@ from hvdlab.launch.exits import Outcome
 
 
 @dataclass(slots=True)
-class Done:
+class JobResult:
     """How a job ended.
 
     Attributes:

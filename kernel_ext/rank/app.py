@@ -33,7 +33,7 @@ from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.join import join_controller
 from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
-from hvdlab.launch.forkserver.pipes import StdPipes
+from hvdlab.launch.forkserver.program import StdPipes
 
 LEAVE_WITHIN = 2.0
 """Seconds that a rank has to end by itself after an order to leave or SIGTERM, whatever its cell does."""

@@ -22,8 +22,8 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers import starting
 from hvdlab.collectives.protocol.connect import ForeignPeerError, connect
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello
-from hvdlab.launch.forkserver.handle import ServerHandle
-from hvdlab.launch.forkserver.link import Listener
+from hvdlab.launch.forkserver.client import ServerHandle
+from hvdlab.launch.forkserver.server import Listener
 from patience import PATIENCE
 
 HELLO = Hello(PROTOCOL_VERSION, "secret" * 8, "rank", 0, "h", 1)

@@ -34,7 +34,7 @@ from hvdlab.launch.forkserver.messages import (
     decode_to_server,
     encode,
 )
-from hvdlab.launch.forkserver.preload import load, modules_to_load
+from hvdlab.launch.forkserver.program import load, modules_to_load
 from hvdlab.launch.hosts import Host, parse_hosts
 from hvdlab.launch.local import check_loaded, check_room
 from hvdlab.launch.options import parse

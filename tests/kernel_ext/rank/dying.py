@@ -15,7 +15,8 @@ from hvdlab.kernel_ext.payloads import Chunk, Output, Stream, decode_to_pool
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.unsent import Unsent, make_area
-from hvdlab.launch.forkserver.pipes import ChildPipes, StdPipes
+from hvdlab.launch.forkserver.children import ChildPipes
+from hvdlab.launch.forkserver.program import StdPipes
 
 # Between two instructions of these, elsewhere between two lines.
 OPCODES = ("unsent.py",)

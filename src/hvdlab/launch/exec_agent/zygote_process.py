@@ -22,9 +22,8 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import die_with_parent, name_process
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.zygote import LARGEST
-from hvdlab.launch.forkserver.child import refresh_libraries
-from hvdlab.launch.forkserver.forking import why_not
-from hvdlab.launch.forkserver.preload import load, load_later
+from hvdlab.launch.forkserver.children import refresh_libraries, why_not
+from hvdlab.launch.forkserver.program import load, load_later
 from hvdlab.launch.python_command import PythonCommand
 
 DESCRIPTORS = 5

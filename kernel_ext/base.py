@@ -37,12 +37,11 @@ from hvdlab.kernel_ext.registry import Registry
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
 from hvdlab.launch import registry
-from hvdlab.launch.exits import last_lines
 from hvdlab.launch.forkserver.messages import Exited, FromServer
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.local import LocalStarter, check_loaded
 from hvdlab.launch.options import parse
-from hvdlab.launch.processes import start_time, started_at
+from hvdlab.launch.processes import last_lines, start_time, started_at
 from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
 
 Progress = Callable[[str], None]

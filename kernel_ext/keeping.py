@@ -24,9 +24,8 @@ from hvdlab.kernel_ext.forked import PROGRAM_NAME
 from hvdlab.kernel_ext.held import HeldCoordinator
 from hvdlab.kernel_ext.prestart import Base
 from hvdlab.kernel_ext.registry import Kept, Process, Registry
-from hvdlab.launch.exits import describe_signal
 from hvdlab.launch.forkserver.client import ForkServer
-from hvdlab.launch.processes import exit_status, open_process, readable
+from hvdlab.launch.processes import describe_signal, exit_status, open_process, readable
 
 ANSWER_WITHIN = 5.0
 """Seconds that a coordinator has to hand over its socket."""

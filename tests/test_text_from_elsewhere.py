@@ -61,11 +61,11 @@ from hvdlab.kernel_ext.output.places import Whereabouts, grouped
 from hvdlab.kernel_ext.output.values import html_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, ServerNow, Stack, StackFrame
 from hvdlab.kernel_ext.status import RankStatus
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus, OutputTail
 from hvdlab.magics.status_table import StatusTable
 from hvdlab.runner.cli import main
 from hvdlab.runner.events import Failure as JobFailure
-from hvdlab.runner.output import OutputTail, failure_lines, speaker, stall_line
+from hvdlab.runner.output import failure_lines, speaker, stall_line
 from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import recording
 from hvdlab.torch.divergence import DivergenceError
@@ -284,8 +284,8 @@ def recorded_step(name: str) -> str:
 
 def failed_job(name: str) -> str:
     tail = OutputTail()
-    tail.feed(name.encode("utf-8", "surrogateescape" if name.isascii() else "backslashreplace"))
-    outcome = Outcome(1)
+    tail.add(name.encode("utf-8", "surrogateescape" if name.isascii() else "backslashreplace"))
+    outcome = ExitStatus(1)
     failure = JobFailure(0, outcome, name)
     lines: list[str] = []
 

@@ -7,7 +7,6 @@ import signal
 from typing import get_args
 
 from effort import examples
-from hvdlab.launch.exits import TAIL_BYTES, TAIL_LINES, Tail
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
@@ -48,6 +47,7 @@ from hvdlab.launch.forkserver.server_state import (
     Tick,
     Watch,
 )
+from hvdlab.launch.processes import TAIL_BYTES, TAIL_LINES, OutputTail
 from protocol_fuzz import make, run
 
 LOADED = Loaded((), {}, 0.5)
@@ -235,7 +235,7 @@ def test_a_kept_one_can_be_shut_down() -> None:
 
 
 def test_tail_keeps_the_end_within_bounds() -> None:
-    tail = Tail()
+    tail = OutputTail()
     for number in range(5000):
         tail.add(b"line %d\n" % number)
     lines = tail.text().splitlines()

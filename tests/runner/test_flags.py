@@ -15,7 +15,7 @@ from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.launch.environment import exported
 from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfile
 from hvdlab.runner.cli import parse
-from hvdlab.runner.flags import FLAGS, Kind, filled
+from hvdlab.runner.flags import FLAGS, FlagKind, filled
 from hvdlab.runner.job_spec import variables
 from hvdlab.runner.options import RunOptions, read_config, values
 
@@ -255,7 +255,7 @@ def test_the_table_is_consistent() -> None:
     assert len(set(keys)) == len(keys)
     for flag in FLAGS:
         assert flag.meaning
-        assert not flag.off or flag.kind is Kind.SWITCH
+        assert not flag.off or flag.kind is FlagKind.SWITCH
         assert not flag.inverted or flag.variable
 
 

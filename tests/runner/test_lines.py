@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner.output import LONGEST, ConsoleSink, FileSink, LineAssembler, OutputTail, Writer
+from hvdlab.launch.processes import OutputTail
+from hvdlab.runner.output import LONGEST, ConsoleSink, FileSink, LineAssembler, Writer, shown_lines
 
 
 class Lines:
@@ -76,9 +77,9 @@ def test_a_line_without_an_end_is_bounded() -> None:
 def test_tail_keeps_the_last_lines() -> None:
     tail = OutputTail()
     for number in range(10_000):
-        tail.feed(b"line %d\n" % number)
-    tail.feed(b"\n\xff\r\nlast")
-    assert tail.lines(3) == ["line 9999", "\\xff", "last"]
+        tail.add(b"line %d\n" % number)
+    tail.add(b"\n\xff\r\nlast")
+    assert shown_lines(tail.data, 3) == ["line 9999", "\\xff", "last"]
 
 
 def _console(**options: bool) -> tuple[ConsoleSink, io.TextIOWrapper, io.TextIOWrapper]:

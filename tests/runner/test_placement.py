@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner import events as e
 from hvdlab.runner.supervisor import Changes, Growth, Phase, Policy, Supervisor, changes
 
@@ -106,9 +106,9 @@ class Job:
             self(e.Spawned(rank, 100 + rank))
             self(e.Connected(rank))
 
-    def end(self, rank: int, outcome: Outcome | None = None) -> list[e.Effect]:
+    def end(self, rank: int, outcome: ExitStatus | None = None) -> list[e.Effect]:
         del self.running[rank]
-        return self(e.Exited(rank, outcome or Outcome(0)))
+        return self(e.Exited(rank, outcome or ExitStatus(0)))
 
     @property
     def said(self) -> list[str]:
@@ -165,13 +165,13 @@ def test_a_lost_host_after_the_limit_of_resets_ends_what_has_too_few_ranks() -> 
     job = Job(least=2, resets=0)
     job.hosts(a=1, b=1, c=1)
     job.come(0, 1, 2)
-    job.end(1, Outcome(9))
+    job.end(1, ExitStatus(9))
     assert job.code is None
     del job.running[2]
     job(e.Unstartable((2,), "the connection to c is lost"))
     job(e.Tick(), 2.0)
     assert job.machine.phase is Phase.ENDING
-    job.end(0, Outcome(0, signal.SIGTERM))
+    job.end(0, ExitStatus(0, signal.SIGTERM))
     assert job.code == 1
 
 
@@ -182,14 +182,14 @@ def test_ranks_that_leave_do_not_count_once_no_others_can_come() -> None:
     job.come(0, 1, 2)
     job.hosts(a=1, b=1)
     assert job.told == [2]
-    job.end(1, Outcome(9))
+    job.end(1, ExitStatus(9))
     assert (
         job.said[-1] == "1 rank stays, --min-np is 2, and no rank is started anew any more (--reset-limit 0)"
     )
     job(e.Tick(), 2.0)
     assert job.machine.phase is Phase.ENDING
     for rank in (0, 2):
-        job.end(rank, Outcome(0, signal.SIGTERM))
+        job.end(rank, ExitStatus(0, signal.SIGTERM))
     assert job.code == 9
 
 
@@ -211,9 +211,9 @@ def test_a_rank_that_fails_twice_before_it_joins_condemns_its_host() -> None:
     job = Job()
     job.hosts(a=1, b=1)
     job.come(0)
-    job.end(1, Outcome(1))
+    job.end(1, ExitStatus(1))
     assert job.running == {0: "a", 1: "b"}
-    assert [x.host for x in job.end(1, Outcome(1)) if isinstance(x, e.HostFailed)] == ["b"]
+    assert [x.host for x in job.end(1, ExitStatus(1)) if isinstance(x, e.HostFailed)] == ["b"]
     assert job.running == {0: "a"}
 
 
@@ -222,13 +222,13 @@ def test_a_rank_that_fails_once_on_a_host_that_was_found_later_does_not_condemn_
     job.hosts(a=1)
     job.come(0)
     job.hosts(a=1, b=1)
-    assert not [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+    assert not [effect for effect in job.end(1, ExitStatus(1)) if isinstance(effect, e.HostFailed)]
     assert job.running == {0: "a", 1: "b"}
     job.come(1)
     for _ in range(2):  # as it was once let in, it has two tries again
-        assert not [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+        assert not [effect for effect in job.end(1, ExitStatus(1)) if isinstance(effect, e.HostFailed)]
         assert job.running == {0: "a", 1: "b"}
-    (failed,) = [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+    (failed,) = [effect for effect in job.end(1, ExitStatus(1)) if isinstance(effect, e.HostFailed)]
     assert failed.reason == "rank 1 failed there twice before it had joined (exit code 1)"
     assert job.running == {0: "a"}
 
@@ -257,7 +257,7 @@ def test_a_host_where_others_run_is_not_given_up() -> None:
         (failed,) = [effect for effect in job(e.Tick(), seconds) if isinstance(effect, e.HostFailed)]
         assert (failed.host, failed.hangs) == ("b", False)
         assert failed.reason == "rank 2 did not start there within 30 s"
-    job.end(1, Outcome(0, signal.SIGKILL))
+    job.end(1, ExitStatus(0, signal.SIGKILL))
     failures = [effect for effect in job(e.Tick(), 30.0) if isinstance(effect, e.HostFailed)]
     assert [(failed.host, failed.hangs) for failed in failures] == [("b", True)]
 
@@ -266,11 +266,11 @@ def test_the_limit_of_resets() -> None:
     job = Job(resets=1)
     job.hosts(a=2)
     job.come(0, 1)
-    job.end(1, Outcome(9))
+    job.end(1, ExitStatus(9))
     job.come(1)
-    job.end(1, Outcome(9))
+    job.end(1, ExitStatus(9))
     assert job.running == {0: "a"}
-    job.end(0, Outcome(9))
+    job.end(0, ExitStatus(9))
     job(e.Tick(), 100.0)
     assert job.code not in (None, 0)
 
@@ -282,7 +282,7 @@ def test_those_that_wait_for_the_world_do_without_one_that_can_not_be_started() 
     del job.running[1]
     done = [x for x in job(e.Unstartable((1,), "no route to b")) if isinstance(x, e.Tell | e.Expect)]
     assert done == [e.Expect((0, 2)), e.Tell(1, "no route to b")]  # it may have connected
-    done = [x for x in job.end(2, Outcome(1)) if isinstance(x, e.Tell | e.Expect)]
+    done = [x for x in job.end(2, ExitStatus(1)) if isinstance(x, e.Tell | e.Expect)]
     assert done[:2] == [e.Expect((0,)), e.Tell(2, "exit code 1")]
 
 
@@ -344,7 +344,7 @@ def test_any_schedule_ends(schedule: Sequence[e.Hosts | tuple[str, int]], least:
         if what == "come":
             job.come(rank)
         elif what == "lose":
-            job.end(rank, Outcome(0, signal.SIGKILL))
+            job.end(rank, ExitStatus(0, signal.SIGKILL))
         elif what == "host":
             del job.running[rank]
             job(e.Unstartable((rank,), "lost"))

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner import events as e
 from hvdlab.runner.job_result import origin_of
 from hvdlab.runner.supervisor import Growth, Phase, Policy, Supervisor
 
-OK = Outcome()
-BAD = Outcome(1)
-KILLED = Outcome(signal=signal.SIGKILL)
+OK = ExitStatus()
+BAD = ExitStatus(1)
+KILLED = ExitStatus(signal=signal.SIGKILL)
 
 
 class Script:
@@ -57,10 +57,12 @@ def test_all_well() -> None:
 
 def test_the_first_failure_ends_the_others_at_once() -> None:
     script = Script(3)
-    effects = script.tell(e.Exited(1, Outcome(3)))
-    assert e.Failure(1, Outcome(3)) in effects
+    effects = script.tell(e.Exited(1, ExitStatus(3)))
+    assert e.Failure(1, ExitStatus(3)) in effects
     assert e.Signal((0, 2), signal.SIGTERM) in effects
-    script.tell(e.Exited(0, Outcome(signal=signal.SIGTERM)), e.Exited(2, Outcome(signal=signal.SIGTERM)))
+    script.tell(
+        e.Exited(0, ExitStatus(signal=signal.SIGTERM)), e.Exited(2, ExitStatus(signal=signal.SIGTERM))
+    )
     assert script.of(e.Finish) == [e.Finish(3)]
     assert len(script.of(e.Failure)) == 1
 
@@ -89,8 +91,8 @@ def test_a_follower_that_ends_first_is_not_to_blame() -> None:
     script.tell(e.Reported(0, "AbortedError: rank 1 left", (1,)))
     script.tell(e.Exited(0, BAD), e.Disconnected(0))
     assert script.supervisor.phase is Phase.SETTLING
-    script.tell(e.Reported(2, "AbortedError: rank 0 left", (0,)), e.Exited(1, Outcome(7)))
-    assert script.of(e.Failure) == [e.Failure(1, Outcome(7), "ValueError: boom", (0, 2))]
+    script.tell(e.Reported(2, "AbortedError: rank 0 left", (0,)), e.Exited(1, ExitStatus(7)))
+    assert script.of(e.Failure) == [e.Failure(1, ExitStatus(7), "ValueError: boom", (0, 2))]
     script.tell(e.Exited(2, BAD))
     assert script.of(e.Finish) == [e.Finish(7)]
 
@@ -208,7 +210,7 @@ def test_interrupt_then_again() -> None:
 def test_sigterm_is_passed_on() -> None:
     script = Script(1)
     assert e.Signal((0,), signal.SIGTERM) in script.tell(e.Stopped(signal.SIGTERM))
-    assert script.tell(e.Exited(0, Outcome(signal=signal.SIGTERM)))[-1] == e.Finish(143)
+    assert script.tell(e.Exited(0, ExitStatus(signal=signal.SIGTERM)))[-1] == e.Finish(143)
 
 
 def test_no_rank_is_late_while_none_can_be_started() -> None:
@@ -387,7 +389,7 @@ def test_elastic_does_not_replace_what_never_joined() -> None:
 
 def _event(size: int) -> st.SearchStrategy[e.Event]:
     rank = st.integers(0, size - 1)
-    outcome = st.sampled_from([OK, BAD, KILLED, Outcome(3)])
+    outcome = st.sampled_from([OK, BAD, KILLED, ExitStatus(3)])
     some = st.lists(rank, unique=True, max_size=size).map(tuple)
     return st.one_of(
         st.builds(e.Returned, rank, st.just(45.0)),

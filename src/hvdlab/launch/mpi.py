@@ -28,10 +28,9 @@ from hvdlab.launch.by_connection import LACKS, ConnectedRanks
 from hvdlab.launch.environment import default_python, excluded_by_user
 from hvdlab.launch.exec_agent.link import ShellReach, remote_command
 from hvdlab.launch.exec_agent.starter import ExecStarter
-from hvdlab.launch.exits import Tail
 from hvdlab.launch.hosts import LOCALHOST, Host, assign, is_local, parse_hosts
-from hvdlab.launch.options import Kind, Option
-from hvdlab.launch.processes import readable
+from hvdlab.launch.options import Option, OptionKind
+from hvdlab.launch.processes import OutputTail, readable
 from hvdlab.launch.ssh import SHELL
 from hvdlab.launch.starter import (
     Capabilities,
@@ -116,11 +115,11 @@ class MpiLauncher:
         """Options about what is started, and how."""
         return (
             Option("python", "interpreter of the ranks (default: the path of the notebook's)"),
-            Option("mpi_args", "further arguments of mpiexec", Kind.WORDS),
+            Option("mpi_args", "further arguments of mpiexec", OptionKind.WORDS),
             Option(
                 "shell",
                 "command that runs a command on a host, by which the pool's secret gets there (default: ssh)",
-                Kind.WORDS,
+                OptionKind.WORDS,
             ),
         )
 
@@ -339,7 +338,7 @@ class _LastOutput:
     """The end of what mpiexec and its ranks wrote other than through cells."""
 
     def __init__(self) -> None:
-        self._tail = Tail()
+        self._tail = OutputTail()
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         self._tail.add(data)

@@ -21,7 +21,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, host_key, place
 from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 from hvdlab.ray.adapter import START_TIMEOUT, Adapter, BaseParams, interfaces, start_timeout
 from hvdlab.ray.elastic_v2 import ElasticParams
 from hvdlab.ray.launcher import connected_here
@@ -552,12 +552,12 @@ class StaticAdapter(Adapter):
             reply: Reply = ray.get(reference)
         except ray.exceptions.RayError as error:
             text = death_reason(error)
-            done.outcomes[rank] = Outcome(1, 0, text)
+            done.outcomes[rank] = ExitStatus(1, 0, text)
             done.code = 1
             assert self._client is not None
             self._client.rank_lost(rank, self._cards[rank].pid, text)
             return True
-        done.outcomes[rank] = Outcome(1 if reply.error else 0)
+        done.outcomes[rank] = ExitStatus(1 if reply.error else 0)
         done.results[rank] = reply.outcome
         done.code = done.code or done.outcomes[rank].code
         return bool(reply.error) and not reply.culprits

@@ -23,7 +23,7 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartErr
 from hvdlab.collectives.visible import visible_lines
 from hvdlab.launch.environment import excluded_by_user
 from hvdlab.launch.options import parse as parse_options
-from hvdlab.runner.flags import FLAGS, LEVELS, Flag, Kind
+from hvdlab.runner.flags import FLAGS, LEVELS, Flag, FlagKind
 from hvdlab.runner.options import MPI, RunOptions, read_config
 from hvdlab.runner.output import ConsoleSink, FileSink, Sink, Writer, speaker
 
@@ -238,19 +238,19 @@ def parser() -> argparse.ArgumentParser:
 
 def _takes(flag: Flag) -> dict[str, Any]:
     match flag.kind:
-        case Kind.SWITCH:
+        case FlagKind.SWITCH:
             return {"action": "store_const", "const": True}
-        case Kind.NUMBER:
+        case FlagKind.NUMBER:
             return {"type": int, "metavar": "N"}
-        case Kind.REAL:
+        case FlagKind.REAL:
             return {"type": float, "metavar": "X"}
-        case Kind.LEVEL:
+        case FlagKind.LEVEL:
             return {"type": str.upper, "choices": LEVELS, "metavar": "LEVEL"}
-        case Kind.TWO:
+        case FlagKind.TWO:
             return {"type": int, "nargs": 2, "metavar": ("LEAST", "MOST")}
-        case Kind.TEXTS:
+        case FlagKind.TEXTS:
             return {"action": "append", "metavar": "TEXT"}
-        case Kind.TEXT:
+        case FlagKind.TEXT:
             return {"metavar": "TEXT"}
 
 

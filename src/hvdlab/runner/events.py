@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -23,7 +23,7 @@ class Exited:
     """A rank's process ended."""
 
     rank: int
-    outcome: Outcome
+    outcome: ExitStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Failure:
     """
 
     rank: int
-    outcome: Outcome | None
+    outcome: ExitStatus | None
     error: str = ""
     followers: tuple[int, ...] = ()
     early: tuple[int, ...] = ()

@@ -24,7 +24,6 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ra
 from hvdlab.collectives.recovery import Recovery
 from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.launch.exec_agent.child import STDERR
-from hvdlab.launch.exits import Outcome
 from hvdlab.launch.host_source import HostAsker, HostSource
 from hvdlab.launch.host_table import (
     Asked,
@@ -38,12 +37,12 @@ from hvdlab.launch.host_table import (
     SayOfHosts,
 )
 from hvdlab.launch.hosts import is_local
-from hvdlab.launch.processes import readable
+from hvdlab.launch.processes import ExitStatus, OutputTail, readable
 from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter, Waiting
 from hvdlab.runner import events as e
 from hvdlab.runner.job_result import JobResult
 from hvdlab.runner.job_spec import JobSpec, find_launcher, own_address, program, variables
-from hvdlab.runner.output import OutputTail, Sink, failure_lines, stall_line
+from hvdlab.runner.output import Sink, failure_lines, stall_line
 from hvdlab.runner.supervisor import Supervisor
 
 _CLOSING = 5.0
@@ -212,7 +211,7 @@ class JobRun:
                 self._news.post(e.Unstartable((rank,), event.reason))
             else:
                 text = "" if event.pid else event.reason
-                self._news.post(e.Exited(rank, Outcome(event.code or 0, event.signal, text)))
+                self._news.post(e.Exited(rank, ExitStatus(event.code or 0, event.signal, text)))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +226,7 @@ class JobRun:
                 self._say(posted)
             case OutputReceived(rank, stream, data):
                 if stream == STDERR:
-                    self._tails[rank].feed(data)
+                    self._tails[rank].add(data)
                 self._sink.write(rank, stream, data)
             case ResultPiece(rank, data):
                 self._results[rank] += data

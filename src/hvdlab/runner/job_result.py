@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class JobResult:
     code: int = 0
     failed: int | None = None
     failure: list[str] = field(default_factory=list)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, ExitStatus] = field(default_factory=dict)
     results: dict[int, bytes] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     stopped: int = 0

@@ -20,7 +20,7 @@ from hvdlab.launch.host_source import FixedHosts, HostSource, as_host_source
 from hvdlab.launch.host_table import COOLDOWN, check_cooldown
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.launch.options import split
-from hvdlab.runner.flags import BY_DEST, FLAGS, LEVELS, Flag, Kind
+from hvdlab.runner.flags import BY_DEST, FLAGS, LEVELS, Flag, FlagKind
 from hvdlab.runner.job_spec import JobSpec, patience
 
 START_TIMEOUT = 30.0
@@ -64,9 +64,9 @@ class RunOptions:
         if not text:
             return None
         try:
-            if flag.kind is Kind.NUMBER:
+            if flag.kind is FlagKind.NUMBER:
                 return int(text) // flag.scale
-            return float(text) if flag.kind is Kind.REAL else text
+            return float(text) if flag.kind is FlagKind.REAL else text
         except ValueError:
             raise InvalidRequestError(
                 f"{flag.variable}={text!r}: a {flag.kind.value} was expected."
@@ -274,24 +274,24 @@ def _leaves(tree: Any, source: str, above: str = "") -> Iterator[tuple[str, Any]
 
 def _checked(flag: Flag, value: Any, where: str) -> Any:
     match flag.kind:
-        case Kind.SWITCH:
+        case FlagKind.SWITCH:
             good = isinstance(value, bool)
-        case Kind.NUMBER:
+        case FlagKind.NUMBER:
             good = isinstance(value, int) and not isinstance(value, bool)
-        case Kind.REAL:
+        case FlagKind.REAL:
             good = isinstance(value, int | float) and not isinstance(value, bool)
-        case Kind.LEVEL:
+        case FlagKind.LEVEL:
             value = str(value).upper()
             good = value in LEVELS
-        case Kind.TWO:
+        case FlagKind.TWO:
             good = isinstance(value, list) and len(value) == 2 and all(type(part) is int for part in value)
-        case Kind.TEXTS:
+        case FlagKind.TEXTS:
             value = value if isinstance(value, list) else [value]
             good = not any(isinstance(part, list | dict) for part in value)
             value = [str(part) for part in value]
-        case Kind.TEXT:
+        case FlagKind.TEXT:
             value, good = str(value), not isinstance(value, list | dict)
     if not good:
-        expected = "yes or no" if flag.kind is Kind.SWITCH else flag.kind.value
+        expected = "yes or no" if flag.kind is FlagKind.SWITCH else flag.kind.value
         raise InvalidRequestError(f"{where} is {value!r}; {expected} was expected.")
     return value

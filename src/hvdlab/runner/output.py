@@ -13,6 +13,7 @@ from hvdlab.collectives.errors import InvalidRequestError, call_name, format_ran
 from hvdlab.collectives.membership import Stall
 from hvdlab.collectives.visible import visible, visible_coloured
 from hvdlab.launch.exec_agent.child import STDERR, STDOUT
+from hvdlab.launch.processes import OutputTail
 from hvdlab.runner.events import Failure
 
 
@@ -242,27 +243,8 @@ def prefix(rank: int, stream: int, timestamp: str = "") -> bytes:
     return f"{timestamp}[{rank}]<{'stdout' if stream == 1 else 'stderr'}>:".encode()
 
 
-class OutputTail:
-    """The last lines of a stream, for the report of a failure."""
-
-    __slots__ = ("_data",)
-    LIMIT = 16 << 10
-
-    def __init__(self) -> None:
-        self._data = b""
-
-    def feed(self, data: bytes) -> None:
-        """Take the next bytes."""
-        self._data = (self._data + data)[-self.LIMIT :]
-
-    def lines(self, most: int) -> list[str]:
-        """The last ``most`` lines that are not empty."""
-        text = self._data.decode("utf-8", "backslashreplace")
-        shown = (_visible(line.encode()).decode().rstrip() for line in text.splitlines())
-        return [line for line in shown if line][-most:]
-
-
 MOST_LINES = 20
+"""Lines of a failed rank's stderr in the report."""
 
 
 def failure_lines(failure: Failure, tails: Mapping[int, OutputTail], host: str = "") -> list[str]:
@@ -286,13 +268,20 @@ def failure_lines(failure: Failure, tails: Mapping[int, OutputTail], host: str =
             f"{'it' if len(failure.early) == 1 else 'them'}; rank {failure.rank}{where}: {how}{error}"
         )
     tail = tails.get(failure.rank)
-    last = tail.lines(MOST_LINES) if tail is not None else []
+    last = shown_lines(tail.data, MOST_LINES) if tail is not None else []
     if last:
         lines.append(f"the last lines of rank {failure.rank} on stderr:")
         lines += [f"  {line}" for line in last]
     if failure.followers:
         lines.append(f"{format_ranks(failure.followers)} failed because of it")
     return lines
+
+
+def shown_lines(data: bytes, most: int) -> list[str]:
+    """Return the last ``most`` lines that are not empty, as a terminal would show them."""
+    text = data.decode("utf-8", "backslashreplace")
+    shown = (_visible(line.encode()).decode().rstrip() for line in text.splitlines())
+    return [line for line in shown if line][-most:]
 
 
 def stall_line(stall: Stall) -> str:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.launch.exits import Outcome
 from hvdlab.launch.hosts import LOCALHOST
+from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner import events as e
 from hvdlab.runner.job_result import origin_of
 
@@ -84,7 +84,7 @@ class RankState:
     """What is known of a rank."""
 
     pid: int = 0
-    outcome: Outcome | None = None
+    outcome: ExitStatus | None = None
     report: e.Reported | None = None
     connected: bool = False
     joined: bool = False
@@ -277,7 +277,7 @@ class Supervisor:
             state.report = report
             state.deadline = now + self.policy.hang
 
-    def _exited(self, rank: int, outcome: Outcome, now: float) -> None:
+    def _exited(self, rank: int, outcome: ExitStatus, now: float) -> None:
         state = self.ranks[rank]
         if state.outcome is not None:
             return
@@ -335,7 +335,7 @@ class Supervisor:
         ranks = [r for r, state in enumerate(self.ranks) if state.joined or state.anew or r in self._raised]
         return len(ranks) > 1 and all(self._raised.get(r) == report.error for r in ranks)
 
-    def _replace(self, rank: int, outcome: Outcome, now: float) -> bool:
+    def _replace(self, rank: int, outcome: ExitStatus, now: float) -> bool:
         """Start a lost rank of an elastic job anew, or go on without it. Returns whether the job goes on."""
         assert self.policy.min_ranks is not None
         done = self._is_over
@@ -397,7 +397,7 @@ class Supervisor:
                 self._put_aside(host, text)
             if failed and not (self._is_over or self._settled):
                 for rank in failed:
-                    self.ranks[rank].outcome = Outcome(1, text=text)
+                    self.ranks[rank].outcome = ExitStatus(1, text=text)
                 # Those that have never joined are no members that have died: ranks that wait for them need not fail.
                 self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
                 self._effects.append(e.Expect(self.expected))
@@ -407,7 +407,7 @@ class Supervisor:
                 # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
                 ranks = tuple(rank for rank in ranks if rank not in failed)
         for rank in ranks:
-            self._exited(rank, Outcome(1, text=text), now)
+            self._exited(rank, ExitStatus(1, text=text), now)
 
     def _put_aside(self, host: str, reason: str, *, hangs: bool = False) -> None:
         """Use a host no more until the table of hosts says so."""
@@ -424,7 +424,7 @@ class Supervisor:
         """Whether the program has ended on a rank that neither left nor was given up."""
         return any(map(self._has_finished, self.ranks))
 
-    def _go_on(self, rank: int, outcome: Outcome, now: float) -> bool:
+    def _go_on(self, rank: int, outcome: ExitStatus, now: float) -> bool:
         """Do without a rank that was lost, and start it anew where there is room. Returns whether the job goes on."""
         state = self.ranks[rank]
         spent = self._is_over or self._resets >= self.policy.reset_limit
@@ -455,7 +455,7 @@ class Supervisor:
         limit = self.policy.reset_limit
         return f"{number}, --min-np is {least}, and no rank is started anew any more (--reset-limit {limit})"
 
-    def _failed_to_join(self, rank: int, host: str, outcome: Outcome) -> None:
+    def _failed_to_join(self, rank: int, host: str, outcome: ExitStatus) -> None:
         """A rank has ended on this host before it had joined. Once that may be by chance, as when its cable is pulled just then."""
         if (rank, host) in self._unjoined:
             self._put_aside(host, f"rank {rank} failed there twice before it had joined ({outcome})")
@@ -498,7 +498,7 @@ class Supervisor:
     def _start_on(self, hosts: dict[int, str], now: float) -> None:
         for rank, host in sorted(hosts.items()):
             while len(self.ranks) <= rank:
-                self.ranks.append(RankState(outcome=Outcome(0), released=True))  # a number without a rank
+                self.ranks.append(RankState(outcome=ExitStatus(0), released=True))  # a number without a rank
             self.ranks[rank] = RankState(
                 host=host, anew=self._begun, start_by=now + self.policy.start_timeout
             )

@@ -19,7 +19,7 @@ from hvdlab.collectives.engine.hosts import host_key, place
 from hvdlab.collectives.environment import World, free_port, own_environment, thread_counts
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.child import STDERR, Child, SpawnError, spawn
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner.function_worker import Raised
 from hvdlab.runner.output import LineAssembler, prefix
 
@@ -46,7 +46,7 @@ class RankEnd:
     """
 
     rank: int
-    outcome: Outcome
+    outcome: ExitStatus
     result: bytes = b""
     output: list[tuple[int, bytes]] = field(default_factory=list)
 
@@ -131,7 +131,7 @@ class SingleRankTask:
 
         context = TaskContext.get()
         if context.attemptNumber():
-            yield RankEnd(self.rank, Outcome(0, 0, LOST))
+            yield RankEnd(self.rank, ExitStatus(0, 0, LOST))
             return
         environment = {**thread_counts({**os.environ, **self.environment}, 1), **self.environment}
         if gpus := get_available_devices():
@@ -147,10 +147,10 @@ def _hold(start: wire.Start, spec: wire.RankSpec, *, captured: bool) -> tuple[Ra
     try:
         child = spawn(start, spec, -1)
     except SpawnError as error:
-        return RankEnd(spec.rank, Outcome(error.code, 0, str(error))), 0
+        return RankEnd(spec.rank, ExitStatus(error.code, 0, str(error))), 0
     output = drain(child, captured=captured)
     code, signal = child.reap()
-    return RankEnd(spec.rank, Outcome(code, signal), b"".join(child.result()), output), child.pid
+    return RankEnd(spec.rank, ExitStatus(code, signal), b"".join(child.result()), output), child.pid
 
 
 def get_available_devices() -> list[str]:

@@ -25,7 +25,6 @@ from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.launch import local
 from hvdlab.launch.exec_agent.link import remote_command
-from hvdlab.launch.exits import OutOfMemoryCounter, describe
 from hvdlab.launch.forkserver.messages import (
     Exited,
     Fork,
@@ -38,6 +37,7 @@ from hvdlab.launch.forkserver.program import load, modules_to_load
 from hvdlab.launch.hosts import Host, parse_hosts
 from hvdlab.launch.local import check_loaded, check_room
 from hvdlab.launch.options import parse
+from hvdlab.launch.processes import OutOfMemoryCounter, describe
 from patience import PATIENCE
 
 WORLD = World("unix:/run/coordinator", "secret", master_port=2345)

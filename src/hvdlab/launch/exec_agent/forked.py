@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exits import describe, detail
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, Forked, ForkFailed, FromServer, Signal
+from hvdlab.launch.processes import describe, detail
 
 CLOSING = 5.0
 """Seconds that a fork server has to end, in addition to those of its ranks."""

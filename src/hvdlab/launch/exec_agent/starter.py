@@ -21,13 +21,13 @@ from collections.abc import Sequence
 
 from hvdlab.collectives.engine.hosts import Place, place
 from hvdlab.collectives.environment import own_environment
-from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
+from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.launch.environment import FOREIGN
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.link import AgentLink, Reach
-from hvdlab.launch.exits import Tail, describe_exit
 from hvdlab.launch.hosts import Host, assign
-from hvdlab.launch.starter import Ended, LaunchRequest, RankObserver, Started
+from hvdlab.launch.processes import OutputTail, describe_exit
+from hvdlab.launch.starter import ENDED_WITH_JOB, Ended, LaunchRequest, RankObserver, Started, require_running
 
 AGENT_ENDS_WITHIN = 5.0
 """Seconds that an agent has to end its ranks and itself; it gives ranks two between SIGTERM and SIGKILL."""
@@ -76,7 +76,7 @@ class ExecStarter:
         #: Set while no rank is starting or running.
         self._idle = threading.Event()
         self._idle.set()
-        self._tails: defaultdict[int, Tail] = defaultdict(Tail)  # only for the thread
+        self._tails: defaultdict[int, OutputTail] = defaultdict(OutputTail)  # only for the thread
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="hvdlab-exec", daemon=True)
         self._thread.start()
@@ -95,8 +95,7 @@ class ExecStarter:
         for rank in ranks:
             by_host.setdefault(self._hosts[slots[rank].host].name, []).append(rank)
         with self._lock:
-            if self._closing:
-                raise InvalidRequestError("no rank can be started any more: the job has ended.")
+            require_running(self._closing)
             for host, those in by_host.items():
                 link = self._links.get(host) or self._connect(
                     host, [slot.rank for slot in slots if self._hosts[slot.host].name == host]
@@ -117,8 +116,7 @@ class ExecStarter:
         """
         Host(host, len(ranks))
         with self._lock:
-            if self._closing:
-                raise InvalidRequestError("no rank can be started any more: the job has ended.")
+            require_running(self._closing)
             hosts = {**self._host_of, **dict.fromkeys(ranks, host)}
             here = [rank for rank, its in hosts.items() if its == host]
             self._most[host] = max(self._most.get(host, 0), len(here))
@@ -227,7 +225,7 @@ class ExecStarter:
         for link in self._links.values():
             link.close(AGENT_ENDS_WITHIN)
         for rank in list(self._host_of):
-            self._end(rank, "it was ended with its job")
+            self._end(rank, ENDED_WITH_JOB)
 
     def _step(self, selector: selectors.BaseSelector) -> bool:
         """One round. Returns whether it was the last one."""
@@ -353,7 +351,7 @@ class ExecStarter:
             self._host_of.pop(rank, None)
             pid = self._pids.pop(rank, 0)
             idle = not self._host_of
-        tail = self._tails.pop(rank, Tail()).text()
+        tail = self._tails.pop(rank, OutputTail()).text()
         detail, left = "", None
         if said is not None:
             tail, detail, left = tail or said.tail, said.detail, said.left

@@ -18,7 +18,7 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import die_with_parent
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.child import Child, RankDescriptors
-from hvdlab.launch.exits import describe_signal
+from hvdlab.launch.processes import describe_signal
 from hvdlab.launch.python_command import PythonCommand
 
 LARGEST = 1 << 17

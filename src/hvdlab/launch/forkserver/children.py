@@ -29,12 +29,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvdlab.collectives.linux import die_with_parent, name_process
-from hvdlab.launch.exits import OutOfMemoryCounter
 from hvdlab.launch.forkserver.lifeline import depend_on
 from hvdlab.launch.forkserver.messages import CONTROLLER, Fork, Forked
 from hvdlab.launch.forkserver.program import PIPE_SIZE, ForkedProgram, Preloads, StdPipes
 from hvdlab.launch.forkserver.server_state import ChildEnded, ChildWrote, ControllerListens, Event
-from hvdlab.launch.processes import exit_status, kill_session, open_process, peak_memory, readable, start_time
+from hvdlab.launch.processes import (
+    OutOfMemoryCounter,
+    exit_status,
+    kill_session,
+    open_process,
+    peak_memory,
+    readable,
+    start_time,
+)
 
 READ_SIZE = 64 * 1024
 """Bytes that are read from a pipe at once."""

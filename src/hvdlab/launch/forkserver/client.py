@@ -24,7 +24,6 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
-from hvdlab.launch.exits import describe_signal
 from hvdlab.launch.forkserver.lifeline import Lifeline
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
@@ -46,7 +45,7 @@ from hvdlab.launch.forkserver.messages import (
     decode_from_server,
     encode,
 )
-from hvdlab.launch.processes import exit_status, open_process, peak_memory, readable
+from hvdlab.launch.processes import describe_signal, exit_status, open_process, peak_memory, readable
 
 Listener = Callable[[FromServer], None]
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hvdlab.launch.exits import Tail
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
@@ -30,6 +29,7 @@ from hvdlab.launch.forkserver.messages import (
     Signal,
     ToServer,
 )
+from hvdlab.launch.processes import OutputTail
 
 GRACE_WITHOUT_POOL = 0.5
 """Seconds that children have to end by themselves when the pool's process is gone."""
@@ -188,7 +188,7 @@ Effect = Do | Watch | Listen | Kill | Send | TellController | Exit
 @dataclass(slots=True)
 class _Child:
     record: Forked
-    tail: Tail
+    tail: OutputTail
 
     @property
     def number(self) -> int:
@@ -312,7 +312,7 @@ class ServerState:
         return [*(Watch(child) for child in children), *kill]
 
     def _add(self, child: Forked) -> None:
-        self._children[child.number] = _Child(child, Tail())
+        self._children[child.number] = _Child(child, OutputTail())
         self._ends.pop(child.number, None)
 
     def _introduce(self) -> list[Effect]:

@@ -64,7 +64,7 @@ from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.launch.processes import ExitStatus, OutputTail
 from hvdlab.magics.status_table import StatusTable
 from hvdlab.runner.cli import main
-from hvdlab.runner.events import Failure as JobFailure
+from hvdlab.runner.events import FailureReport as JobFailure
 from hvdlab.runner.output import failure_lines, speaker, stall_line
 from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import recording

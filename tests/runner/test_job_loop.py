@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlab.launch.host_source import HostSource
-from hvdlab.launch.host_table import Found
+from hvdlab.launch.host_table import HostsFound
 from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun, QueuedEvent
@@ -67,7 +67,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
 
 def test_what_is_expected_last_are_the_ranks_that_there_are(loop: Loop) -> None:
     """A host fails just as another one may be tried again: the table of hosts says so amid the effects of the failure."""
-    loop.take(Found({"a": 1, "b": 1, "c": 1}))
+    loop.take(HostsFound({"a": 1, "b": 1, "c": 1}))
     loop.come(0, 1, 2)
     loop.take(e.Unstartable((1,), "the connection to b is lost"))
     assert loop.expected[-1] == (0, 2)

@@ -74,10 +74,10 @@ def test_a_newcomer_that_waits_to_be_let_in_has_arrived(news: EventQueue) -> Non
     assert list(news.take()) == [e.Connected(0), e.Formed()]
     for _ in range(2):
         news._on_membership(Membership((0, 1), both, (), 1, (1,), (0,)))
-    assert list(news.take()) == [e.Arrived(1)]
+    assert list(news.take()) == [e.RankArrived(1)]
     other = (both[0], m.Member(1, "host", 201))
     news._on_membership(Membership((0, 1), other, (), 1, (1,), (0,)))
-    assert list(news.take()) == [e.Arrived(1)], "another process has its number"
+    assert list(news.take()) == [e.RankArrived(1)], "another process has its number"
     news._on_membership(Membership((0, 1), other, (), 2, (), (0, 1)))
     assert list(news.take()) == [e.Connected(1)]
 
@@ -88,10 +88,10 @@ def test_a_rank_that_was_cut_off_has_joined_once_it_is_in_the_world_again(news: 
     death = m.Death(1, 101, 0.0, "no sign of life for 30 s")
     news._on_membership(Membership((0, 1), both, (), 1, (), (0, 1)))
     news._on_membership(Membership((0, 1), both[:1], (death,), 2, (), (0,)))
-    assert list(news.take())[2:] == [e.Formed(), e.Disconnected(1, "no sign of life for 30 s")]
+    assert list(news.take())[2:] == [e.Formed(), e.RankDisconnected(1, "no sign of life for 30 s")]
     news._on_returned(1, 101, 45.0)
     news._on_membership(Membership((0, 1), both, (), 2, (), (0,)))
     news._on_membership(Membership((0, 1), both, (), 2, (1,), (0,)))
-    assert list(news.take()) == [e.Returned(1, 45.0)]
+    assert list(news.take()) == [e.RankReturned(1, 45.0)]
     news._on_membership(Membership((0, 1), both, (), 3, (), (0, 1)))
     assert list(news.take()) == [e.Connected(1)]

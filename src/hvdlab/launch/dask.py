@@ -153,7 +153,7 @@ _TURN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class DaskWorker:
     """A worker of Dask's.
 
     Attributes:
@@ -180,7 +180,7 @@ class Room:
     def __init__(self, client: Any, per_worker: int = 0) -> None:
         self.client, self._per_worker = client, per_worker
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[DaskWorker]:
         """Those that run; workers of a machine follow each other.
 
         Raises:
@@ -191,7 +191,7 @@ class Room:
         except Exception as error:
             raise StartError(f"Dask's scheduler does not answer ({type(error).__name__}: {error})") from error
         workers = [
-            Worker(
+            DaskWorker(
                 _host_name(f"{its['name']}", address),
                 address,
                 its["host"],
@@ -221,7 +221,7 @@ class WorkerReach:
     def __init__(self, room: Room) -> None:
         self._room = room
         #: The workers by their names, as the scheduler listed them when ranks were placed last.
-        self.known: Mapping[str, Worker] = {}
+        self.known: Mapping[str, DaskWorker] = {}
 
     def is_here(self, host: str) -> bool:
         """Always False: a process of another parent is not the worker's."""

@@ -35,7 +35,7 @@ from hvdlab.ray.strategy import (
     free_resources,
     imported,
 )
-from hvdlab.ray.worker import Card, Kind, Reply
+from hvdlab.ray.worker import Kind, WorkerInfo, WorkerReply
 from hvdlab.runner.job_result import JobResult
 from hvdlab.runner.run_function import pickled, results
 
@@ -316,7 +316,7 @@ class StaticAdapter(Adapter):
         self.settings, self.params = settings, params
         self.strategy: BaseStrategy | None = None
         self.workers: list[Any] = []
-        self._cards: list[Card] = []
+        self._cards: list[WorkerInfo] = []
         self._coordinator: CoordinatorProcess | None = None
         self._client: Client | None = None
         self._calls = itertools.count()
@@ -549,7 +549,7 @@ class StaticAdapter(Adapter):
         """Take how a call has ended on a rank; whether it failed, and not for another rank's failure."""
         ray = imported()
         try:
-            reply: Reply = ray.get(reference)
+            reply: WorkerReply = ray.get(reference)
         except ray.exceptions.RayError as error:
             text = death_reason(error)
             done.outcomes[rank] = ExitStatus(1, 0, text)

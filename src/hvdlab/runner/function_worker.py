@@ -18,14 +18,14 @@ import cloudpickle  # type: ignore[import-untyped]  # has no types
 
 
 @dataclass(frozen=True)
-class Returned:
+class FunctionReturned:
     """A function's value."""
 
     value: Any
 
 
 @dataclass(frozen=True)
-class Raised:
+class FunctionRaised:
     """A function's exception.
 
     Attributes:
@@ -95,9 +95,9 @@ def main() -> None:
 
 
 def returned(value: Any) -> bytes:
-    """The bytes that the caller gets for a value: a pickled :class:`Returned`, or :class:`Raised` if that can't be pickled."""
+    """The bytes that the caller gets for a value: a pickled :class:`FunctionReturned`, or :class:`FunctionRaised` if that can't be pickled."""
     try:
-        return bytes(cloudpickle.dumps(Returned(value)))
+        return bytes(cloudpickle.dumps(FunctionReturned(value)))
     except Exception as error:  # noqa: BLE001  # __reduce__ may raise anything
         rank = os.environ.get("HVDLAB_RANK", "?")
         text = f"rank {rank} returned a {type(value).__qualname__}, which can't be pickled: {error}"
@@ -105,7 +105,7 @@ def returned(value: Any) -> bytes:
         return bytes(cloudpickle.dumps(raised(problem)))
 
 
-def raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> FunctionRaised:
     """Return the form in which the caller gets an exception."""
     from hvdlab.collectives.uncaught import blamed_ranks
 
@@ -116,7 +116,7 @@ def raised(error: BaseException) -> Raised:
         pickle.loads(pickled)  # noqa: S301  # our own: an exception may be picklable one way only
     except Exception:  # noqa: BLE001  # as in returned()
         pickled = b""
-    return Raised(pickled, line, text, blamed_ranks(error))
+    return FunctionRaised(pickled, line, text, blamed_ranks(error))
 
 
 def _cut(error: BaseException) -> None:

@@ -26,11 +26,11 @@ from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.launch.exec_agent.child import STDERR
 from hvdlab.launch.host_source import HostAsker, HostSource
 from hvdlab.launch.host_table import (
-    Asked,
-    Found,
     HostEvent,
     HostFailed,
+    HostsAsked,
     HostsChanged,
+    HostsFound,
     HostTable,
     HostTick,
     NotFound,
@@ -127,7 +127,7 @@ class JobRun:
                 for posted in self._news.take():
                     self._take(posted)
                 self._on_host_event(HostTick())
-                self._handle(e.Tick())
+                self._handle(e.JobTick())
             self._done.stopped = self._news.stopped
             return self._done
 
@@ -164,7 +164,10 @@ class JobRun:
         """Start to ask a source for hosts; its answers are posted to the loop."""
         post = self._news.post
         return HostAsker(
-            source, lambda: post(Asked()), lambda slots: post(Found(slots)), lambda text: post(NotFound(text))
+            source,
+            lambda: post(HostsAsked()),
+            lambda slots: post(HostsFound(slots)),
+            lambda text: post(NotFound(text)),
         )
 
     def _start_on(self, hosts: Mapping[int, str]) -> None:
@@ -198,7 +201,7 @@ class JobRun:
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Take what the starter reports; on its threads."""
         if isinstance(event, Waiting):
-            self._news.post(e.Waiting(event.text))
+            self._news.post(e.RanksWaiting(event.text))
             return
         rank = event.rank
         if isinstance(event, Started):
@@ -211,7 +214,7 @@ class JobRun:
                 self._news.post(e.Unstartable((rank,), event.reason))
             else:
                 text = "" if event.pid else event.reason
-                self._news.post(e.Exited(rank, ExitStatus(event.code or 0, event.signal, text)))
+                self._news.post(e.ProcessEnded(rank, ExitStatus(event.code or 0, event.signal, text)))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -228,17 +231,17 @@ class JobRun:
                 if stream == STDERR:
                     self._tails[rank].add(data)
                 self._sink.write(rank, stream, data)
-            case ResultPiece(rank, data):
+            case ResultReceived(rank, data):
                 self._results[rank] += data
-            case e.Exited(rank, outcome):
+            case e.ProcessEnded(rank, outcome):
                 self._sink.ended(rank)
                 self._done.outcomes[rank] = outcome
                 self._handle(posted)
-            case e.Waiting(text):
+            case e.RanksWaiting(text):
                 if text:
                     self._say(text)
                 self._handle(posted)
-            case Asked() | Found() | NotFound() | HostFailed() | HostTick():
+            case HostsAsked() | HostsFound() | NotFound() | HostFailed() | HostTick():
                 self._on_host_event(posted)
             case _:
                 self._handle(posted)
@@ -281,13 +284,13 @@ class JobRun:
             case e.Say(text):
                 self._done.failure.append(text)
                 self._say(text)
-            case e.Failure():
+            case e.FailureReport():
                 self._done.failed = effect.rank
                 host = self._hosts.get(effect.rank) or self._supervisor.ranks[effect.rank].host
                 self._done.failure = failure_lines(effect, self._tails, "" if is_local(host) else host)
                 for line in self._done.failure:
                     self._say(line)
-            case e.Signal(ranks, number):
+            case e.SendSignal(ranks, number):
                 assert self._starter is not None
                 for rank in ranks:
                     self._starter.signal(rank, number)
@@ -298,15 +301,15 @@ class JobRun:
                     rank for rank, its in enumerate(self._supervisor.ranks) if its.released or its.given_up
                 }
                 self._done.results = {rank: bytes(data) for rank, data in self._results.items()}
-            case e.Respawn(rank):
+            case e.RestartRank(rank):
                 self._respawn(rank)
             case e.StartOn(hosts):
                 self._start_on(hosts)
-            case e.HostFailed(host, reason, hangs):
+            case e.HostUnusable(host, reason, hangs):
                 if hangs and isinstance(self._starter, PlacingStarter):
                     self._starter.give_up(host)
                 self._enter(HostFailed(host, reason))
-            case e.Tell() | e.Expect() | e.Release():
+            case e.ReportRankLost() | e.SetExpectedRanks() | e.ReleaseRanks():
                 self._tell(effect)
 
     def _respawn(self, rank: int) -> None:
@@ -318,13 +321,13 @@ class JobRun:
             self._running.discard(rank)
             self._news.post(e.Unstartable((rank,), str(error)))
 
-    def _tell(self, effect: e.Tell | e.Expect | e.Release) -> None:
+    def _tell(self, effect: e.ReportRankLost | e.SetExpectedRanks | e.ReleaseRanks) -> None:
         """Send the effect to the coordinator. If that is gone, the keeper sees to it."""
         assert self._client is not None
         with contextlib.suppress(ConnectionError):
-            if isinstance(effect, e.Expect):
+            if isinstance(effect, e.SetExpectedRanks):
                 self._client.expect(effect.ranks)
-            elif isinstance(effect, e.Release):
+            elif isinstance(effect, e.ReleaseRanks):
                 self._client.release(effect.ranks)
             else:
                 self._client.rank_lost(effect.rank, self._news.last_pid.get(effect.rank, 0), effect.reason)
@@ -426,14 +429,14 @@ class OutputReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultPiece:
+class ResultReceived:
     """The next piece of what a rank's function returned."""
 
     rank: int
     data: bytes
 
 
-QueuedEvent = e.Event | OutputReceived | ResultPiece | HostEvent | str
+QueuedEvent = e.Event | OutputReceived | ResultReceived | HostEvent | str
 """What other threads post to the loop; a ``str`` is a line that the loop passes to ``say``."""
 
 
@@ -478,7 +481,7 @@ class EventQueue:
 
     def returned(self, rank: int, data: bytes) -> None:
         """Post a piece of a rank's result."""
-        self.post(ResultPiece(rank, data))
+        self.post(ResultReceived(rank, data))
 
     def take(self) -> Iterator[QueuedEvent]:
         """Yield what has arrived, in the order in which it was posted."""
@@ -526,7 +529,7 @@ class EventQueue:
                 reasons = [
                     death.reason for death in membership.deaths if (death.rank, death.pid) == (rank, pid)
                 ]
-                self.post(e.Disconnected(rank, next(filter(_tells, reasons), "")))
+                self.post(e.RankDisconnected(rank, next(filter(_tells, reasons), "")))
         for rank, pid in now.items():
             if self._members.get(rank) != pid:
                 self.post(e.Connected(rank))
@@ -538,12 +541,12 @@ class EventQueue:
             (rank, members[rank]) for rank in membership.waiting if rank in members.keys() - self._back
         }
         for rank, _ in sorted(arrived - self._arrived):
-            self.post(e.Arrived(rank))
+            self.post(e.RankArrived(rank))
         self._arrived = arrived
 
     def _on_returned(self, rank: int, pid: int, seconds: float) -> None:
         self._back.add(rank)
-        self.post(e.Returned(rank, seconds))
+        self.post(e.RankReturned(rank, seconds))
 
     def _on_uncaught(self, rank: int, body: bytes) -> None:
         said = msgspec.json.decode(body, type=Uncaught)

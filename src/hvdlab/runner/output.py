@@ -14,7 +14,7 @@ from hvdlab.collectives.membership import Stall
 from hvdlab.collectives.visible import visible, visible_coloured
 from hvdlab.launch.exec_agent.child import STDERR, STDOUT
 from hvdlab.launch.processes import OutputTail
-from hvdlab.runner.events import Failure
+from hvdlab.runner.events import FailureReport
 
 
 class Sink(Protocol):
@@ -247,7 +247,7 @@ MOST_LINES = 20
 """Lines of a failed rank's stderr in the report."""
 
 
-def failure_lines(failure: Failure, tails: Mapping[int, OutputTail], host: str = "") -> list[str]:
+def failure_lines(failure: FailureReport, tails: Mapping[int, OutputTail], host: str = "") -> list[str]:
     """The report: which rank failed first, how, its last lines on stderr, and which ranks failed because of it.
 
     Args:

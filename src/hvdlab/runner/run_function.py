@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.collectives.visible import visible_coloured
 from hvdlab.launch.environment import default_python
-from hvdlab.runner.function_worker import Raised, Returned, pickled_call
+from hvdlab.runner.function_worker import FunctionRaised, FunctionReturned, pickled_call
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.job_result import JobResult
 from hvdlab.runner.options import RunOptions
@@ -189,7 +189,7 @@ def results(done: JobResult, size: int) -> list[Any]:
         well = [rank for rank in ranks if rank not in done.outcomes or done.outcomes[rank].ok]
         ranks = [rank for rank in well if rank not in done.left]
     if failed is None:
-        failed = next((rank for rank in ranks if not isinstance(found.get(rank), Returned)), None)
+        failed = next((rank for rank in ranks if not isinstance(found.get(rank), FunctionReturned)), None)
     if failed is None and done.code == 0:
         return [found[rank].value for rank in ranks]
     if failed is None:
@@ -197,10 +197,10 @@ def results(done: JobResult, size: int) -> list[Any]:
     raise _error(done, failed, found.get(failed))
 
 
-def _error(done: JobResult, rank: int, found: Returned | Raised | None) -> BaseException:
+def _error(done: JobResult, rank: int, found: FunctionReturned | FunctionRaised | None) -> BaseException:
     outcome = done.outcomes.get(rank)
     code = outcome.exit_code if outcome is not None else done.code
-    if isinstance(found, Raised):
+    if isinstance(found, FunctionRaised):
         original: BaseException | None = pickle.loads(found.pickled) if found.pickled else None  # noqa: S301  # as above
         text = f"rank {rank} raised {found.line}\n\n{found.traceback.rstrip()}"
         error = _like(original, text)

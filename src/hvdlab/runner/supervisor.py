@@ -72,7 +72,7 @@ class Growth:
     wait: float = 600.0
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     RUNNING = "running"
     SETTLING = "settling"
     ENDING = "ending"
@@ -80,7 +80,7 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
-class RankState:
+class SupervisedRank:
     """What is known of a rank."""
 
     pid: int = 0
@@ -135,8 +135,8 @@ class Supervisor:
 
     def __init__(self, policy: Policy, now: float) -> None:
         self.policy = policy
-        self.phase = Phase.RUNNING
-        self.ranks = [RankState(host=host) for host in policy.hosts]
+        self.phase = JobPhase.RUNNING
+        self.ranks = [SupervisedRank(host=host) for host in policy.hosts]
         self.failed: int | None = None
         """The rank that made the job fail, once known."""
         self._start_by: float | None = now + policy.start_timeout
@@ -174,12 +174,12 @@ class Supervisor:
 
     @property
     def deadline(self) -> float | None:
-        """When :class:`~hvdlab.runner.events.Tick` is due, or ``None``."""
-        if self.phase is Phase.DONE:
+        """When :class:`~hvdlab.runner.events.JobTick` is due, or ``None``."""
+        if self.phase is JobPhase.DONE:
             return None
-        if self.phase is Phase.ENDING:
+        if self.phase is JobPhase.ENDING:
             return self._ending.until
-        if self.phase is Phase.SETTLING:
+        if self.phase is JobPhase.SETTLING:
             return self._settle_by
         alive = [state for state in self.ranks if state.outcome is None]
         own = [when for state in alive for when in state.times]
@@ -190,27 +190,27 @@ class Supervisor:
         """Take one event. Nothing comes after :class:`~hvdlab.runner.events.Finish`."""
         self._effects = []
         self._events += 1
-        if self.phase is Phase.DONE:
+        if self.phase is JobPhase.DONE:
             return []
         match event:
             case e.Spawned(rank, pid):
                 self._spawned(rank, pid, now)
-            case e.Exited(rank, outcome):
+            case e.ProcessEnded(rank, outcome):
                 self._exited(rank, outcome, now)
             case e.Unstartable(ranks, text):
                 self._unstartable(ranks, text, now)
             case e.Connected(rank):
                 self._connected(rank, now)
-            case e.Arrived(rank):
+            case e.RankArrived(rank):
                 self.ranks[rank].come_by = None
             case e.Formed():
                 self._formed, self._join_by = True, None
                 for rank in self.expected:
                     self._await(rank, now)
-            case e.Disconnected(rank, reason):
+            case e.RankDisconnected(rank, reason):
                 self.ranks[rank].connected, self.ranks[rank].lost = False, reason
                 self.ranks[rank].left_at = self._events
-            case e.Returned(rank, seconds):
+            case e.RankReturned(rank, seconds):
                 self._returned(rank, seconds)
             case e.Reported(rank):
                 self._reported(rank, event, now)
@@ -221,9 +221,9 @@ class Supervisor:
             case e.Hosts():
                 self._hosts = event
                 self._grow(now)
-            case e.Waiting(text):
+            case e.RanksWaiting(text):
                 self._start_by = None if text else now + self.policy.start_timeout
-            case e.Tick():
+            case e.JobTick():
                 self._tick(now)
         self._settle(now)
         self._maybe_finish()
@@ -236,7 +236,7 @@ class Supervisor:
         state.pid, state.start_by = pid, None
         self._await(rank, now)
         if state.given_up and state.outcome is None:
-            self._effects.append(e.Signal((rank,), signal.SIGKILL))
+            self._effects.append(e.SendSignal((rank,), signal.SIGKILL))
         if self._begun and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
 
@@ -255,9 +255,9 @@ class Supervisor:
         self.ranks[rank].lost, self.ranks[rank].returned = "", False
         self._unjoined.discard((rank, self.ranks[rank].host))
         if self.ranks[rank].released:  # before it had joined, which the coordinator knows no more
-            self._effects.append(e.Release((rank,)))
+            self._effects.append(e.ReleaseRanks((rank,)))
         self._grow(now)  # there may be ranks to spare now
-        if self.policy.join_timeout is None or self._formed or self.phase is not Phase.RUNNING:
+        if self.policy.join_timeout is None or self._formed or self.phase is not JobPhase.RUNNING:
             return
         if all(self.ranks[expected].joined for expected in self.expected):
             self._join_by = None
@@ -284,25 +284,27 @@ class Supervisor:
         state.outcome = outcome
         if state.left_at is None:
             state.left_at = self._events
-        if self.phase is Phase.ENDING:
+        if self.phase is JobPhase.ENDING:
             return
         if self._start_by is not None and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
         if state.given_up:  # the others know already that it does not come
-            self._effects.append(e.Tell(rank, str(outcome)))
+            self._effects.append(e.ReportRankLost(rank, str(outcome)))
             self._end_late()
             self._grow(now)
             return
         if self.policy.growth is not None and not (state.joined or outcome.ok):
             self._effects.append(
-                e.Expect(self.expected)
+                e.SetExpectedRanks(self.expected)
             )  # else those that wait for it would fail, told of its end
-        self._effects.append(e.Tell(rank, str(outcome) if not outcome.ok else "its program has ended"))
-        if state.released and self.phase is Phase.RUNNING:
-            self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.Expect(self.expected)]
+        self._effects.append(
+            e.ReportRankLost(rank, str(outcome) if not outcome.ok else "its program has ended")
+        )
+        if state.released and self.phase is JobPhase.RUNNING:
+            self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.SetExpectedRanks(self.expected)]
             self._grow(now)
             return
-        if outcome.ok or self.phase is not Phase.RUNNING:
+        if outcome.ok or self.phase is not JobPhase.RUNNING:
             self._end_late()
             return
         if self._fails_alike(rank):
@@ -319,7 +321,7 @@ class Supervisor:
             and self._replace(rank, outcome, now)
         ):
             return
-        self.phase = Phase.SETTLING
+        self.phase = JobPhase.SETTLING
         self._first = rank
         self._settle_by = now + self.policy.settle
 
@@ -343,14 +345,17 @@ class Supervisor:
         if known and not done and self._resets < self.policy.reset_limit:
             self._resets += 1
             host, start_by = self.ranks[rank].host, now + self.policy.start_timeout
-            self.ranks[rank] = RankState(host=host, anew=True, start_by=start_by)
+            self.ranks[rank] = SupervisedRank(host=host, anew=True, start_by=start_by)
             every = self.expected  # without lost ranks that were not started anew
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
-            self._effects += [e.Say(text), e.Expect(every), e.Respawn(rank)]
+            self._effects += [e.Say(text), e.SetExpectedRanks(every), e.RestartRank(rank)]
             return True
         if self._well() < self.policy.min_ranks and not (done and self._is_late(rank)):
             return False
-        self._effects += [e.Say(f"rank {rank}: {outcome}; going on without it"), e.Expect(self.expected)]
+        self._effects += [
+            e.Say(f"rank {rank}: {outcome}; going on without it"),
+            e.SetExpectedRanks(self.expected),
+        ]
         return True
 
     def _well(self) -> int:
@@ -378,9 +383,9 @@ class Supervisor:
             self._abandon(text if least is None else f"{text}, and --min-np is {least}", 1, now)
             return
         it = "it" if len(ranks) == 1 else "them"
-        self._effects += [e.Say(f"{text}; going on without {it}"), e.Expect(self.expected)]
+        self._effects += [e.Say(f"{text}; going on without {it}"), e.SetExpectedRanks(self.expected)]
         if running := tuple(rank for rank in ranks if self.ranks[rank].pid):
-            self._effects.append(e.Signal(running, signal.SIGKILL))
+            self._effects.append(e.SendSignal(running, signal.SIGKILL))
         if self.policy.growth is not None:
             for host in dict.fromkeys(self.ranks[rank].host for rank in ranks):
                 its = [rank for rank in ranks if self.ranks[rank].host == host]
@@ -391,7 +396,7 @@ class Supervisor:
     # -- hosts that come and go -----------------------------------------------------------------------------------
 
     def _unstartable(self, ranks: tuple[int, ...], text: str, now: float) -> None:
-        if self.policy.growth is not None and self.phase is Phase.RUNNING:
+        if self.policy.growth is not None and self.phase is JobPhase.RUNNING:
             failed = [rank for rank in ranks if rank in self.expected and not self.ranks[rank].released]
             for host in dict.fromkeys(self.ranks[rank].host for rank in failed):
                 self._put_aside(host, text)
@@ -399,10 +404,12 @@ class Supervisor:
                 for rank in failed:
                     self.ranks[rank].outcome = ExitStatus(1, text=text)
                 # Those that have never joined are no members that have died: ranks that wait for them need not fail.
-                self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
-                self._effects.append(e.Expect(self.expected))
+                self._effects += [e.ReportRankLost(rank, text) for rank in failed if self.ranks[rank].joined]
+                self._effects.append(e.SetExpectedRanks(self.expected))
                 # But they may have connected, and the connection of such a one would keep out the process that is started in its place.
-                self._effects += [e.Tell(rank, text) for rank in failed if not self.ranks[rank].joined]
+                self._effects += [
+                    e.ReportRankLost(rank, text) for rank in failed if not self.ranks[rank].joined
+                ]
                 self._grow(now)
                 # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
                 ranks = tuple(rank for rank in ranks if rank not in failed)
@@ -413,7 +420,7 @@ class Supervisor:
         """Use a host no more until the table of hosts says so."""
         usable = {name: slots for name, slots in self._hosts.usable.items() if name != host}
         self._hosts = e.Hosts(usable, self._hosts.aside | {host})
-        self._effects.append(e.HostFailed(host, reason, hangs))
+        self._effects.append(e.HostUnusable(host, reason, hangs))
 
     def _runs_on(self, host: str) -> bool:
         """Whether a process of a rank is known to run on a host: else there is none that a signal could reach."""
@@ -445,7 +452,7 @@ class Supervisor:
             )
             if not state.joined:
                 self._failed_to_join(rank, state.host, outcome)
-        self._effects.append(e.Expect(self.expected))
+        self._effects.append(e.SetExpectedRanks(self.expected))
         self._grow(now)
         return True
 
@@ -464,7 +471,7 @@ class Supervisor:
     def _grow(self, now: float) -> None:
         """Start ranks on hosts that have room, and release ranks of hosts that are gone or have fewer slots now."""
         growth = self.policy.growth
-        if growth is None or self.phase is not Phase.RUNNING or self._settled or self._is_over:
+        if growth is None or self.phase is not JobPhase.RUNNING or self._settled or self._is_over:
             return
         least = self.policy.min_ranks or 1
         if not self._begun and not self._may_begin(growth, least, now):
@@ -487,7 +494,7 @@ class Supervisor:
                 verb = "leaves" if len(its) == 1 else "leave"
                 text = f"{host} {why}: {format_ranks(its)} {verb} at the next commit"
                 self._effects.append(e.Say(text))
-            self._effects.append(e.Release(plan.release))
+            self._effects.append(e.ReleaseRanks(plan.release))
         self._count_on(least, growth, now)
 
     def _may_begin(self, growth: Growth, least: int, now: float) -> bool:
@@ -498,15 +505,17 @@ class Supervisor:
     def _start_on(self, hosts: dict[int, str], now: float) -> None:
         for rank, host in sorted(hosts.items()):
             while len(self.ranks) <= rank:
-                self.ranks.append(RankState(outcome=ExitStatus(0), released=True))  # a number without a rank
-            self.ranks[rank] = RankState(
+                self.ranks.append(
+                    SupervisedRank(outcome=ExitStatus(0), released=True)
+                )  # a number without a rank
+            self.ranks[rank] = SupervisedRank(
                 host=host, anew=self._begun, start_by=now + self.policy.start_timeout
             )
         if self._begun:
             where = ", ".join(dict.fromkeys(hosts.values()))
             self._effects.append(e.Say(f"starting {format_ranks(sorted(hosts))} on {where}"))
         self._start_by = None
-        self._effects += [e.Expect(self.expected), e.StartOn(hosts)]
+        self._effects += [e.SetExpectedRanks(self.expected), e.StartOn(hosts)]
 
     def _count_on(self, least: int, growth: Growth, now: float) -> None:
         """Wait for hosts while there are too few ranks."""
@@ -544,7 +553,7 @@ class Supervisor:
         for rank in due:
             self.ranks[rank].come_by = None
         late = [rank for rank in due if not self.ranks[rank].released]  # those that leave are ended anyway
-        if late and self.phase is Phase.RUNNING:
+        if late and self.phase is JobPhase.RUNNING:
             within = f"within {self.policy.newcomer_timeout:g} s"
             self._give_up(late, f"{self._named(late)} did not come to hvd.init() {within}", now)
 
@@ -559,7 +568,7 @@ class Supervisor:
                 signals.setdefault(signal.SIGKILL if state.ended else signal.SIGTERM, []).append(rank)
                 state.leave_by = None if state.ended else now + self.policy.grace
                 state.ended = True
-        self._effects += [e.Signal(tuple(ranks), number) for number, ranks in signals.items()]
+        self._effects += [e.SendSignal(tuple(ranks), number) for number, ranks in signals.items()]
 
     def _is_late(self, rank: int) -> bool:
         """Whether a rank was started anew and has not taken part yet, or was cut off and has not taken part since.
@@ -590,7 +599,7 @@ class Supervisor:
         return found
 
     @staticmethod
-    def _has_finished(state: RankState) -> bool:
+    def _has_finished(state: SupervisedRank) -> bool:
         """Whether the program has ended on a rank that neither left nor was given up."""
         ended = state.outcome is not None and state.outcome.ok
         return ended and not (state.released or state.given_up)
@@ -600,42 +609,42 @@ class Supervisor:
         if not self._is_over:
             return
         late = tuple(rank for rank in self.expected if self._is_late(rank) and not self.ranks[rank].dismissed)
-        if late and self.phase is Phase.RUNNING:
+        if late and self.phase is JobPhase.RUNNING:
             for rank in late:
                 self.ranks[rank].dismissed = True
             self._effects += [
                 e.Say(f"{format_ranks(late)} came back too late to take part; ending"),
-                e.Signal(late, signal.SIGTERM),
+                e.SendSignal(late, signal.SIGTERM),
             ]
 
     def _stop(self, number: int, now: float) -> None:
         name = signal.Signals(number).name
-        if self.phase is Phase.ENDING:
+        if self.phase is JobPhase.ENDING:
             if not self._ending.killed:
                 self._effects.append(e.Say(f"{name} again: killing {self._count()}"))
                 self._kill(now)
             return
         what = "interrupted" if number == signal.SIGINT else f"got {name}"
         self._effects.append(e.Say(f"{what}; ending {self._count()} (once more to kill)"))
-        self._effects.append(e.Signal(self.living, number))
+        self._effects.append(e.SendSignal(self.living, number))
         wait = self.policy.interrupt_grace if number == signal.SIGINT else self.policy.grace
-        self.phase, self._ending = Phase.ENDING, _Ending(128 + number, now + wait)
+        self.phase, self._ending = JobPhase.ENDING, _Ending(128 + number, now + wait)
 
     def _tick(self, now: float) -> None:
-        if self.phase is Phase.ENDING and now >= self._ending.until:
+        if self.phase is JobPhase.ENDING and now >= self._ending.until:
             if self._ending.killed:  # stuck in the operating system's kernel: the launcher can do no more
                 self._effects.append(e.Say(f"{format_ranks(self.expected)} can't be killed; leaving"))
                 self._finish()
             else:
                 self._effects.append(e.Say(f"{format_ranks(self.expected)} did not end in time; killing"))
                 self._kill(now)
-        elif self.phase is Phase.RUNNING:
+        elif self.phase is JobPhase.RUNNING:
             self._check_times(now)
 
     def _check_times(self, now: float) -> None:
         self._give_up_starts(now)
         self._give_up_newcomers(now)
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not JobPhase.RUNNING:
             return
         self._end_released(now)
         if not self._begun and self._start_by is not None and now >= self._start_by:
@@ -670,13 +679,13 @@ class Supervisor:
         state.deadline = None
         error = state.report.error if state.report is not None else ""
         text = f"rank {rank} has failed ({error}) and did not end within {self.policy.hang:g} s; killing it"
-        self._effects += [e.Say(text), e.Signal((rank,), signal.SIGKILL)]
+        self._effects += [e.Say(text), e.SendSignal((rank,), signal.SIGKILL)]
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
         """Find out which rank failed first, once every rank that the report blames has ended or is lost."""
-        if self.phase is not Phase.SETTLING:
+        if self.phase is not JobPhase.SETTLING:
             return
         state = self.ranks[self._first]
         blamed = state.report.culprits if state.report is not None else ()
@@ -698,7 +707,7 @@ class Supervisor:
         outcome = state.outcome
         error = state.report.error if state.report is not None else state.lost
         self.failed = culprit
-        failure = e.Failure(culprit, outcome, error, tuple(followers), self._early(culprit))
+        failure = e.FailureReport(culprit, outcome, error, tuple(followers), self._early(culprit))
         self._effects.append(failure)
         self._end(outcome.exit_code if outcome is not None else 1, now)
 
@@ -730,32 +739,32 @@ class Supervisor:
         return tuple(r for r, outcome in outcomes if outcome is not None and outcome.ok)
 
     def _abandon(self, text: str, code: int, now: float) -> None:
-        if self.phase in (Phase.RUNNING, Phase.SETTLING):
+        if self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
             self._effects.append(e.Say(text))
             self._end(code, now)
 
     def _end(self, code: int, now: float) -> None:
-        self.phase, self._ending = Phase.ENDING, _Ending(code, now + self.policy.grace)
+        self.phase, self._ending = JobPhase.ENDING, _Ending(code, now + self.policy.grace)
         if self.living:
-            self._effects.append(e.Signal(self.living, signal.SIGTERM))
+            self._effects.append(e.SendSignal(self.living, signal.SIGTERM))
 
     def _kill(self, now: float) -> None:
         self._ending.killed, self._ending.until = True, now + self.policy.grace
-        self._effects.append(e.Signal(self.living, signal.SIGKILL))
+        self._effects.append(e.SendSignal(self.living, signal.SIGKILL))
 
     def _maybe_finish(self) -> None:
         # A rank that was given up may not be there to end; closing the starter ends what is left of it.
-        if self.phase is Phase.DONE or self.expected or self.phase is Phase.SETTLING:
+        if self.phase is JobPhase.DONE or self.expected or self.phase is JobPhase.SETTLING:
             return
-        if any(isinstance(effect, e.Respawn) for effect in self._effects):
+        if any(isinstance(effect, e.RestartRank) for effect in self._effects):
             return
-        if self.phase is Phase.RUNNING and self._enough_by is not None and not self._is_over:
+        if self.phase is JobPhase.RUNNING and self._enough_by is not None and not self._is_over:
             return  # the job waits for hosts
         self._finish()
 
     def _finish(self) -> None:
-        code = self._ending.code if self.phase is Phase.ENDING else 0
-        self.phase = Phase.DONE
+        code = self._ending.code if self.phase is JobPhase.ENDING else 0
+        self.phase = JobPhase.DONE
         self._effects.append(e.Finish(code))
 
     def _count(self) -> str:

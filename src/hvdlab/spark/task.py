@@ -20,7 +20,7 @@ from hvdlab.collectives.environment import World, free_port, own_environment, th
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.child import STDERR, Child, SpawnError, spawn
 from hvdlab.launch.processes import ExitStatus
-from hvdlab.runner.function_worker import Raised
+from hvdlab.runner.function_worker import FunctionRaised
 from hvdlab.runner.output import LineAssembler, prefix
 
 KEPT = 4 << 20
@@ -170,7 +170,7 @@ def _host() -> str:
 
 def _reason(end: RankEnd) -> str:
     found = pickle.loads(end.result) if end.result else None  # noqa: S301  # what our own child wrote for us
-    return f"its function raised {found.line}" if isinstance(found, Raised) else str(end.outcome)
+    return f"its function raised {found.line}" if isinstance(found, FunctionRaised) else str(end.outcome)
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ServerState` decides what to do.
+"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ForkServerState` decides what to do.
 
 While the main thread imports, the shell runs on a thread of its own, so that a successor looks after the
 ranks of its predecessor at once. Only when that thread has ended is anything forked: a fork copies one thread.
@@ -49,23 +49,23 @@ from hvdlab.launch.forkserver.messages import (
 )
 from hvdlab.launch.forkserver.program import ForkedProgram, load_later
 from hvdlab.launch.forkserver.server_state import (
-    Asked,
     Do,
     Effect,
     Event,
     Exit,
     ForkReturned,
+    ForkServerState,
+    ForkServerTick,
     Imported,
     Kill,
     Listen,
     ListenReturned,
     PoolFound,
     PoolLost,
-    Send,
-    ServerState,
+    PoolRequested,
+    SendToPool,
     TellController,
-    Tick,
-    Watch,
+    WatchProcess,
 )
 from hvdlab.launch.processes import readable
 
@@ -85,9 +85,9 @@ class ServerShell:
     def __init__(self, link: PoolLink, lifeline: int, program: ForkedProgram) -> None:
         self._link = link
         self._lifeline = lifeline
-        self._listener: Listener | None = None
+        self._listener: PoolListener | None = None
         self._detached: DetachedSupervisor | None = None
-        self._state = ServerState()
+        self._state = ForkServerState()
         self._pid = os.getpid()
         self._importing = True
         self._program = program
@@ -155,7 +155,7 @@ class ServerShell:
         try:
             return self._perform(self._state.handle(event, time.monotonic()))
         except Exception as error:
-            if not isinstance(event, Asked) or os.getpid() != self._pid:
+            if not isinstance(event, PoolRequested) or os.getpid() != self._pid:
                 raise  # a successor adopts the ranks, which is safer than a table that has missed an end
             print(f"hvdlab: the fork server failed at {type(event.message).__name__}:", file=sys.stderr)
             traceback.print_exc()
@@ -180,7 +180,7 @@ class ServerShell:
             self._child_table.look()
         tick = self._state.next_tick()
         if tick is not None and time.monotonic() >= tick:
-            events.append(Tick())
+            events.append(ForkServerTick())
         return events
 
     def _timeout(self) -> float | None:
@@ -216,7 +216,7 @@ class ServerShell:
         try:
             if endpoint.backlog:
                 endpoint.flush()
-            return [Asked(decode_to_server(payload)) for payload in endpoint.receive()]
+            return [PoolRequested(decode_to_server(payload)) for payload in endpoint.receive()]
         except ConnectionLost:
             return self._pool_lost()
         except ProtocolError as error:
@@ -249,7 +249,7 @@ class ServerShell:
                 self._detached.forget()
                 self._detached = None
             if path:
-                self._listener = Listener(path)
+                self._listener = PoolListener(path)
                 self._detached = DetachedSupervisor(Path(path).parent)
                 self._selector.register(self._listener.sock, selectors.EVENT_READ, self._open_door)
                 raise_on_hangup(PULSE, False)
@@ -315,13 +315,13 @@ class ServerShell:
     def _perform(self, effects: Sequence[Effect]) -> Role | Exit | None:
         for effect in effects:
             match effect:
-                case Send(message):
+                case SendToPool(message):
                     self._send(message)
                 case Kill(pid, number, group):
                     self._child_table.kill(pid, number, group)
                 case TellController(rank, joined):
                     self._child_table.tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
-                case Watch(child):
+                case WatchProcess(child):
                     self._answers += self._child_table.adopt(child)
                 case Listen(path):
                     self._listen(path)
@@ -538,7 +538,7 @@ class PoolLink:
             os.close(descriptor)
 
 
-class Listener:
+class PoolListener:
     """A socket at which a successor of the pool's process connects.
 
     Args:

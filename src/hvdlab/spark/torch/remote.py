@@ -1,4 +1,4 @@
-"""What each rank of a :class:`TorchEstimator` does: read its share, train, and, on rank 0, keep checkpoints. Needs no pyspark."""
+"""The ranks' side of a :class:`TorchEstimator`: read a share of the rows, train, and, on rank 0, keep checkpoints. Needs no pyspark."""
 
 from __future__ import annotations
 

@@ -1,16 +1,22 @@
-"""What each rank of a :class:`KerasEstimator` does: read its share, ``fit``, and, on rank 0, keep checkpoints. Needs no pyspark."""
+"""The ranks' side of a :class:`KerasEstimator`: read a share of the rows, ``fit``, and, on rank 0, keep checkpoints. Needs no pyspark.
+
+:func:`pack` makes bytes of Keras models and of all that belongs to them, with the user's own classes, which the process that
+unpacks need not know before.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import keras
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +25,6 @@ import hvdlab.tensorflow.keras as hvd
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.spark.common.datamodule import Batch
 from hvdlab.spark.common.plan import TrainingPlan
-from hvdlab.spark.keras.packing import model_bytes, model_of, unpack
 from hvdlab.tensorflow.functions import allgather_object, broadcast_object
 from hvdlab.tensorflow.installed import tf
 
@@ -50,7 +55,7 @@ class KerasTraining(TrainingPlan):
     """A function for ranks.
 
     Attributes:
-        packed: Model, optimizer, losses, metrics, callbacks and checkpoint callback, by :func:`~hvdlab.spark.keras.packing.pack`.
+        packed: Model, optimizer, losses, metrics, callbacks and checkpoint callback, by :func:`~hvdlab.spark.keras.remote.pack`.
         custom_objects: The user's classes and functions, by name.
     """
 
@@ -293,3 +298,42 @@ def _like(values: npt.NDArray[Any], tensor: Any) -> npt.NDArray[Any]:
 
 def _one_or_all(arrays: list[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else tuple(arrays)
+
+
+def pack(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
+    """A value that may hold models, optimizers, losses and metrics of Keras.
+
+    Args:
+        value: The value; what in it is Keras' is saved as Keras does, all else is pickled.
+        custom_objects: The user's classes and functions in it, by name.
+    """
+    with keras.utils.custom_object_scope(custom_objects or {}):
+        packed: bytes = cloudpickle.dumps((dict(custom_objects or {}), cloudpickle.dumps(value)))
+    return packed
+
+
+def unpack(data: bytes) -> Any:
+    """What :func:`pack` packed. Unpacking runs code that is in it."""
+    custom_objects, value = cloudpickle.loads(data)
+    with keras.utils.custom_object_scope(custom_objects):
+        return cloudpickle.loads(value)
+
+
+def model_bytes(model: Any) -> bytes:
+    """A model with its optimizer as the bytes of Keras' own ``.keras`` file."""
+    with tempfile.TemporaryDirectory(prefix="hvdlab-keras-") as place:
+        file = Path(place, "model.keras")
+        model.save(file)
+        return file.read_bytes()
+
+
+def model_of(data: bytes, custom_objects: Mapping[str, Any] | None) -> Any:
+    """The model of a ``.keras`` file's bytes, compiled as it was saved; runs no functions that the file holds.
+
+    Raises:
+        ValueError: They are no such file, or need a class that is not among ``custom_objects``.
+    """
+    with tempfile.TemporaryDirectory(prefix="hvdlab-keras-") as place:
+        file = Path(place, "model.keras")
+        file.write_bytes(data)
+        return keras.models.load_model(file, custom_objects=dict(custom_objects or {}))

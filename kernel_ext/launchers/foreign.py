@@ -19,7 +19,7 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
-from hvdlab.launch.by_connection import LACKS, ConnectedRanks
+from hvdlab.launch.by_connection import LACKS, MembershipRanks
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.starter import (
@@ -96,7 +96,7 @@ class EngineSetStarter:
     ) -> None:
         self._launcher, self._hosts, self._options = launcher, request.hosts, request.options
         self._module, self._world = request.module, request.world
-        self._companion, self._connected = companion, ConnectedRanks(request.client, ranks)
+        self._companion, self._connected = companion, MembershipRanks(request.client, ranks)
         self._size = 0
         self._stopped = threading.Event()
 

@@ -26,9 +26,9 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.environment import default_python
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.link import agent_command
-from hvdlab.launch.exec_agent.starter import ExecStarter
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.connection import agent_command
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
@@ -212,7 +212,7 @@ def _host_name(name: str, address: str) -> str:
 
 
 class WorkerReach:
-    """A :class:`~hvdlab.launch.exec_agent.link.Reach` by actors on workers.
+    """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by actors on workers.
 
     Args:
         room: The workers.
@@ -446,7 +446,7 @@ class AgentActor:
 
 
 class ActorConnection:
-    """The connection to the agent on a worker; see :class:`~hvdlab.launch.exec_agent.link.AgentConnection`.
+    """The connection to the agent on a worker; see :class:`~hvdlab.launch.host_agent.connection.AgentConnection`.
 
     A coroutine on the client's event loop passes on what is written to and read from the pipes.
 
@@ -476,7 +476,7 @@ class ActorConnection:
         return f"its agent on the Dask worker {host} is gone" + (f": {self._said}" if self._said else "")
 
     def hang_up(self) -> None:
-        """See :class:`~hvdlab.launch.exec_agent.link.AgentConnection`."""
+        """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
         self._close(self.outbox)
 
     def kill(self) -> None:
@@ -484,7 +484,7 @@ class ActorConnection:
         self._relaying.cancel()
 
     def close(self, timeout: float) -> None:
-        """See :class:`~hvdlab.launch.exec_agent.link.AgentConnection`."""
+        """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
         self.hang_up()
         if not self._over.wait(timeout):
             self.kill()

@@ -24,10 +24,10 @@ from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import common, thread_counts
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.settings import TOKEN, TOKEN_FILE
-from hvdlab.launch.by_connection import LACKS, ConnectedRanks
+from hvdlab.launch.by_connection import LACKS, MembershipRanks
 from hvdlab.launch.environment import default_python, excluded_by_user
-from hvdlab.launch.exec_agent.link import ShellReach, remote_command
-from hvdlab.launch.exec_agent.starter import ExecStarter
+from hvdlab.launch.host_agent.connection import ShellReach, remote_command
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import LOCALHOST, Host, assign, is_local, parse_hosts
 from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.processes import OutputTail, readable
@@ -160,7 +160,7 @@ class MpiStarter:
     def __init__(self, request: LaunchRequest, ranks: RankObserver, mpiexec: str) -> None:
         self._request, self._mpiexec = request, mpiexec
         self._hosts = parse_hosts(request.hosts) if request.hosts else []
-        self._connected = ConnectedRanks(request.client, ranks)
+        self._connected = MembershipRanks(request.client, ranks)
         self._size = 0
         self._exec: ExecStarter | None = None
         self._secret: SecretOnHosts | None = None

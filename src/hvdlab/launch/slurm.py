@@ -25,8 +25,8 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.environment import default_python, exported
-from hvdlab.launch.exec_agent.link import AgentConnection, ProgramConnection, agent_command
-from hvdlab.launch.exec_agent.starter import ExecStarter
+from hvdlab.launch.host_agent.connection import AgentConnection, ProgramConnection, agent_command
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.starter import (
@@ -174,7 +174,7 @@ ENDED_WITHIN = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StepReach:
-    """A :class:`~hvdlab.launch.exec_agent.link.Reach` by steps of a job.
+    """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by steps of a job.
 
     Attributes:
         job: Its number.

@@ -8,8 +8,8 @@ from typing import cast
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.environment import default_python
-from hvdlab.launch.exec_agent.link import ShellReach
-from hvdlab.launch.exec_agent.starter import ExecStarter
+from hvdlab.launch.host_agent.connection import ShellReach
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import assign, is_local, parse_hosts
 from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.starter import Capabilities, Capability, LaunchRequest, RankObserver

@@ -176,7 +176,7 @@ class Program:
         environment: Variables for all ranks, beside this process's own and those of their place in the job.
         output: Takes what ranks write, as it comes and before their ends are reported. Output that a launcher can't catch
             goes to this process's own streams.
-        function: A pickled call, or empty; see :class:`hvdlab.launch.exec_agent.wire.Start`. Only launchers that have
+        function: A pickled call, or empty; see :class:`hvdlab.launch.host_agent.wire.Start`. Only launchers that have
             an agent on each host get one.
         stdin: Whether rank 0 reads this process's standard input, if it is on this host.
         interfaces: Network interfaces to use between hosts; empty for a choice.

@@ -5,7 +5,7 @@
     launcher ── orders, reports: calls of the actor ──▶ RankActor ── pipes ──▶ agent ── forks ──▶ rank
 
 A rank needs a main thread, signals and standard streams of its own, which a Ray worker uses itself: so the actor is the rank's
-parent, and runs the agent that other hosts have (:mod:`hvdlab.launch.exec_agent.agent`). When the actor ends, in whatever
+parent, and runs the agent that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When the actor ends, in whatever
 way, the agent's input ends, and the agent ends the rank.
 """
 
@@ -28,8 +28,8 @@ from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
 from hvdlab.collectives.protocol.frames import FrameDecoder
 from hvdlab.launch.environment import FOREIGN, default_python, exported
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.link import agent_command
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.connection import agent_command
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.processes import OutputTail, describe_exit

@@ -23,7 +23,7 @@ from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.recovery import Recovery
 from hvdlab.collectives.uncaught import TOPIC, Uncaught
-from hvdlab.launch.exec_agent.child import STDERR
+from hvdlab.launch.host_agent.rank_process import STDERR
 from hvdlab.launch.host_source import HostAsker, HostSource
 from hvdlab.launch.host_table import (
     HostEvent,

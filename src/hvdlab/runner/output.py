@@ -12,7 +12,7 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import InvalidRequestError, call_name, format_ranks
 from hvdlab.collectives.membership import Stall
 from hvdlab.collectives.visible import visible, visible_coloured
-from hvdlab.launch.exec_agent.child import STDERR, STDOUT
+from hvdlab.launch.host_agent.rank_process import STDERR, STDOUT
 from hvdlab.launch.processes import OutputTail
 from hvdlab.runner.events import FailureReport
 

@@ -17,8 +17,8 @@ from typing import Any
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.hosts import host_key, place
 from hvdlab.collectives.environment import World, free_port, own_environment, thread_counts
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.child import STDERR, Child, SpawnError, spawn
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.rank_process import STDERR, Child, SpawnError, spawn
 from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner.function_worker import FunctionRaised
 from hvdlab.runner.output import LineAssembler, prefix

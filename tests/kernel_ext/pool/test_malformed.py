@@ -16,7 +16,6 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.timeline import records
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.registry import Kept, Process, Registry
-from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.forkserver.messages import (
     Children,
     Exited,
@@ -28,6 +27,7 @@ from hvdlab.launch.forkserver.messages import (
     decode_to_server,
     encode,
 )
+from hvdlab.launch.host_agent import wire
 
 StartPool = Callable[..., Pool]
 Decode = Callable[[bytes], object]

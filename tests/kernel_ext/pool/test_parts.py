@@ -24,7 +24,6 @@ from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decod
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.launch import local
-from hvdlab.launch.exec_agent.link import remote_command
 from hvdlab.launch.forkserver.messages import (
     Exited,
     Fork,
@@ -34,6 +33,7 @@ from hvdlab.launch.forkserver.messages import (
     encode,
 )
 from hvdlab.launch.forkserver.program import load, modules_to_load
+from hvdlab.launch.host_agent.connection import remote_command
 from hvdlab.launch.hosts import Host, parse_hosts
 from hvdlab.launch.local import check_loaded, check_room
 from hvdlab.launch.options import parse

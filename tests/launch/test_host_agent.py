@@ -17,10 +17,10 @@ import pytest
 
 from effort import examples
 from hvdlab.collectives.protocol.frames import FrameDecoder, encode_frame
-from hvdlab.launch.exec_agent import wire, zygote_process
-from hvdlab.launch.exec_agent.child import Child
-from hvdlab.launch.exec_agent.link import agent_command
-from hvdlab.launch.exec_agent.zygote import LARGEST, Zygote
+from hvdlab.launch.host_agent import wire, zygote_process
+from hvdlab.launch.host_agent.connection import agent_command
+from hvdlab.launch.host_agent.rank_process import Child
+from hvdlab.launch.host_agent.zygote import LARGEST, Zygote
 from patience import PATIENCE
 from protocol_fuzz import make, run, spoil
 
@@ -169,7 +169,7 @@ class Answers:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock = pair[1].dup()
         with monkeypatch.context() as patch:
-            patch.setattr("hvdlab.launch.exec_agent.zygote.socket.socketpair", lambda *_: pair)
+            patch.setattr("hvdlab.launch.host_agent.zygote.socket.socketpair", lambda *_: pair)
             self.zygote = Zygote(
                 wire.Start((os.fsencode(interpreter), b"-c", b"pass"), b"/", {}, preload=("json",))
             )

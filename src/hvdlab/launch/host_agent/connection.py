@@ -14,7 +14,7 @@ from typing import IO, Protocol
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.protocol.frames import FrameDecoder
 from hvdlab.launch.environment import exported
-from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.host_agent import wire
 from hvdlab.launch.hosts import is_local
 
 _NO_MODULE = re.compile(r"No module named '?([\w.]+)")
@@ -47,7 +47,7 @@ class AgentConnection(Protocol):
         """Hang up, wait so long for the agent's end, then kill. Idempotent."""
 
 
-class Reach(Protocol):
+class HostTransport(Protocol):
     """How agents get to their hosts."""
 
     def is_here(self, host: str) -> bool:
@@ -280,4 +280,4 @@ def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> lis
 
 def agent_command(python: str) -> list[str]:
     """The command of an agent. ``-P``: a file in the working directory must not be imported instead of a module."""
-    return [python, "-P", "-m", "hvdlab.launch.exec_agent.agent"]
+    return [python, "-P", "-m", "hvdlab.launch.host_agent.agent"]

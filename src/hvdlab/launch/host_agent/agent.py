@@ -1,9 +1,9 @@
-"""``python -m hvdlab.launch.exec_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
+"""``python -m hvdlab.launch.host_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
 
 It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
 ended, it ends its ranks with everything they started. It has one thread, so that it can fork children safely; with a
-fork server (:mod:`~hvdlab.launch.exec_agent.forked`), which forks them in its place, another thread listens to that. A zygote
-(:mod:`~hvdlab.launch.exec_agent.zygote`) forks programs that become the agent's own children.
+fork server (:mod:`~hvdlab.launch.host_agent.forked`), which forks them in its place, another thread listens to that. A zygote
+(:mod:`~hvdlab.launch.host_agent.zygote`) forks programs that become the agent's own children.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hvdlab.collectives.environment import host_directory_variable, thread_count
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import adopt_orphans, living_children
 from hvdlab.collectives.protocol.frames import FrameDecoder
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.rank_process import Child, SpawnError, spawn
 
 if TYPE_CHECKING:
-    from hvdlab.launch.exec_agent.forked import ForkedRanks
-    from hvdlab.launch.exec_agent.zygote import Zygote
+    from hvdlab.launch.host_agent.forked import ForkedRanks
+    from hvdlab.launch.host_agent.zygote import Zygote
 
 BACKLOG = 4 << 20
 """If more bytes than this wait for the launcher, the agent does not read the output of ranks, which holds them up."""
@@ -157,12 +157,12 @@ class Agent:
         if order.threads:
             os.environ.update(thread_counts(os.environ, order.threads))
         if order.forked:
-            from hvdlab.launch.exec_agent.forked import ForkedRanks
+            from hvdlab.launch.host_agent.forked import ForkedRanks
 
             forked = self._forked = ForkedRanks(order.forked)
             self._selector.register(forked.descriptor, selectors.EVENT_READ, lambda: self._hear(forked))
         elif order.preload:
-            from hvdlab.launch.exec_agent.zygote import Zygote, ZygoteError
+            from hvdlab.launch.host_agent.zygote import Zygote, ZygoteError
 
             try:
                 zygote = self._zygote = Zygote(order)

@@ -15,8 +15,8 @@ import pytest
 from effort import examples
 from hvdlab.collectives.environment import World
 from hvdlab.collectives.protocol.frames import FrameDecoder, encode_frame
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.starter import ExecStarter
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host
 from hvdlab.launch.starter import Ended, LaunchRequest, Started
 from patience import PATIENCE

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from hvdlab.collectives.linux import die_with_parent
-from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.host_agent import wire
 
 STDOUT, STDERR = 1, 2
 

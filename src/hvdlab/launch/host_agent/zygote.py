@@ -16,8 +16,8 @@ import sys
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import die_with_parent
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.child import Child, RankDescriptors
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.rank_process import Child, RankDescriptors
 from hvdlab.launch.processes import describe_signal
 from hvdlab.launch.python_command import PythonCommand
 
@@ -63,7 +63,7 @@ class Zygote:
         #: Signals for ranks that have no process yet.
         self._signals: dict[int, list[int]] = {}
         agent = os.getpid()
-        own = [command.interpreter, *command.options, "-m", "hvdlab.launch.exec_agent.zygote_process"]
+        own = [command.interpreter, *command.options, "-m", "hvdlab.launch.host_agent.zygote_process"]
         try:
             self._process = subprocess.Popen(
                 [*own, str(theirs.fileno()), str(agent), ",".join(start.preload), "--", *command.words],

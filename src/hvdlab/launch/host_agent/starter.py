@@ -23,8 +23,8 @@ from hvdlab.collectives.engine.hosts import Place, place
 from hvdlab.collectives.environment import own_environment
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.launch.environment import FOREIGN
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.link import AgentLink, Reach
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.connection import AgentLink, HostTransport
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.processes import OutputTail, describe_exit
 from hvdlab.launch.starter import ENDED_WITH_JOB, Ended, LaunchRequest, RankObserver, Started, require_running
@@ -54,7 +54,7 @@ class ExecStarter:
         ranks: RankObserver,
         hosts: Sequence[Host],
         *,
-        reach: Reach,
+        reach: HostTransport,
         python: str,
         launches_ranks: bool = True,
     ) -> None:

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, Forked, ForkFailed, FromServer, Signal
+from hvdlab.launch.host_agent import wire
 from hvdlab.launch.processes import describe, detail
 
 CLOSING = 5.0

@@ -1,4 +1,4 @@
-"""``python -m hvdlab.launch.exec_agent.zygote_process SOCKET AGENT MODULES -- COMMAND``: imports, then forks itself to be ranks.
+"""``python -m hvdlab.launch.host_agent.zygote_process SOCKET AGENT MODULES -- COMMAND``: imports, then forks itself to be ranks.
 
 ``SOCKET`` is the number of an inherited socket to the agent, ``AGENT`` the agent's process id, ``MODULES`` what is imported, with
 commas between the names, and ``COMMAND`` the command line that ranks run: its interpreter, with its options, is this one.
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from hvdlab.bindings.framework_preloads import FrameworkPreloads
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import die_with_parent, name_process
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.zygote import LARGEST
 from hvdlab.launch.forkserver.children import refresh_libraries, why_not
 from hvdlab.launch.forkserver.program import load, load_later
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.zygote import LARGEST
 from hvdlab.launch.python_command import PythonCommand
 
 DESCRIPTORS = 5

@@ -206,7 +206,7 @@ class ElasticSchedule:
     def _may_be_unwanted(self, process: Process) -> bool:
         """Whether the launcher lets this rank go, or has given it up and is about to kill it."""
         state = self.run_._supervisor.ranks[process.rank]
-        return state.released or state.given_up
+        return state.releasing or state.abandoned
 
     def _main(self, process: Process) -> None:
         engine = process.engine
@@ -539,7 +539,7 @@ class ElasticSchedule:
             group = None if me is None else me.state.sets.get(0)
             if group is None or not group.configured or set(group.ranks) != living or process.end is not None:
                 return False
-            if not process.saved or self.run_._supervisor.ranks[process.rank].released:
+            if not process.saved or self.run_._supervisor.ranks[process.rank].releasing:
                 return False
         return True
 

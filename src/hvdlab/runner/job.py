@@ -298,7 +298,7 @@ class JobRun:
                 self._finished = True
                 self._done.code = code
                 self._done.left = {
-                    rank for rank, its in enumerate(self._supervisor.ranks) if its.released or its.given_up
+                    rank for rank, its in enumerate(self._supervisor.ranks) if its.releasing or its.abandoned
                 }
                 self._done.results = {rank: bytes(data) for rank, data in self._results.items()}
             case e.RestartRank(rank):

@@ -26,7 +26,7 @@ from hvdlab.runner.job_result import origin_of
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the operator wants. Times are in seconds.
+    """Limits of a job, as the operator has set them. Times are in seconds.
 
     Attributes:
         hosts: Host of each rank; its length is the number of ranks.
@@ -81,13 +81,18 @@ class JobPhase(Enum):
 
 @dataclass(slots=True)
 class SupervisedRank:
-    """What is known of a rank."""
+    """The supervisor's record of a rank. Times are on the clock of :meth:`Supervisor.handle`."""
 
     pid: int = 0
+    """Its process, or 0 before it runs."""
     outcome: ExitStatus | None = None
+    """How its process has ended; ``None`` while it has not."""
     report: e.Reported | None = None
+    """The exception that ended its program, if it reported one."""
     connected: bool = False
+    """Whether it is connected to the coordinator."""
     joined: bool = False
+    """Whether it has joined the job since its process was started."""
     joined_at: int = 0
     """The event with which it was connected last, counted by the supervisor."""
     left_at: int | None = None
@@ -96,21 +101,21 @@ class SupervisedRank:
     """Why the coordinator gave it up."""
     returned: bool = False
     """Whether it was cut off, has connected again, and waits for the others to let it in."""
-    anew: bool = False
+    restarted: bool = False
     """Whether it was started while the job ran, in place of a lost rank or on a host that was found."""
-    dismissed: bool = False
+    terminated_late: bool = False
     """Whether it got SIGTERM since it came too late to take part."""
     host: str = ""
     """Where it was started."""
     start_by: float | None = None
     """When its process must run, if it was started while the job ran."""
-    come_by: float | None = None
+    init_deadline: float | None = None
     """When it must have come to ``hvd.init()``, if it started once there had been a world."""
-    given_up: bool = False
+    abandoned: bool = False
     """Whether it did not start or join in time: the others go on without it, and its process, if it gets or has one, is killed."""
-    released: bool = False
+    releasing: bool = False
     """Whether it leaves with its host."""
-    leave_by: float | None = None
+    release_deadline: float | None = None
     """When it is ended if it leaves and has not joined by then; and when it is killed if it has not ended either."""
     ended: bool = False
     """Whether it got SIGTERM since it leaves and had not joined."""
@@ -120,7 +125,7 @@ class SupervisedRank:
     @property
     def times(self) -> tuple[float | None, ...]:
         """When something is due."""
-        return self.deadline, self.start_by, self.come_by, self.leave_by
+        return self.deadline, self.start_by, self.init_deadline, self.release_deadline
 
 
 @dataclass(slots=True)
@@ -170,7 +175,7 @@ class Supervisor:
     @property
     def expected(self) -> tuple[int, ...]:
         """Those of them that were not given up: ranks that the world is made of."""
-        return tuple(rank for rank in self.living if not self.ranks[rank].given_up)
+        return tuple(rank for rank in self.living if not self.ranks[rank].abandoned)
 
     @property
     def deadline(self) -> float | None:
@@ -202,7 +207,7 @@ class Supervisor:
             case e.Connected(rank):
                 self._connected(rank, now)
             case e.RankArrived(rank):
-                self.ranks[rank].come_by = None
+                self.ranks[rank].init_deadline = None
             case e.Formed():
                 self._formed, self._join_by = True, None
                 for rank in self.expected:
@@ -235,7 +240,7 @@ class Supervisor:
         state = self.ranks[rank]
         state.pid, state.start_by = pid, None
         self._await(rank, now)
-        if state.given_up and state.outcome is None:
+        if state.abandoned and state.outcome is None:
             self._effects.append(e.SendSignal((rank,), signal.SIGKILL))
         if self._begun and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
@@ -243,18 +248,18 @@ class Supervisor:
     def _await(self, rank: int, now: float) -> None:
         """Give a newcomer that has started, and has not joined, its time to come to ``hvd.init()``."""
         state, limit = self.ranks[rank], self.policy.newcomer_timeout
-        started = bool(state.pid) and not (state.joined or state.given_up)
+        started = bool(state.pid) and not (state.joined or state.abandoned)
         if self._formed and started and limit is not None and self.policy.min_ranks is not None:
-            state.come_by = now + limit
+            state.init_deadline = now + limit
 
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
         self._raised.clear()
-        self.ranks[rank].come_by = None
+        self.ranks[rank].init_deadline = None
         self.ranks[rank].joined_at, self.ranks[rank].left_at = self._events, None
         self.ranks[rank].lost, self.ranks[rank].returned = "", False
         self._unjoined.discard((rank, self.ranks[rank].host))
-        if self.ranks[rank].released:  # before it had joined, which the coordinator knows no more
+        if self.ranks[rank].releasing:  # before it had joined, which the coordinator knows no more
             self._effects.append(e.ReleaseRanks((rank,)))
         self._grow(now)  # there may be ranks to spare now
         if self.policy.join_timeout is None or self._formed or self.phase is not JobPhase.RUNNING:
@@ -288,7 +293,7 @@ class Supervisor:
             return
         if self._start_by is not None and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
-        if state.given_up:  # the others know already that it does not come
+        if state.abandoned:  # the others know already that it does not come
             self._effects.append(e.ReportRankLost(rank, str(outcome)))
             self._end_late()
             self._grow(now)
@@ -300,7 +305,7 @@ class Supervisor:
         self._effects.append(
             e.ReportRankLost(rank, str(outcome) if not outcome.ok else "its program has ended")
         )
-        if state.released and self.phase is JobPhase.RUNNING:
+        if state.releasing and self.phase is JobPhase.RUNNING:
             self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.SetExpectedRanks(self.expected)]
             self._grow(now)
             return
@@ -334,18 +339,20 @@ class Supervisor:
         if self.policy.min_ranks is None or report is None or report.culprits:
             return False
         self._raised[rank] = report.error
-        ranks = [r for r, state in enumerate(self.ranks) if state.joined or state.anew or r in self._raised]
+        ranks = [
+            r for r, state in enumerate(self.ranks) if state.joined or state.restarted or r in self._raised
+        ]
         return len(ranks) > 1 and all(self._raised.get(r) == report.error for r in ranks)
 
     def _replace(self, rank: int, outcome: ExitStatus, now: float) -> bool:
         """Start a lost rank of an elastic job anew, or go on without it. Returns whether the job goes on."""
         assert self.policy.min_ranks is not None
         done = self._is_over
-        known = self.ranks[rank].joined or self.ranks[rank].anew
+        known = self.ranks[rank].joined or self.ranks[rank].restarted
         if known and not done and self._resets < self.policy.reset_limit:
             self._resets += 1
             host, start_by = self.ranks[rank].host, now + self.policy.start_timeout
-            self.ranks[rank] = SupervisedRank(host=host, anew=True, start_by=start_by)
+            self.ranks[rank] = SupervisedRank(host=host, restarted=True, start_by=start_by)
             every = self.expected  # without lost ranks that were not started anew
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
             self._effects += [e.Say(text), e.SetExpectedRanks(every), e.RestartRank(rank)]
@@ -361,7 +368,7 @@ class Supervisor:
     def _well(self) -> int:
         """How many ranks there are to go on with: those that live and those whose program has ended well."""
         well = [state for state in self.ranks if state.outcome is None or state.outcome.ok]
-        return sum(not state.given_up for state in well)
+        return sum(not state.abandoned for state in well)
 
     # -- ranks that do not come -----------------------------------------------------------------------------------
 
@@ -376,9 +383,9 @@ class Supervisor:
         least, left = self.policy.min_ranks, self._well() - len(ranks)
         goes_on = least is not None and (self.policy.growth is not None or left >= least)
         for rank in ranks:
-            self.ranks[rank].start_by = self.ranks[rank].come_by = None
+            self.ranks[rank].start_by = self.ranks[rank].init_deadline = None
             # As the job ends it waits for processes, which may have something to say, but not for one that there is none of.
-            self.ranks[rank].given_up = goes_on or not self.ranks[rank].pid
+            self.ranks[rank].abandoned = goes_on or not self.ranks[rank].pid
         if not goes_on:
             self._abandon(text if least is None else f"{text}, and --min-np is {least}", 1, now)
             return
@@ -397,7 +404,7 @@ class Supervisor:
 
     def _unstartable(self, ranks: tuple[int, ...], text: str, now: float) -> None:
         if self.policy.growth is not None and self.phase is JobPhase.RUNNING:
-            failed = [rank for rank in ranks if rank in self.expected and not self.ranks[rank].released]
+            failed = [rank for rank in ranks if rank in self.expected and not self.ranks[rank].releasing]
             for host in dict.fromkeys(self.ranks[rank].host for rank in failed):
                 self._put_aside(host, text)
             if failed and not (self._is_over or self._settled):
@@ -439,7 +446,7 @@ class Supervisor:
             self._settled = True
             least = self.policy.min_ranks or 1
             # Those that were let go leave, or wait with the others for ranks in their place: none will come.
-            stay = [living for living in self.expected if not self.ranks[living].released]
+            stay = [living for living in self.expected if not self.ranks[living].releasing]
             if len(stay) < least and not self._is_over:
                 self._effects.append(e.Say(self._too_few(len(stay), least)))
                 return False
@@ -478,16 +485,18 @@ class Supervisor:
             return
         placed = {rank: self.ranks[rank].host for rank in self.living}
         # Those that were given up keep their numbers and slots until their processes have ended, but count no more.
-        leaving = [rank for rank in placed if self.ranks[rank].released or self.ranks[rank].given_up]
+        leaving = [rank for rank in placed if self.ranks[rank].releasing or self.ranks[rank].abandoned]
         plan = changes(self._hosts.usable, self._hosts.aside, placed, leaving, least, growth.most)
         if plan.start:
             self._start_on(plan.start, now)
         self._begun = True
         if plan.release:
             for rank in plan.release:
-                self.ranks[rank].released = True
+                self.ranks[rank].releasing = True
                 # One that has not joined has nothing to finish, but it may be let in at this very moment.
-                self.ranks[rank].leave_by = None if self.ranks[rank].joined else now + self.policy.grace
+                self.ranks[rank].release_deadline = (
+                    None if self.ranks[rank].joined else now + self.policy.grace
+                )
             for host in dict.fromkeys(self.ranks[rank].host for rank in plan.release):
                 its = [rank for rank in plan.release if self.ranks[rank].host == host]
                 why = "has fewer slots now" if host in self._hosts.usable else "is not found any more"
@@ -506,10 +515,10 @@ class Supervisor:
         for rank, host in sorted(hosts.items()):
             while len(self.ranks) <= rank:
                 self.ranks.append(
-                    SupervisedRank(outcome=ExitStatus(0), released=True)
+                    SupervisedRank(outcome=ExitStatus(0), releasing=True)
                 )  # a number without a rank
             self.ranks[rank] = SupervisedRank(
-                host=host, anew=self._begun, start_by=now + self.policy.start_timeout
+                host=host, restarted=self._begun, start_by=now + self.policy.start_timeout
             )
         if self._begun:
             where = ", ".join(dict.fromkeys(hosts.values()))
@@ -549,24 +558,30 @@ class Supervisor:
 
     def _give_up_newcomers(self, now: float) -> None:
         """Give up newcomers that have started and do not come to ``hvd.init()``: others can have their numbers and slots."""
-        due = [rank for rank in self.living if (by := self.ranks[rank].come_by) is not None and now >= by]
+        due = [
+            rank for rank in self.living if (by := self.ranks[rank].init_deadline) is not None and now >= by
+        ]
         for rank in due:
-            self.ranks[rank].come_by = None
-        late = [rank for rank in due if not self.ranks[rank].released]  # those that leave are ended anyway
+            self.ranks[rank].init_deadline = None
+        late = [rank for rank in due if not self.ranks[rank].releasing]  # those that leave are ended anyway
         if late and self.phase is JobPhase.RUNNING:
             within = f"within {self.policy.newcomer_timeout:g} s"
             self._give_up(late, f"{self._named(late)} did not come to hvd.init() {within}", now)
 
     def _end_released(self, now: float) -> None:
         """End ranks that were let go and have not joined by then, so that the coordinator could not tell them; kill what does not end."""
-        due = [rank for rank in self.living if (by := self.ranks[rank].leave_by) is not None and now >= by]
+        due = [
+            rank
+            for rank in self.living
+            if (by := self.ranks[rank].release_deadline) is not None and now >= by
+        ]
         signals: dict[int, list[int]] = {}
         for rank in due:
             state = self.ranks[rank]
-            state.leave_by = None
+            state.release_deadline = None
             if not state.joined:
                 signals.setdefault(signal.SIGKILL if state.ended else signal.SIGTERM, []).append(rank)
-                state.leave_by = None if state.ended else now + self.policy.grace
+                state.release_deadline = None if state.ended else now + self.policy.grace
                 state.ended = True
         self._effects += [e.SendSignal(tuple(ranks), number) for number, ranks in signals.items()]
 
@@ -577,8 +592,8 @@ class Supervisor:
         would wait for them, or begin from the start, alone.
         """
         state = self.ranks[rank]
-        if not (state.anew and state.joined):
-            return state.anew or state.returned
+        if not (state.restarted and state.joined):
+            return state.restarted or state.returned
         with_finished = self._with_finished()
         return bool(with_finished) and rank not in with_finished
 
@@ -602,16 +617,18 @@ class Supervisor:
     def _has_finished(state: SupervisedRank) -> bool:
         """Whether the program has ended on a rank that neither left nor was given up."""
         ended = state.outcome is not None and state.outcome.ok
-        return ended and not (state.released or state.given_up)
+        return ended and not (state.releasing or state.abandoned)
 
     def _end_late(self) -> None:
         """End the ranks that have still to come (back), once the program has ended on a rank: they could not take part any more."""
         if not self._is_over:
             return
-        late = tuple(rank for rank in self.expected if self._is_late(rank) and not self.ranks[rank].dismissed)
+        late = tuple(
+            rank for rank in self.expected if self._is_late(rank) and not self.ranks[rank].terminated_late
+        )
         if late and self.phase is JobPhase.RUNNING:
             for rank in late:
-                self.ranks[rank].dismissed = True
+                self.ranks[rank].terminated_late = True
             self._effects += [
                 e.Say(f"{format_ranks(late)} came back too late to take part; ending"),
                 e.SendSignal(late, signal.SIGTERM),

@@ -228,7 +228,7 @@ def spark_part(rounds: int) -> dict[str, Times]:
 def estimator_part(rounds: int) -> dict[str, Times]:
     import spark_estimator as rows
 
-    from hvdlab.runner.calling import run
+    from hvdlab.runner.run_function import run
 
     epochs, batch = 3, 256
     found: Times = {"hvdlab": [], "plain loop": []}

@@ -22,7 +22,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import torch
 
-from hvdlab.runner.calling import run
+from hvdlab.runner.run_function import run
 from hvdlab.spark.common.backend import LocalBackend
 from hvdlab.spark.common.store import LocalStore
 from hvdlab.spark.torch import TorchEstimator

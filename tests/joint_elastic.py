@@ -30,12 +30,12 @@ from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.numbering import CONSECUTIVE, core_rank, own_number
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.launch.host_source import HostSource
-from hvdlab.launch.host_table import Asked, Found, HostTick, NotFound
+from hvdlab.launch.host_table import HostsAsked, HostsFound, HostTick, NotFound
 from hvdlab.launch.starter import Ended, Started
 from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.plan import Job
+from hvdlab.runner.job_spec import JobSpec
 from job_stand_ins import IdleStarter, NoSink
 from joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines
 from joint_ranks import SimRank
@@ -120,7 +120,7 @@ class ElasticSchedule:
         self.said: list[str] = []
         self.facts: dict[object, object] = {}
         limit = 1000 if self.calm else chance.choice((1000, 1000, 3))
-        given = Job(
+        given = JobSpec(
             ("train",),
             self.start,
             (),
@@ -206,7 +206,7 @@ class ElasticSchedule:
     def _may_be_unwanted(self, process: Process) -> bool:
         """Whether the launcher lets this rank go, or has given it up and is about to kill it."""
         state = self.run_._supervisor.ranks[process.rank]
-        return state.released or state.given_up
+        return state.releasing or state.abandoned
 
     def _main(self, process: Process) -> None:
         engine = process.engine
@@ -364,7 +364,7 @@ class ElasticSchedule:
     def _pass_time(self, seconds: float) -> None:
         self.sim.pass_time(self.sim.now + seconds)
         self.run_._on_host_event(HostTick())
-        self.run_._handle(e.Tick())
+        self.run_._handle(e.JobTick())
 
     def _reconnected(self) -> None:
         """Before time passes: let ranks find the coordinator's successor, which would give them up, and ends be reported."""
@@ -399,8 +399,8 @@ class ElasticSchedule:
     def do_answer(self, hosts: dict[str, int] | None = None) -> None:
         """The source of hosts says which there are."""
         self._reconnected()
-        self.run_._news.post(Asked())
-        self.run_._news.post(Found(dict(self.listed if hosts is None else hosts)))
+        self.run_._news.post(HostsAsked())
+        self.run_._news.post(HostsFound(dict(self.listed if hosts is None else hosts)))
         self._pass_time(1.0)
 
     def do_flap(self) -> None:
@@ -415,11 +415,11 @@ class ElasticSchedule:
         return {name: slots for name, slots in self.listed.items() if name != host}
 
     def do_fail(self) -> None:
-        self.run_._news.post(Asked())
+        self.run_._news.post(HostsAsked())
         self.run_._news.post(NotFound("it failed with exit code 3"))
 
     def do_hang(self) -> None:
-        self.run_._news.post(Asked())
+        self.run_._news.post(HostsAsked())
         self.do_time()
 
     def do_kill(self) -> None:
@@ -539,7 +539,7 @@ class ElasticSchedule:
             group = None if me is None else me.state.sets.get(0)
             if group is None or not group.configured or set(group.ranks) != living or process.end is not None:
                 return False
-            if not process.saved or self.run_._supervisor.ranks[process.rank].released:
+            if not process.saved or self.run_._supervisor.ranks[process.rank].releasing:
                 return False
         return True
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from hvdlab.collectives.client import Membership
 from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import own_environment
-from hvdlab.launch.options import Kind, Option
+from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.starter import (
     Capabilities,
     Capability,
@@ -53,7 +53,7 @@ class PopenLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        return (Option("nice", "how nice ranks are", Kind.COUNT),)
+        return (Option("nice", "how nice ranks are", OptionKind.COUNT),)
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
         pass

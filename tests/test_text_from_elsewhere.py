@@ -63,13 +63,12 @@ from hvdlab.kernel_ext.notebook.variables.overview import Cell, TensorTable, Tex
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 from hvdlab.kernel_ext.wire.compare import VariableView
 from hvdlab.kernel_ext.wire.status import PendingNow, RankStatus, ServerNow, Stack, StackFrame
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus, OutputTail
 from hvdlab.magics.status_table import StatusTable
-from hvdlab.runner.calling import RankFailedError
-from hvdlab.runner.command import main, speaker
-from hvdlab.runner.events import Failure as JobFailure
-from hvdlab.runner.lines import Tail
-from hvdlab.runner.report import failure_lines, stall_line
+from hvdlab.runner.cli import main
+from hvdlab.runner.events import FailureReport as JobFailure
+from hvdlab.runner.output import failure_lines, speaker, stall_line
+from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import recording
 from hvdlab.torch.divergence import DivergenceError
 from hvdlab.widgets import metrics_picture, output, strip
@@ -288,9 +287,9 @@ def recorded_step(name: str) -> str:
 
 
 def failed_job(name: str) -> str:
-    tail = Tail()
-    tail.feed(name.encode("utf-8", "surrogateescape" if name.isascii() else "backslashreplace"))
-    outcome = Outcome(1)
+    tail = OutputTail()
+    tail.add(name.encode("utf-8", "surrogateescape" if name.isascii() else "backslashreplace"))
+    outcome = ExitStatus(1)
     failure = JobFailure(0, outcome, name)
     lines: list[str] = []
 

@@ -12,7 +12,7 @@ import msgspec
 from hvdlab.bindings.framework_preloads import FrameworkPreloads
 from hvdlab.kernel_ext.wire import crash_ring
 from hvdlab.kernel_ext.wire.cells import CrashOutput, Stream
-from hvdlab.launch.forkserver.pipes import StdPipes
+from hvdlab.launch.forkserver.program import StdPipes
 
 PROGRAM_NAME = f"{__name__}:PROGRAM"
 """The name that a pool's fork server is started with."""

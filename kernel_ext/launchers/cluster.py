@@ -20,7 +20,6 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.launchers.predecessor import Predecessor
-from hvdlab.launch.exits import describe
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
@@ -34,7 +33,7 @@ from hvdlab.launch.forkserver.messages import (
     FromServer,
     Guard,
 )
-from hvdlab.launch.processes import start_time
+from hvdlab.launch.processes import describe, start_time
 from hvdlab.launch.starter import Starter
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
-from hvdlab.launch.by_connection import LACKS, ConnectedRanks
+from hvdlab.launch.by_connection import LACKS, MembershipRanks
 from hvdlab.launch.hosts import parse_hosts
-from hvdlab.launch.options import Kind, Option
+from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.starter import (
     Capabilities,
     Capability,
@@ -96,7 +96,7 @@ class EngineSetStarter:
     ) -> None:
         self._launcher, self._hosts, self._options = launcher, request.hosts, request.options
         self._module, self._world = request.module, request.world
-        self._companion, self._connected = companion, ConnectedRanks(request.client, ranks)
+        self._companion, self._connected = companion, MembershipRanks(request.client, ranks)
         self._size = 0
         self._stopped = threading.Event()
 
@@ -183,20 +183,24 @@ _OURS = {
 """Traits that hvdlab sets itself."""
 
 
-def _own_traits(launcher: Any) -> Mapping[str, tuple[str, Kind]]:
+def _own_traits(launcher: Any) -> Mapping[str, tuple[str, OptionKind]]:
     """Configurable traits of a launcher's class whose values can be read from text: name to its help and kind."""
     from traitlets import Any as AnyTrait
     from traitlets import Int, List, Unicode
 
-    found: dict[str, tuple[str, Kind]] = {}
+    found: dict[str, tuple[str, OptionKind]] = {}
     for name, trait in launcher.class_traits(config=True).items():
         kind = next(
             (
                 kind
-                for of, kind in ((Unicode, Kind.TEXT), (Int, Kind.COUNT), (List, Kind.WORDS))
+                for of, kind in (
+                    (Unicode, OptionKind.TEXT),
+                    (Int, OptionKind.COUNT),
+                    (List, OptionKind.WORDS),
+                )
                 if isinstance(trait, of)
             ),
-            Kind.TEXT if type(trait) is AnyTrait else None,
+            OptionKind.TEXT if type(trait) is AnyTrait else None,
         )
         if kind is not None and name not in _OURS:
             found[name] = (str(trait.help).strip().partition("\n")[0], kind)

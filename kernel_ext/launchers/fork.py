@@ -25,8 +25,8 @@ from traitlets import Any as AnyTrait
 from traitlets import Dict
 
 from hvdlab.kernel_ext.launchers import curve, ports
-from hvdlab.launch.exits import describe
 from hvdlab.launch.forkserver.messages import CONTROLLER, Exited, Fork, Signal
+from hvdlab.launch.processes import describe
 
 
 class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # ipyparallel is untyped

@@ -53,12 +53,11 @@ from hvdlab.kernel_ext.wire.cells import CrashOutput, Late, SetOwner
 from hvdlab.kernel_ext.wire.channel import JOIN, JOINED
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry
-from hvdlab.launch.exits import last_lines
 from hvdlab.launch.forkserver.messages import Exited, FromServer
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.local import LocalStarter, check_loaded
 from hvdlab.launch.options import parse
-from hvdlab.launch.processes import start_time, started_at
+from hvdlab.launch.processes import last_lines, start_time, started_at
 from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
 
 

@@ -12,7 +12,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.knobs.table import ABSENT_PLANES, PLANES
 from hvdlab.collectives.protocol.messages import MOST_RANKS
-from hvdlab.launch.forkserver.forking import REMEDIES, why_not
+from hvdlab.launch.forkserver.children import REMEDIES, why_not
 
 
 def default_size() -> int:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from hvdlab import __version__
+from hvdlab._version import __version__
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
@@ -32,10 +32,9 @@ from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry,
 from hvdlab.kernel_ext.wire.cells import SetOwner
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry as launchers
-from hvdlab.launch.exits import describe_signal
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.kept import HeldJob, KeepRequest, KeptJob, none_there
-from hvdlab.launch.processes import exit_status, open_process, readable, start_time
+from hvdlab.launch.processes import describe_signal, exit_status, open_process, readable, start_time
 from hvdlab.launch.starter import Ended, RankObserver, Starter
 from hvdlab.launch.tenancy import Tenant
 

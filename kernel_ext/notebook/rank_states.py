@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hvdlab.launch.exits import describe_exit
+from hvdlab.launch.processes import describe_exit
 from hvdlab.launch.starter import Ended, Started
 
 IN_ORDER = describe_exit(0, 0)

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from hvdlab.launch.forkserver.pipes import StdPipes
+from hvdlab.launch.forkserver.program import StdPipes
 
 _CHUNK = 64 << 10
 

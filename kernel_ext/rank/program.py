@@ -33,7 +33,7 @@ from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire.channel import ENVIRONMENT, JOIN, JOINED, READY, WHO
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing
 from hvdlab.kernel_ext.wire.stack_dump import offer_dumps
-from hvdlab.launch.forkserver.pipes import StdPipes
+from hvdlab.launch.forkserver.program import StdPipes
 
 LEAVE_WITHIN = 2.0
 """Seconds that a rank has to end by itself after an order to leave or SIGTERM, whatever its cell does."""

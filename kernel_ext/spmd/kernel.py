@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ipykernel.ipkernel import IPythonKernel
 
-import hvdlab
+from hvdlab._version import __version__
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.spmd.aside import BusyReplies
 from hvdlab.kernel_ext.spmd.routing import CellRouter, asks_ranks
@@ -63,7 +63,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     """
 
     implementation = "hvdlab"
-    implementation_version = hvdlab.__version__
+    implementation_version = __version__
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -73,7 +73,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     @property
     def banner(self) -> str:
         """What a console shows at its start."""
-        return f"hvdlab {hvdlab.__version__}: cells run on all ranks, %%local ones in the kernel\n{super().banner}"
+        return f"hvdlab {__version__}: cells run on all ranks, %%local ones in the kernel\n{super().banner}"
 
     def start(self) -> None:
         """Load the magics, which begin to start ranks, and serve."""

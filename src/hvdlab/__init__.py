@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hvdlab._version import __version__
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from hvdlab.widgets.views import ranks as ranks
     from hvdlab.widgets.views import timeline as timeline
     from hvdlab.widgets.views import trace as trace
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "Pool": "hvdlab.kernel_ext.notebook.pool",

@@ -2,6 +2,6 @@
 
 import sys
 
-from hvdlab.runner.command import main
+from hvdlab.runner.cli import main
 
 sys.exit(main())

@@ -11,7 +11,7 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.launch.dask.launcher import DaskLauncher
+from hvdlab.launch.dask import DaskLauncher
 from patience import PATIENCE, eventually
 
 SUM = """\

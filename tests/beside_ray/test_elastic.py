@@ -19,8 +19,8 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.ray import ElasticRayExecutor, RayExecutor
 from hvdlab.ray.elastic import RayHostDiscovery
 from hvdlab.ray.strategy import create_placement_group
-from hvdlab.runner.calling import RankFailedError
-from hvdlab.runner.command import main
+from hvdlab.runner.cli import main
+from hvdlab.runner.run_function import RankFailedError
 from patience import PATIENCE
 
 NODES, CPUS = 2, 3

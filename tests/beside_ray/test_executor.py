@@ -20,7 +20,7 @@ import ray
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.ray import BaseHorovodWorker, RayExecutor
 from hvdlab.ray.strategy import create_placement_group
-from hvdlab.runner.calling import RankFailedError
+from hvdlab.runner.run_function import RankFailedError
 from patience import PATIENCE
 
 # Ray leaves files and sockets to the collector.

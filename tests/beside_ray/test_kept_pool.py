@@ -19,7 +19,7 @@ from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere, this_process
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.pools_command import main as pools_command
-from hvdlab.launch.tenancy import Refused
+from hvdlab.launch.tenancy import LeaseRefused
 from hvdlab.ray.pool_actor import NAMESPACE
 from hvdlab.ray.strategy import create_placement_group
 from live_kernel import LiveKernel
@@ -228,7 +228,7 @@ def test_a_notebook_that_has_lost_the_pool_says_so_and_leaves_the_ranks_alone() 
     pids = pool.pull("mine")
     actor = ray.get_actor("mine", NAMESPACE)
     held = ray.get(actor.claim.remote(this_process()))
-    assert isinstance(held, Refused)
+    assert isinstance(held, LeaseRefused)
     other = ray.get(actor.claim.remote(this_process(), held.number))
     deadline = Deadline(PATIENCE)
     while not pool._base.broken:

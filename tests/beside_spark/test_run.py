@@ -15,7 +15,7 @@ import pytest
 
 import hvdlab.spark
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.runner.calling import RankFailedError
+from hvdlab.runner.run_function import RankFailedError
 from hvdlab.spark.task import get_available_devices
 
 

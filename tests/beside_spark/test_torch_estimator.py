@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from beside_spark.parquet import WEIGHTS, NotToBeUsed, write
-from hvdlab.runner.calling import RankFailedError
+from hvdlab.runner.run_function import RankFailedError
 from hvdlab.spark.common.backend import LocalBackend
 from hvdlab.spark.common.store import LocalStore
 from hvdlab.spark.torch import TorchEstimator, TorchModel

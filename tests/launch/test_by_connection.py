@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.launch.by_connection import ConnectedRanks
+from hvdlab.launch.by_connection import MembershipRanks
 from hvdlab.launch.starter import Ended, Started, Waiting
 
 
@@ -16,7 +16,7 @@ class Coordinator:
     def __init__(self) -> None:
         self.told: list[Callable[[Membership], None]] = []
         self.events: list[Started | Ended] = []
-        self.ranks = ConnectedRanks(self, self)  # type: ignore[arg-type]  # no client is needed to listen
+        self.ranks = MembershipRanks(self, self)  # type: ignore[arg-type]  # no client is needed to listen
 
     def on_membership(self, callback: Callable[[Membership], None]) -> None:
         self.told.append(callback)

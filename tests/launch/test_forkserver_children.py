@@ -13,7 +13,7 @@ import pytest
 
 from forked_ranks import PATIENCE, ForkedRanks, loaded
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
-from hvdlab.launch.forkserver.child_table import ChildTable
+from hvdlab.launch.forkserver.children import ChildTable
 from hvdlab.launch.forkserver.client import ForkServer
 
 STARTS_PROCESSES = """

@@ -13,11 +13,10 @@ import pytest
 
 from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.errors import StartError
-from hvdlab.launch.exits import describe, detail
 from hvdlab.launch.forkserver import client
+from hvdlab.launch.forkserver.children import ChildPipes
 from hvdlab.launch.forkserver.messages import Fork, Forked, Signal
-from hvdlab.launch.forkserver.pipes import ChildPipes
-from hvdlab.launch.processes import readable, start_time
+from hvdlab.launch.processes import describe, detail, readable, start_time
 
 
 @pytest.fixture

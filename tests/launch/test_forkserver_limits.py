@@ -15,7 +15,7 @@ from forked_ranks import ForkedRanks, allow_files, loaded
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
-from hvdlab.launch.forkserver import forking
+from hvdlab.launch.forkserver import children
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Engine, Exited, Fork, ForkFailed, Signal, ToServer
 from patience import PATIENCE
@@ -84,8 +84,8 @@ def test_a_fork_that_fails_leaves_no_descriptor_and_says_what_to_do(
     monkeypatch.setattr(os, "fork", fork)
     for child in (0, -1):
         with pytest.raises(OSError, match=os.strerror(number)) as raised:
-            forking.fork(Fork.of(child, {}, "/", ()), PROGRAM, -1, lambda: None)
-        assert text in forking.why_not(raised.value)
+            children.fork(Fork.of(child, {}, "/", ()), PROGRAM, -1, lambda: None)
+        assert text in children.why_not(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from hvdlab.launch.host_table import (
     QUIET,
     STEADY,
     WAVERS,
-    Asked,
     Cooldown,
-    Found,
     HostEvent,
     HostFailed,
+    HostsAsked,
     HostsChanged,
+    HostsFound,
     HostTable,
     HostTick,
     NotFound,
@@ -53,20 +53,20 @@ class Followed:
 
 
 def test_hosts_are_used_at_once_and_given_up_when_missed_twice() -> None:
-    seen = Followed().handle(Found({"a": 2}))
+    seen = Followed().handle(HostsFound({"a": 2}))
     assert seen.usable == {"a": 2}
-    assert seen.handle(Found({"b": 1, "a": 2})).usable == {"a": 2, "b": 1}
+    assert seen.handle(HostsFound({"b": 1, "a": 2})).usable == {"a": 2, "b": 1}
     assert list(seen.usable) == ["a", "b"]  # the old ones first
-    assert seen.handle(Found({"b": 1})).usable == {"a": 2, "b": 1}
-    assert seen.handle(Found({"b": 1})).usable == {"b": 1}
-    assert seen.handle(Found({"b": 3})).usable == {"b": 3}
-    assert seen.handle(Found({"b": 2})).usable == {"b": 3}
-    assert seen.handle(Found({"b": 2})).usable == {"b": 2}
+    assert seen.handle(HostsFound({"b": 1})).usable == {"a": 2, "b": 1}
+    assert seen.handle(HostsFound({"b": 1})).usable == {"b": 1}
+    assert seen.handle(HostsFound({"b": 3})).usable == {"b": 3}
+    assert seen.handle(HostsFound({"b": 2})).usable == {"b": 3}
+    assert seen.handle(HostsFound({"b": 2})).usable == {"b": 2}
     assert seen.said == []
 
 
 def test_a_host_that_fails_is_put_aside_longer_each_time_and_comes_back() -> None:
-    seen = Followed((5, 20)).handle(Found({"a": 1, "b": 1}))
+    seen = Followed((5, 20)).handle(HostsFound({"a": 1, "b": 1}))
     for seconds in (5, 10, 20, 20):
         seen.handle(HostFailed("b", "it refused")).handle(HostFailed("b", "it refused"), 0)
         assert seen.usable == {"a": 1}
@@ -84,35 +84,35 @@ def test_a_host_that_fails_is_put_aside_longer_each_time_and_comes_back() -> Non
 
 
 def test_a_host_that_is_gone_when_its_cooldown_ends_is_not_used() -> None:
-    seen = Followed().handle(Found({"a": 1, "b": 1})).handle(HostFailed("b", "it was lost"))
+    seen = Followed().handle(HostsFound({"a": 1, "b": 1})).handle(HostFailed("b", "it was lost"))
     for _ in range(GONE_AFTER):
-        seen.handle(Found({"a": 1}))
+        seen.handle(HostsFound({"a": 1}))
     seen.handle(HostTick(), 100)
     assert seen.usable == {"a": 1}
     assert seen.said == ["b is put aside for 5 s: it was lost"]
     assert seen.handle(HostFailed("unknown", "?")).usable == {"a": 1}
 
 
-@pytest.mark.parametrize("bad", [NotFound("it failed"), Found({})])
+@pytest.mark.parametrize("bad", [NotFound("it failed"), HostsFound({})])
 def test_one_bad_answer_takes_no_host_away(bad: HostEvent) -> None:
-    seen = Followed().handle(Found({"a": 1})).handle(bad).handle(Found({"a": 1}))
+    seen = Followed().handle(HostsFound({"a": 1})).handle(bad).handle(HostsFound({"a": 1}))
     assert seen.usable == {"a": 1}
 
 
 def test_a_source_that_fails_is_reported_once() -> None:
     seen = Followed().handle(NotFound("it failed with exit code 1"))
     assert seen.said == ["the script is no help: it failed with exit code 1; it is asked again"]
-    seen.handle(Found({"a": 1}))
+    seen.handle(HostsFound({"a": 1}))
     for _ in range(20):
-        seen.handle(NotFound("it failed")).handle(Found({"a": 1}))
+        seen.handle(NotFound("it failed")).handle(HostsFound({"a": 1}))
     assert len(seen.said) == 1
-    seen.handle(Found({"a": 1}), QUIET).handle(NotFound("it failed again"))
+    seen.handle(HostsFound({"a": 1}), QUIET).handle(NotFound("it failed again"))
     assert seen.said[1:] == ["the script is no help: it failed again; the hosts that it found before stay"]
     assert seen.usable == {"a": 1}
 
 
 def test_a_source_that_hangs_is_reported_once() -> None:
-    seen = Followed().handle(Found({"a": 1})).handle(Asked())
+    seen = Followed().handle(HostsFound({"a": 1})).handle(HostsAsked())
     assert seen.table.deadline == seen.now + LATE
     seen.handle(HostTick(), LATE - 0.1)
     assert not seen.said
@@ -125,17 +125,17 @@ def test_a_source_that_hangs_is_reported_once() -> None:
 
 
 def test_a_source_that_changes_its_mind_is_not_followed() -> None:
-    seen = Followed().handle(Found({"a": 1}))
+    seen = Followed().handle(HostsFound({"a": 1}))
     changes = 0
     for number in range(40):
         before = dict(seen.usable)
-        seen.handle(Found({"a": 1, "b": 1} if number // 2 % 2 else {"a": 1}))
+        seen.handle(HostsFound({"a": 1, "b": 1} if number // 2 % 2 else {"a": 1}))
         changes += before != seen.usable
     assert changes <= WAVERS
     (text,) = seen.said
     assert text.startswith("the script changes its mind about b again and again")
     for _ in range(int(STEADY) + 1):
-        seen.handle(Found({"a": 1, "b": 1}))
+        seen.handle(HostsFound({"a": 1, "b": 1}))
     assert seen.usable == {"a": 1, "b": 1}
 
 
@@ -149,10 +149,10 @@ def test_a_range_of_seconds() -> None:
 
 NAMES = ("a", "b", "c")
 EVENTS = st.one_of(
-    st.builds(Found, st.dictionaries(st.sampled_from(NAMES), st.integers(1, 3))),
+    st.builds(HostsFound, st.dictionaries(st.sampled_from(NAMES), st.integers(1, 3))),
     st.builds(HostFailed, st.sampled_from(NAMES), st.just("it was lost")),
     st.just(NotFound("it failed")),
-    st.just(Asked()),
+    st.just(HostsAsked()),
     st.just(HostTick()),
 )
 
@@ -167,7 +167,7 @@ def test_any_schedule(schedule: Sequence[tuple[HostEvent, float]]) -> None:
     for event, after in schedule:
         before = dict(seen.usable)
         seen.handle(event, after)
-        if isinstance(event, Found):
+        if isinstance(event, HostsFound):
             for name, slots in event.slots.items():
                 found[name].add(slots)
         if isinstance(event, HostFailed) and event.host in before:
@@ -178,5 +178,5 @@ def test_any_schedule(schedule: Sequence[tuple[HostEvent, float]]) -> None:
             seen.table.deadline is None or seen.table.deadline >= seen.now or not isinstance(event, HostTick)
         )
     for _ in range(25):  # longer than any cooldown, or doubt
-        seen.handle(Found({"a": 2, "c": 1}))
+        seen.handle(HostsFound({"a": 2, "c": 1}))
     assert seen.usable == {"a": 2, "c": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.launch.forkserver import orphans
+from hvdlab.launch.forkserver import client
 from hvdlab.launch.forkserver.messages import Forked
 
 
@@ -17,6 +17,6 @@ def test_a_child_may_end_while_they_are_taken_into_sight(monkeypatch: pytest.Mon
         children.pop(2, None)  # what the thread does that reads of its end
         return -1
 
-    monkeypatch.setattr(orphans, "open_process", opened)
-    orphans.Orphans().watch(children.values())
+    monkeypatch.setattr(client, "open_process", opened)
+    client.Orphans().watch(children.values())
     assert seen == [1000, 1001, 1002]

@@ -11,7 +11,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch import registry
 from hvdlab.launch.hosts import Host
-from hvdlab.launch.slurm.job import HeldJob, JobState, Slurm, plain, rooms
+from hvdlab.launch.slurm import JobState, Slurm, SlurmAllocation, plain, rooms
 from patience import PATIENCE
 
 NOW = datetime(2026, 11, 23, 20, 0)
@@ -92,7 +92,7 @@ def commands(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_job_is_cancelled_once_it_is_not_held_any_more(commands: dict[str, str], tmp_path: Path) -> None:
-    job = HeldJob(["--wrap=true"], commands)
+    job = SlurmAllocation(["--wrap=true"], commands)
     assert job.submitted() == "7"
     assert not (tmp_path / "cancelled").exists()
     job.cancel()
@@ -106,7 +106,7 @@ def test_a_job_that_nobody_waits_for_is_submitted_and_cancelled(
     """The notebook is gone before Slurm has answered: the job's number is written to nobody."""
     fake(tmp_path, "sbatch", f"read line < {tmp_path}/go; echo 8")
     os.mkfifo(tmp_path / "go")
-    job = HeldJob(["--wrap=true"], commands)
+    job = SlurmAllocation(["--wrap=true"], commands)
     job.cancel()
     (tmp_path / "go").write_text("go\n")
     assert job.wait(PATIENCE)

@@ -11,11 +11,11 @@ from hvdlab.launch.tenancy import (
     Admitted,
     Claimed,
     Heard,
-    LetGo,
-    Refused,
+    LeaseRefused,
+    LeaseReleased,
+    LeaseTick,
     Tenancy,
     Tenant,
-    TimePassed,
     Vacant,
 )
 
@@ -30,18 +30,18 @@ def tenancy() -> Tenancy:
 
 def test_a_tenant_has_the_job_until_it_lets_go(tenancy: Tenancy) -> None:
     assert tenancy.handle(Claimed(ONE), 1.0) == [Admitted(1)]
-    assert tenancy.handle(Claimed(OTHER), 2.0) == [Refused(1, ONE)]
+    assert tenancy.handle(Claimed(OTHER), 2.0) == [LeaseRefused(1, ONE)]
     assert tenancy.holds(1)
-    assert tenancy.handle(LetGo(1), 3.0) == [Vacant()]
+    assert tenancy.handle(LeaseReleased(1), 3.0) == [Vacant()]
     assert tenancy.handle(Claimed(OTHER), 4.0) == [Admitted(2)]
     assert (tenancy.tenant, tenancy.holds(1), tenancy.holds(2)) == (OTHER, False, True)
 
 
 def test_what_a_former_tenant_says_has_no_effect(tenancy: Tenancy) -> None:
     tenancy.handle(Claimed(ONE), 0.0)
-    tenancy.handle(LetGo(1), 1.0)
+    tenancy.handle(LeaseReleased(1), 1.0)
     tenancy.handle(Claimed(OTHER), 2.0)
-    assert tenancy.handle(LetGo(1), 3.0) == []
+    assert tenancy.handle(LeaseReleased(1), 3.0) == []
     assert tenancy.handle(Heard(1), 20.0) == []
     assert tenancy.next_at == 2.0 + LEASE  # it is no sign of life of the other one
     assert tenancy.tenant == OTHER
@@ -50,7 +50,7 @@ def test_what_a_former_tenant_says_has_no_effect(tenancy: Tenancy) -> None:
 def test_a_tenant_without_a_sign_of_life_has_lost_the_job(tenancy: Tenancy) -> None:
     tenancy.handle(Claimed(ONE), 0.0)
     assert tenancy.handle(Heard(1), LEASE - 1) == []
-    assert tenancy.handle(TimePassed(), LEASE + 1) == []
+    assert tenancy.handle(LeaseTick(), LEASE + 1) == []
     assert tenancy.next_at == LEASE - 1 + LEASE
     assert tenancy.handle(Heard(1), tenancy.next_at) == [Vacant()]  # too late
     assert not tenancy.holds(1)
@@ -64,15 +64,15 @@ def test_a_claim_finds_the_lease_run_out_by_itself(tenancy: Tenancy) -> None:
 def test_a_tenancy_whose_process_was_seen_to_have_ended_is_taken_over(tenancy: Tenancy) -> None:
     tenancy.handle(Claimed(ONE), 0.0)
     assert tenancy.handle(Claimed(OTHER, ended=1), 1.0) == [Admitted(2)]
-    assert tenancy.handle(Claimed(ONE, ended=1), 2.0) == [Refused(2, OTHER)]  # that one was another
+    assert tenancy.handle(Claimed(ONE, ended=1), 2.0) == [LeaseRefused(2, OTHER)]  # that one was another
 
 
 def test_a_job_without_a_tenant_ends_after_its_time(tenancy: Tenancy) -> None:
     assert tenancy.next_at == UNUSED  # none has come at all
     tenancy.handle(Claimed(ONE), 10.0)
-    tenancy.handle(LetGo(1), 20.0)
-    assert tenancy.handle(TimePassed(), 20.0 + UNUSED - 1) == []
-    assert tenancy.handle(TimePassed(), 20.0 + UNUSED) == [Abandoned()]
+    tenancy.handle(LeaseReleased(1), 20.0)
+    assert tenancy.handle(LeaseTick(), 20.0 + UNUSED - 1) == []
+    assert tenancy.handle(LeaseTick(), 20.0 + UNUSED) == [Abandoned()]
 
 
 def test_a_tenant_is_shown_without_what_its_texts_could_do_to_a_terminal() -> None:

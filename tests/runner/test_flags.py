@@ -14,12 +14,10 @@ from hvdlab.collectives.knobs import KNOBS
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.launch.environment import exported
 from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfile
-from hvdlab.runner.arguments import parse
-from hvdlab.runner.config import read_config, values
-from hvdlab.runner.flags import FLAGS, Kind
-from hvdlab.runner.plan import variables
-from hvdlab.runner.reference import filled
-from hvdlab.runner.wishes import Wishes
+from hvdlab.runner.cli import parse
+from hvdlab.runner.flags import FLAGS, FlagKind, filled
+from hvdlab.runner.job_spec import variables
+from hvdlab.runner.options import RunOptions, read_config, values
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -41,9 +39,9 @@ HOROVODRUN = """
 
 def wishes(
     line: str = "", environ: dict[str, str] | None = None, config: dict[str, Any] | None = None
-) -> Wishes:
+) -> RunOptions:
     given, _ = parse(shlex.split(line))
-    return Wishes(given, config or {}, environ or {})
+    return RunOptions(given, config or {}, environ or {})
 
 
 def test_every_flag_of_horovodrun_is_there() -> None:
@@ -104,7 +102,7 @@ def test_a_configuration_file_as_of_horovod(tmp_path: Path) -> None:
         "library_options:\n  num_nccl_streams: 2\n"
         "logging:\n  level: info\n  hide-timestamp: true\n"
     )
-    found = Wishes({}, read_config(file), {})
+    found = RunOptions({}, read_config(file), {})
     assert found.get("verbose") is True
     assert found.variables()["HOROVOD_STALL_CHECK_DISABLE"] == "1"
     assert found.variables()["HOROVOD_LOG_LEVEL"] == "INFO"
@@ -249,7 +247,7 @@ def test_what_goes_along_to_other_hosts() -> None:
 
 def test_the_reference_shows_this_table() -> None:
     page = (DOCS / "reference/command-line.md").read_text()
-    assert page == filled(page), "run: python -m hvdlab.runner.reference docs/reference/command-line.md"
+    assert page == filled(page), "run: python -m hvdlab.runner.flags docs/reference/command-line.md"
 
 
 def test_the_table_is_consistent() -> None:
@@ -257,7 +255,7 @@ def test_the_table_is_consistent() -> None:
     assert len(set(keys)) == len(keys)
     for flag in FLAGS:
         assert flag.meaning
-        assert not flag.off or flag.kind is Kind.SWITCH
+        assert not flag.off or flag.kind is FlagKind.SWITCH
         assert not flag.inverted or flag.variable
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner.calling import run
+from hvdlab.runner.run_function import run
 
 SHELL = """\
 #!/bin/sh

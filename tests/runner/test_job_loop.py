@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlab.launch.host_source import HostSource
-from hvdlab.launch.host_table import Found
+from hvdlab.launch.host_table import HostsFound
 from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
-from hvdlab.runner.job import JobRun
-from hvdlab.runner.news import Posted
-from hvdlab.runner.plan import Job
+from hvdlab.runner.job import JobRun, QueuedEvent
+from hvdlab.runner.job_spec import JobSpec
 from job_stand_ins import IdleStarter, NoSink
 
 
@@ -25,7 +24,9 @@ class Loop:
         patch.setattr(job_module, "time", self)
         self.expected: list[tuple[int, ...]] = []
         self.started: list[tuple[str, tuple[int, ...]]] = []
-        given = Job(("train",), 1, (), min_ranks=1, max_ranks=3, source=HostSource(), cooldown=(10.0, 600.0))
+        given = JobSpec(
+            ("train",), 1, (), min_ranks=1, max_ranks=3, source=HostSource(), cooldown=(10.0, 600.0)
+        )
         self.run = JobRun(given, NoSink(), lambda text: None)
         self.run._client = SimpleNamespace(  # type: ignore[assignment]  # stands in for a Client
             expect=lambda ranks: self.expected.append(tuple(ranks)),
@@ -38,7 +39,7 @@ class Loop:
         """The clock that the loop reads."""
         return self.now
 
-    def take(self, *posted: Posted) -> None:
+    def take(self, *posted: QueuedEvent) -> None:
         for event in posted:
             self.run._take(event)
 
@@ -66,7 +67,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
 
 def test_what_is_expected_last_are_the_ranks_that_there_are(loop: Loop) -> None:
     """A host fails just as another one may be tried again: the table of hosts says so amid the effects of the failure."""
-    loop.take(Found({"a": 1, "b": 1, "c": 1}))
+    loop.take(HostsFound({"a": 1, "b": 1, "c": 1}))
     loop.come(0, 1, 2)
     loop.take(e.Unstartable((1,), "the connection to b is lost"))
     assert loop.expected[-1] == (0, 2)

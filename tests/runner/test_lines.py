@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner.lines import LONGEST, LineAssembler, Tail
-from hvdlab.runner.sinks import ConsoleSink, FileSink, Writer
+from hvdlab.launch.processes import OutputTail
+from hvdlab.runner.output import LONGEST, ConsoleSink, FileSink, LineAssembler, Writer, shown_lines
 
 
 class Lines:
@@ -75,11 +75,11 @@ def test_a_line_without_an_end_is_bounded() -> None:
 
 
 def test_tail_keeps_the_last_lines() -> None:
-    tail = Tail()
+    tail = OutputTail()
     for number in range(10_000):
-        tail.feed(b"line %d\n" % number)
-    tail.feed(b"\n\xff\r\nlast")
-    assert tail.lines(3) == ["line 9999", "\\xff", "last"]
+        tail.add(b"line %d\n" % number)
+    tail.add(b"\n\xff\r\nlast")
+    assert shown_lines(tail.data, 3) == ["line 9999", "\\xff", "last"]
 
 
 def _console(**options: bool) -> tuple[ConsoleSink, io.TextIOWrapper, io.TextIOWrapper]:

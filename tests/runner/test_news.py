@@ -10,29 +10,34 @@ import pytest
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.runner import events as e
-from hvdlab.runner.news import MOST_HELD, News, Written
+from hvdlab.runner.job import MOST_HELD, EventQueue, OutputReceived
 
 PIECE = bytes(MOST_HELD // 4)
 
 
 @pytest.fixture
-def news() -> Iterator[News]:
-    made = News()
+def news() -> Iterator[EventQueue]:
+    made = EventQueue()
     yield made
     made.stop()
     made.close()
 
 
-def test_what_was_posted_is_taken_in_order(news: News) -> None:
+def test_what_was_posted_is_taken_in_order(news: EventQueue) -> None:
     news.write(0, 1, b"a")
     news.post("said")
     news.write(1, 2, b"b")
     news.post(e.Spawned(1, 7))
-    assert list(news.take()) == [Written(0, 1, b"a"), "said", Written(1, 2, b"b"), e.Spawned(1, 7)]
+    assert list(news.take()) == [
+        OutputReceived(0, 1, b"a"),
+        "said",
+        OutputReceived(1, 2, b"b"),
+        e.Spawned(1, 7),
+    ]
     assert list(news.take()) == []
 
 
-def test_a_rank_that_writes_faster_than_its_output_is_taken_is_held_up(news: News) -> None:
+def test_a_rank_that_writes_faster_than_its_output_is_taken_is_held_up(news: EventQueue) -> None:
     for _ in range(4):
         news.write(0, 1, PIECE)
     wrote = threading.Event()
@@ -48,12 +53,12 @@ def test_a_rank_that_writes_faster_than_its_output_is_taken_is_held_up(news: New
     assert not wrote.is_set()
     taken = 0
     while not wrote.wait(0) or taken < MOST_HELD + 4:
-        taken += sum(len(posted.data) for posted in news.take() if isinstance(posted, Written))
+        taken += sum(len(posted.data) for posted in news.take() if isinstance(posted, OutputReceived))
     writer.join()
     assert taken == MOST_HELD + 4
 
 
-def test_the_end_of_the_loop_lets_go_whoever_is_held_up(news: News) -> None:
+def test_the_end_of_the_loop_lets_go_whoever_is_held_up(news: EventQueue) -> None:
     for _ in range(4):
         news.write(0, 1, PIECE)
     writer = threading.Thread(target=news.write, args=(0, 1, b"more"))
@@ -63,30 +68,30 @@ def test_the_end_of_the_loop_lets_go_whoever_is_held_up(news: News) -> None:
     assert not writer.is_alive()
 
 
-def test_a_newcomer_that_waits_to_be_let_in_has_arrived(news: News) -> None:
+def test_a_newcomer_that_waits_to_be_let_in_has_arrived(news: EventQueue) -> None:
     both = tuple(m.Member(rank, "host", 100 + rank) for rank in range(2))
     news._on_membership(Membership((0, 1), both[:1], (), 1, (), (0,)))
     assert list(news.take()) == [e.Connected(0), e.Formed()]
     for _ in range(2):
         news._on_membership(Membership((0, 1), both, (), 1, (1,), (0,)))
-    assert list(news.take()) == [e.Arrived(1)]
+    assert list(news.take()) == [e.RankArrived(1)]
     other = (both[0], m.Member(1, "host", 201))
     news._on_membership(Membership((0, 1), other, (), 1, (1,), (0,)))
-    assert list(news.take()) == [e.Arrived(1)], "another process has its number"
+    assert list(news.take()) == [e.RankArrived(1)], "another process has its number"
     news._on_membership(Membership((0, 1), other, (), 2, (), (0, 1)))
     assert list(news.take()) == [e.Connected(1)]
 
 
-def test_a_rank_that_was_cut_off_has_joined_once_it_is_in_the_world_again(news: News) -> None:
+def test_a_rank_that_was_cut_off_has_joined_once_it_is_in_the_world_again(news: EventQueue) -> None:
     """It goes back to its last commit first, and then waits; neither is taken for having joined."""
     both = tuple(m.Member(rank, "host", 100 + rank) for rank in range(2))
     death = m.Death(1, 101, 0.0, "no sign of life for 30 s")
     news._on_membership(Membership((0, 1), both, (), 1, (), (0, 1)))
     news._on_membership(Membership((0, 1), both[:1], (death,), 2, (), (0,)))
-    assert list(news.take())[2:] == [e.Formed(), e.Disconnected(1, "no sign of life for 30 s")]
+    assert list(news.take())[2:] == [e.Formed(), e.RankDisconnected(1, "no sign of life for 30 s")]
     news._on_returned(1, 101, 45.0)
     news._on_membership(Membership((0, 1), both, (), 2, (), (0,)))
     news._on_membership(Membership((0, 1), both, (), 2, (1,), (0,)))
-    assert list(news.take()) == [e.Returned(1, 45.0)]
+    assert list(news.take()) == [e.RankReturned(1, 45.0)]
     news._on_membership(Membership((0, 1), both, (), 3, (), (0, 1)))
     assert list(news.take()) == [e.Connected(1)]

@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner import events as e
-from hvdlab.runner.placement import Changes, changes
-from hvdlab.runner.policy import Growth, Phase, Policy
-from hvdlab.runner.supervisor import Supervisor
+from hvdlab.runner.supervisor import Changes, Growth, JobPhase, Policy, Supervisor, changes
 
 HOSTS = ("a", "b", "c")
 SLOTS = st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 3))
@@ -91,9 +89,9 @@ class Job:
                     self.told = [
                         rank for rank in self.told if rank not in hosts
                     ]  # another process of that number
-                case e.Release(ranks):
+                case e.ReleaseRanks(ranks):
                     self.told += ranks
-                case e.Expect(ranks):
+                case e.SetExpectedRanks(ranks):
                     assert set(ranks) >= self.running.keys() & set(ranks)
                 case e.Finish(code):
                     self.code = code
@@ -108,9 +106,9 @@ class Job:
             self(e.Spawned(rank, 100 + rank))
             self(e.Connected(rank))
 
-    def end(self, rank: int, outcome: Outcome | None = None) -> list[e.Effect]:
+    def end(self, rank: int, outcome: ExitStatus | None = None) -> list[e.Effect]:
         del self.running[rank]
-        return self(e.Exited(rank, outcome or Outcome(0)))
+        return self(e.ProcessEnded(rank, outcome or ExitStatus(0)))
 
     @property
     def said(self) -> list[str]:
@@ -121,9 +119,9 @@ def test_it_begins_when_there_is_room_or_has_waited_long_enough() -> None:
     job = Job(least=2, start=3)
     job.hosts(a=2)
     assert job.running == {}
-    job(e.Tick(), 29.0)
+    job(e.JobTick(), 29.0)
     assert job.running == {}
-    job(e.Tick(), 1.0)
+    job(e.JobTick(), 1.0)
     assert job.running == {0: "a", 1: "a"}
     job.come(0, 1)
     job.hosts(a=2, b=9)
@@ -137,7 +135,7 @@ def test_a_rank_that_leaves_is_no_failure_and_the_job_ends_well() -> None:
     job.come(0, 1)
     job.hosts(a=1)
     assert job.told == [1]
-    assert job.end(1)[-1] == e.Expect((0,))
+    assert job.end(1)[-1] == e.SetExpectedRanks((0,))
     job.end(0)
     assert job.code == 0
     assert job.machine.failed is None
@@ -148,9 +146,9 @@ def test_one_that_has_not_joined_is_ended_when_its_host_is_gone() -> None:
     job.hosts(a=1, b=1)
     job.come(0)
     done = job.hosts(a=1)
-    assert e.Release((1,)) in done
-    assert not [effect for effect in done if isinstance(effect, e.Signal)]  # it may be let in just now
-    assert job(e.Tick(), 5.0) == [e.Signal((1,), signal.SIGTERM)]
+    assert e.ReleaseRanks((1,)) in done
+    assert not [effect for effect in done if isinstance(effect, e.SendSignal)]  # it may be let in just now
+    assert job(e.JobTick(), 5.0) == [e.SendSignal((1,), signal.SIGTERM)]
 
 
 def test_one_that_is_let_in_when_its_host_is_gone_leaves_as_all_others_do() -> None:
@@ -159,21 +157,21 @@ def test_one_that_is_let_in_when_its_host_is_gone_leaves_as_all_others_do() -> N
     job.come(0)
     job.hosts(a=1)
     job.come(1)
-    assert job.effects[-1] == e.Release((1,))  # again: it was not in the world when that was said
-    assert not [effect for effect in job(e.Tick(), 5.0) if isinstance(effect, e.Signal)]
+    assert job.effects[-1] == e.ReleaseRanks((1,))  # again: it was not in the world when that was said
+    assert not [effect for effect in job(e.JobTick(), 5.0) if isinstance(effect, e.SendSignal)]
 
 
 def test_a_lost_host_after_the_limit_of_resets_ends_what_has_too_few_ranks() -> None:
     job = Job(least=2, resets=0)
     job.hosts(a=1, b=1, c=1)
     job.come(0, 1, 2)
-    job.end(1, Outcome(9))
+    job.end(1, ExitStatus(9))
     assert job.code is None
     del job.running[2]
     job(e.Unstartable((2,), "the connection to c is lost"))
-    job(e.Tick(), 2.0)
-    assert job.machine.phase is Phase.ENDING
-    job.end(0, Outcome(0, signal.SIGTERM))
+    job(e.JobTick(), 2.0)
+    assert job.machine.phase is JobPhase.ENDING
+    job.end(0, ExitStatus(0, signal.SIGTERM))
     assert job.code == 1
 
 
@@ -184,14 +182,14 @@ def test_ranks_that_leave_do_not_count_once_no_others_can_come() -> None:
     job.come(0, 1, 2)
     job.hosts(a=1, b=1)
     assert job.told == [2]
-    job.end(1, Outcome(9))
+    job.end(1, ExitStatus(9))
     assert (
         job.said[-1] == "1 rank stays, --min-np is 2, and no rank is started anew any more (--reset-limit 0)"
     )
-    job(e.Tick(), 2.0)
-    assert job.machine.phase is Phase.ENDING
+    job(e.JobTick(), 2.0)
+    assert job.machine.phase is JobPhase.ENDING
     for rank in (0, 2):
-        job.end(rank, Outcome(0, signal.SIGTERM))
+        job.end(rank, ExitStatus(0, signal.SIGTERM))
     assert job.code == 9
 
 
@@ -202,7 +200,7 @@ def test_a_lost_host_is_put_aside_and_what_was_there_goes_elsewhere() -> None:
     for rank in (1, 2):
         del job.running[rank]
     done = job(e.Unstartable((1, 2), "the connection to b is lost"))
-    assert e.HostFailed("b", "the connection to b is lost") in done
+    assert e.HostUnusable("b", "the connection to b is lost") in done
     assert job.running == {0: "a", 3: "c"}
     job(e.Hosts({"a": 1, "c": 2}, frozenset("b")))
     assert job.running == {0: "a", 1: "c", 3: "c"}
@@ -213,9 +211,9 @@ def test_a_rank_that_fails_twice_before_it_joins_condemns_its_host() -> None:
     job = Job()
     job.hosts(a=1, b=1)
     job.come(0)
-    job.end(1, Outcome(1))
+    job.end(1, ExitStatus(1))
     assert job.running == {0: "a", 1: "b"}
-    assert [x.host for x in job.end(1, Outcome(1)) if isinstance(x, e.HostFailed)] == ["b"]
+    assert [x.host for x in job.end(1, ExitStatus(1)) if isinstance(x, e.HostUnusable)] == ["b"]
     assert job.running == {0: "a"}
 
 
@@ -224,13 +222,13 @@ def test_a_rank_that_fails_once_on_a_host_that_was_found_later_does_not_condemn_
     job.hosts(a=1)
     job.come(0)
     job.hosts(a=1, b=1)
-    assert not [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+    assert not [effect for effect in job.end(1, ExitStatus(1)) if isinstance(effect, e.HostUnusable)]
     assert job.running == {0: "a", 1: "b"}
     job.come(1)
     for _ in range(2):  # as it was once let in, it has two tries again
-        assert not [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+        assert not [effect for effect in job.end(1, ExitStatus(1)) if isinstance(effect, e.HostUnusable)]
         assert job.running == {0: "a", 1: "b"}
-    (failed,) = [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+    (failed,) = [effect for effect in job.end(1, ExitStatus(1)) if isinstance(effect, e.HostUnusable)]
     assert failed.reason == "rank 1 failed there twice before it had joined (exit code 1)"
     assert job.running == {0: "a"}
 
@@ -239,11 +237,11 @@ def test_a_host_where_nothing_starts_is_given_up() -> None:
     job = Job()
     job.hosts(a=1, b=1)
     job.come(0)
-    (failed,) = [effect for effect in job(e.Tick(), 30.0) if isinstance(effect, e.HostFailed)]
+    (failed,) = [effect for effect in job(e.JobTick(), 30.0) if isinstance(effect, e.HostUnusable)]
     assert (failed.host, failed.hangs) == ("b", True)
     del job.running[1]
     job(e.Unstartable((1,), "killed"))
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.phase is JobPhase.RUNNING
     job.end(0)
     assert job.code == 0
 
@@ -256,11 +254,11 @@ def test_a_host_where_others_run_is_not_given_up() -> None:
     job.hosts(a=1, b=2)
     assert job.running[2] == "b"
     for seconds in (30.0, 30.0):
-        (failed,) = [effect for effect in job(e.Tick(), seconds) if isinstance(effect, e.HostFailed)]
+        (failed,) = [effect for effect in job(e.JobTick(), seconds) if isinstance(effect, e.HostUnusable)]
         assert (failed.host, failed.hangs) == ("b", False)
         assert failed.reason == "rank 2 did not start there within 30 s"
-    job.end(1, Outcome(0, signal.SIGKILL))
-    failures = [effect for effect in job(e.Tick(), 30.0) if isinstance(effect, e.HostFailed)]
+    job.end(1, ExitStatus(0, signal.SIGKILL))
+    failures = [effect for effect in job(e.JobTick(), 30.0) if isinstance(effect, e.HostUnusable)]
     assert [(failed.host, failed.hangs) for failed in failures] == [("b", True)]
 
 
@@ -268,12 +266,12 @@ def test_the_limit_of_resets() -> None:
     job = Job(resets=1)
     job.hosts(a=2)
     job.come(0, 1)
-    job.end(1, Outcome(9))
+    job.end(1, ExitStatus(9))
     job.come(1)
-    job.end(1, Outcome(9))
+    job.end(1, ExitStatus(9))
     assert job.running == {0: "a"}
-    job.end(0, Outcome(9))
-    job(e.Tick(), 100.0)
+    job.end(0, ExitStatus(9))
+    job(e.JobTick(), 100.0)
     assert job.code not in (None, 0)
 
 
@@ -282,10 +280,14 @@ def test_those_that_wait_for_the_world_do_without_one_that_can_not_be_started() 
     job = Job(start=3)
     job.hosts(a=1, b=1, c=1)
     del job.running[1]
-    done = [x for x in job(e.Unstartable((1,), "no route to b")) if isinstance(x, e.Tell | e.Expect)]
-    assert done == [e.Expect((0, 2)), e.Tell(1, "no route to b")]  # it may have connected
-    done = [x for x in job.end(2, Outcome(1)) if isinstance(x, e.Tell | e.Expect)]
-    assert done[:2] == [e.Expect((0,)), e.Tell(2, "exit code 1")]
+    done = [
+        x
+        for x in job(e.Unstartable((1,), "no route to b"))
+        if isinstance(x, e.ReportRankLost | e.SetExpectedRanks)
+    ]
+    assert done == [e.SetExpectedRanks((0, 2)), e.ReportRankLost(1, "no route to b")]  # it may have connected
+    done = [x for x in job.end(2, ExitStatus(1)) if isinstance(x, e.ReportRankLost | e.SetExpectedRanks)]
+    assert done[:2] == [e.SetExpectedRanks((0,)), e.ReportRankLost(2, "exit code 1")]
 
 
 def test_one_that_was_let_go_and_can_not_be_started_is_waited_for_no_more() -> None:
@@ -298,7 +300,9 @@ def test_one_that_was_let_go_and_can_not_be_started_is_waited_for_no_more() -> N
     for rank in (1, 2):
         del job.running[rank]
     done = job(e.Unstartable((1, 2), "no route to b"))
-    assert [effect for effect in done if isinstance(effect, e.Expect)][-1] == e.Expect((0,))
+    assert [effect for effect in done if isinstance(effect, e.SetExpectedRanks)][-1] == e.SetExpectedRanks(
+        (0,)
+    )
     assert job.said[-1] == "rank 2 has left b"
     assert job.machine.living == (0,)
     job.end(0)
@@ -318,7 +322,7 @@ def test_too_few_hosts() -> None:
         job.running.pop(rank)
         job(e.Unstartable((rank,), "lost"))
     assert job.code is None  # it waits, with no rank at all
-    job(e.Tick(), 100.0)
+    job(e.JobTick(), 100.0)
     assert job.code == 1
 
 
@@ -346,7 +350,7 @@ def test_any_schedule_ends(schedule: Sequence[e.Hosts | tuple[str, int]], least:
         if what == "come":
             job.come(rank)
         elif what == "lose":
-            job.end(rank, Outcome(0, signal.SIGKILL))
+            job.end(rank, ExitStatus(0, signal.SIGKILL))
         elif what == "host":
             del job.running[rank]
             job(e.Unstartable((rank,), "lost"))
@@ -358,6 +362,6 @@ def test_any_schedule_ends(schedule: Sequence[e.Hosts | tuple[str, int]], least:
     assert len(job.running) >= least
     while job.running:
         job.end(next(iter(job.running)))
-        job(e.Tick(), 10.0)
-    job(e.Tick(), 200.0)
+        job(e.JobTick(), 10.0)
+    job(e.JobTick(), 200.0)
     assert job.code == 0

@@ -12,7 +12,7 @@ import pytest
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner.calling import RankFailedError
+from hvdlab.runner.run_function import RankFailedError
 
 FLAG = ("--preload", "fractions")
 SEES_IMPORTS = "import sys; early = 'fractions' in sys.modules\n"
@@ -51,7 +51,7 @@ def test_imports_are_there_and_the_agent_is_the_parent(launcher) -> None:
     done = launcher.python(
         3,
         SEES_IMPORTS
-        + "import os; print(early, 'exec_agent.agent' in open(f'/proc/{os.getppid()}/cmdline').read())",
+        + "import os; print(early, 'host_agent.agent' in open(f'/proc/{os.getppid()}/cmdline').read())",
         flags=FLAG,
     )
     assert done.code == 0, done.err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.launch import mpi
-from hvdlab.runner.command import main
+from hvdlab.runner.cli import main
 
 ENVIRONMENT = """
     import json, os
@@ -213,10 +213,10 @@ def test_check_build_tells_the_truth(launcher, monkeypatch: pytest.MonkeyPatch) 
     assert "[X] PyTorch" in ran.out
     assert "[X] shm" in ran.out
     assert "[ ] cuda/nccl: " in ran.out
-    from hvdlab.runner import build
+    from hvdlab.runner import cli
 
     monkeypatch.setattr(mpi, "program", lambda: None)
-    assert "[ ] MPI (mpiexec): `mpiexec` is neither" in build.report()
+    assert "[ ] MPI (mpiexec): `mpiexec` is neither" in cli.build_report()
 
 
 def test_a_reader_that_goes_away(launcher) -> None:

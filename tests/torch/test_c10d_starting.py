@@ -91,7 +91,7 @@ def test_no_import_is_needed_under_a_launcher(
             str(script),
         ]
     else:
-        main = "from hvdlab.runner.command import main; main()"
+        main = "from hvdlab.runner.cli import main; main()"
         command = [sys.executable, "-c", main, "run", "-np", "2", sys.executable, str(script)]
     done = subprocess.run(
         command, env=with_entry_point, capture_output=True, text=True, timeout=120, check=False
@@ -107,7 +107,7 @@ def test_the_users_wish_makes_groups_hvdlabs_under_hvdlab_run(
     script.write_text(
         "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('backend', dist.get_backend())\n"
     )
-    main = "from hvdlab.runner.command import main; main()"
+    main = "from hvdlab.runner.cli import main; main()"
     command = [sys.executable, "-c", main, "run", "-np", "2", sys.executable, str(script)]
     environment = {**with_entry_point, "HVDLAB_C10D": wanted}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import hvdlab
+from hvdlab import _version
 from hvdlab.horovod.installing import environment, install_as_horovod, offer, uninstall
 from hvdlab.horovod.modules import target
 
 if TYPE_CHECKING:
     from hvdlab.horovod.runner import run as run
 
-__version__ = f"0.28.1+hvdlab.{hvdlab.__version__}"
+__version__ = f"0.28.1+hvdlab.{_version.__version__}"
 """The version of Horovod whose API this is, which scripts compare with, and behind it hvdlab's own."""
 
 __all__ = ["__version__", "environment", "install_as_horovod", "offer", "run", "uninstall"]

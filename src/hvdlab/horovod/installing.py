@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-import hvdlab
+from hvdlab._version import __version__
 from hvdlab.horovod.finder import HorovodFinder, is_ours
 from hvdlab.horovod.modules import OWN, ROOT
 
@@ -203,7 +203,7 @@ def _imported() -> ModuleType | None:
 
 
 def _announce() -> None:
-    _say(f"`import horovod` means hvdlab {hvdlab.__version__} here")
+    _say(f"`import horovod` means hvdlab {__version__} here")
 
 
 def _say(text: str) -> None:

@@ -23,7 +23,7 @@ LACKS = {
 """What launchers of such ranks can't do."""
 
 
-class ConnectedRanks:
+class MembershipRanks:
     """Reports the starts and ends of ranks as the coordinator knows them. Any thread.
 
     Args:

@@ -34,12 +34,12 @@ COOLDOWN = (10.0, 600.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HostsAsked:
     """The source is being asked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HostsFound:
     """The source has answered.
 
     Attributes:
@@ -78,7 +78,7 @@ class HostTick:
     """Time has passed; :attr:`HostTable.deadline` may be due."""
 
 
-HostEvent = Asked | Found | NotFound | HostFailed | HostTick
+HostEvent = HostsAsked | HostsFound | NotFound | HostFailed | HostTick
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +203,9 @@ class HostTable:
         """Take one event."""
         self._effects = []
         match event:
-            case Asked():
+            case HostsAsked():
                 self._asked = now
-            case Found(slots):
+            case HostsFound(slots):
                 self._asked = None
                 self._on_found(slots, now)
             case NotFound(text):

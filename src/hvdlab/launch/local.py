@@ -12,9 +12,6 @@ from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.environment import default_python
-from hvdlab.launch.exec_agent.link import ShellReach
-from hvdlab.launch.exec_agent.starter import ExecStarter
-from hvdlab.launch.exits import describe, detail
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
@@ -26,8 +23,11 @@ from hvdlab.launch.forkserver.messages import (
     Loaded,
     Signal,
 )
+from hvdlab.launch.host_agent.connection import ShellReach
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import LOCALHOST, Host
 from hvdlab.launch.options import Option
+from hvdlab.launch.processes import describe, detail
 from hvdlab.launch.starter import Capabilities, Ended, LaunchRequest, RankObserver, Started
 
 BYTES_PER_RANK = 24 << 20

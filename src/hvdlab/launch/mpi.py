@@ -24,14 +24,13 @@ from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import common, thread_counts
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.settings import TOKEN, TOKEN_FILE
-from hvdlab.launch.by_connection import LACKS, ConnectedRanks
+from hvdlab.launch.by_connection import LACKS, MembershipRanks
 from hvdlab.launch.environment import default_python, excluded_by_user
-from hvdlab.launch.exec_agent.link import ShellReach, remote_command
-from hvdlab.launch.exec_agent.starter import ExecStarter
-from hvdlab.launch.exits import Tail
+from hvdlab.launch.host_agent.connection import ShellReach, remote_command
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import LOCALHOST, Host, assign, is_local, parse_hosts
-from hvdlab.launch.options import Kind, Option
-from hvdlab.launch.processes import readable
+from hvdlab.launch.options import Option, OptionKind
+from hvdlab.launch.processes import OutputTail, readable
 from hvdlab.launch.ssh import SHELL
 from hvdlab.launch.starter import (
     Capabilities,
@@ -116,11 +115,11 @@ class MpiLauncher:
         """Options about what is started, and how."""
         return (
             Option("python", "interpreter of the ranks (default: the path of the notebook's)"),
-            Option("mpi_args", "further arguments of mpiexec", Kind.WORDS),
+            Option("mpi_args", "further arguments of mpiexec", OptionKind.WORDS),
             Option(
                 "shell",
                 "command that runs a command on a host, by which the pool's secret gets there (default: ssh)",
-                Kind.WORDS,
+                OptionKind.WORDS,
             ),
         )
 
@@ -161,7 +160,7 @@ class MpiStarter:
     def __init__(self, request: LaunchRequest, ranks: RankObserver, mpiexec: str) -> None:
         self._request, self._mpiexec = request, mpiexec
         self._hosts = parse_hosts(request.hosts) if request.hosts else []
-        self._connected = ConnectedRanks(request.client, ranks)
+        self._connected = MembershipRanks(request.client, ranks)
         self._size = 0
         self._exec: ExecStarter | None = None
         self._secret: SecretOnHosts | None = None
@@ -339,7 +338,7 @@ class _LastOutput:
     """The end of what mpiexec and its ranks wrote other than through cells."""
 
     def __init__(self) -> None:
-        self._tail = Tail()
+        self._tail = OutputTail()
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         self._tail.add(data)

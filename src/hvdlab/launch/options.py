@@ -10,7 +10,7 @@ from enum import Enum
 from hvdlab.collectives.errors import InvalidRequestError
 
 
-class Kind(Enum):
+class OptionKind(Enum):
     """What the text of an option is read as; the value says in an error's text what was expected."""
 
     TEXT = "a text"
@@ -31,18 +31,18 @@ class Option:
 
     name: str
     help: str
-    kind: Kind = Kind.TEXT
+    kind: OptionKind = OptionKind.TEXT
 
     def read(self, text: str) -> str | int | bool | tuple[str, ...]:
         """The value of a text. Raises ``ValueError`` or ``KeyError`` if it has none."""
         match self.kind:
-            case Kind.TEXT:
+            case OptionKind.TEXT:
                 return text
-            case Kind.COUNT:
+            case OptionKind.COUNT:
                 return int(text)
-            case Kind.WORDS:
+            case OptionKind.WORDS:
                 return tuple(shlex.split(text))
-            case Kind.SWITCH:
+            case OptionKind.SWITCH:
                 return {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}[
                     text.lower()
                 ]

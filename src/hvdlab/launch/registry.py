@@ -17,10 +17,10 @@ OURS = {
     "local": "hvdlab.launch.local:LocalLauncher",
     "ssh": "hvdlab.launch.ssh:SshLauncher",
     "mpi": "hvdlab.launch.mpi:MpiLauncher",
-    "slurm": "hvdlab.launch.slurm.launcher:SlurmLauncher",
+    "slurm": "hvdlab.launch.slurm:SlurmLauncher",
     "ray": "hvdlab.ray.launcher:RayLauncher",
     "spark": "hvdlab.spark.launcher:SparkLauncher",
-    "dask": "hvdlab.launch.dask.launcher:DaskLauncher",
+    "dask": "hvdlab.launch.dask:DaskLauncher",
 }
 
 

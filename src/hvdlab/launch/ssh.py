@@ -8,10 +8,10 @@ from typing import cast
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.environment import default_python
-from hvdlab.launch.exec_agent.link import ShellReach
-from hvdlab.launch.exec_agent.starter import ExecStarter
+from hvdlab.launch.host_agent.connection import ShellReach
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import assign, is_local, parse_hosts
-from hvdlab.launch.options import Kind, Option
+from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.starter import Capabilities, Capability, LaunchRequest, RankObserver
 
 SHELL = ("ssh",)
@@ -30,11 +30,11 @@ class SshLauncher:
         """Options about what is started on the hosts, and how."""
         return (
             Option("python", "interpreter of the ranks on every host (default: the path of this one)"),
-            Option("shell", "command that runs a command on a host (default: ssh)", Kind.WORDS),
+            Option("shell", "command that runs a command on a host (default: ssh)", OptionKind.WORDS),
             Option(
                 "host_names",
                 "yes: ranks count as on one host if they were given the same name in hosts (sets HVDLAB_HOST)",
-                Kind.SWITCH,
+                OptionKind.SWITCH,
             ),
         )
 

@@ -7,6 +7,7 @@ beside starting all ranks once; a caller that wants anything else gets an error 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +19,11 @@ from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.options import Option
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+"""Signals that end a rank; one of them withdraws a rank that still waits for its room."""
+ENDED_WITH_JOB = "it was ended with its job"
+"""Reason of the end of a rank that a starter ends when it is closed."""
 
 
 class Capability(StrEnum):
@@ -170,7 +176,7 @@ class Program:
         environment: Variables for all ranks, beside this process's own and those of their place in the job.
         output: Takes what ranks write, as it comes and before their ends are reported. Output that a launcher can't catch
             goes to this process's own streams.
-        function: A pickled call, or empty; see :class:`hvdlab.launch.exec_agent.wire.Start`. Only launchers that have
+        function: A pickled call, or empty; see :class:`hvdlab.launch.host_agent.wire.Start`. Only launchers that have
             an agent on each host get one.
         stdin: Whether rank 0 reads this process's standard input, if it is on this host.
         interfaces: Network interfaces to use between hosts; empty for a choice.
@@ -245,6 +251,12 @@ class PlacingStarter(Starter, Protocol):
 
     def give_up(self, host: str) -> None:
         """End what was started on a host; its ranks are reported as not started, or ended."""
+
+
+def require_running(closed: bool) -> None:
+    """Raise ``InvalidRequestError`` if the starter that is asked for a rank was closed."""
+    if closed:
+        raise InvalidRequestError("no rank can be started any more: the job has ended.")
 
 
 class Launcher(Protocol):

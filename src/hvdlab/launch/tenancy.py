@@ -52,18 +52,18 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class LeaseReleased:
     """A tenancy's process uses the job no more."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
+class LeaseTick:
     """Nothing has happened until now."""
 
 
-Event = Claimed | Heard | LetGo | TimePassed
+Event = Claimed | Heard | LeaseReleased | LeaseTick
 
 # -- what to do -------------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class LeaseRefused:
     """Another process has the job, under this number."""
 
     number: int
@@ -93,7 +93,7 @@ class Abandoned:
     """The job had no tenant for so long that it ends."""
 
 
-Effect = Admitted | Refused | Vacant | Abandoned
+Effect = Admitted | LeaseRefused | Vacant | Abandoned
 
 
 class Tenancy:
@@ -119,7 +119,7 @@ class Tenancy:
 
     @property
     def next_at(self) -> float:
-        """When :class:`TimePassed` has an effect, unless something happens before."""
+        """When :class:`LeaseTick` has an effect, unless something happens before."""
         return self._since + (self._lease if self.tenant is not None else self._unused_for)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -130,14 +130,14 @@ class Tenancy:
                 effects += self._claim(tenant, ended, now)
             case Heard(number) if self.holds(number):
                 self._since = now
-            case LetGo(number) if self.holds(number):
+            case LeaseReleased(number) if self.holds(number):
                 self.tenant, self._since = None, now
                 effects.append(Vacant())
         return effects
 
     def _claim(self, tenant: Tenant, ended: int, now: float) -> list[Effect]:
         if self.tenant is not None and ended != self._number:
-            return [Refused(self._number, self.tenant)]
+            return [LeaseRefused(self._number, self.tenant)]
         self.tenant, self._since = tenant, now
         self._number += 1
         return [Admitted(self._number)]

@@ -23,11 +23,10 @@ from hvdlab.ray.adapter import Adapter, BaseParams, interfaces, start_timeout
 from hvdlab.ray.launcher import connected_here
 from hvdlab.ray.ray_logger import TOPIC
 from hvdlab.ray.strategy import GROUP_TIMEOUT, free_resources
-from hvdlab.runner.calling import pickled, results
-from hvdlab.runner.command import speaker
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.plan import Job, patience
-from hvdlab.runner.sinks import ConsoleSink, Writer
+from hvdlab.runner.job_spec import JobSpec, patience
+from hvdlab.runner.output import ConsoleSink, Writer, speaker
+from hvdlab.runner.run_function import pickled, results
 
 _TURN = 0.5
 """Seconds between two looks at the nodes while there are too few."""
@@ -163,7 +162,7 @@ class ElasticAdapter(Adapter):
                 callback(info)
 
         wanted, timeout = self.params, start_timeout(self.settings)
-        job = Job(
+        job = JobSpec(
             (default_python(),),
             wanted.min_workers,
             (),

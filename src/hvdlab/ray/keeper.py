@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvdlab import __version__
+from hvdlab._version import __version__
 from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.kept import Access, KeepRequest, KeptJob, free_name, in_use, none_there
 from hvdlab.launch.processes import open_process, readable
 from hvdlab.launch.starter import Ended, RankObserver, Started
-from hvdlab.launch.tenancy import Refused, Tenant
+from hvdlab.launch.tenancy import LeaseRefused, Tenant
 from hvdlab.ray.launcher import UNUSED_FOR, Surroundings, connect
 from hvdlab.ray.pool_actor import GROUPS, LEASE, NAMESPACE, Entered, PoolActor
 from hvdlab.ray.strategy import death_reason, imported
@@ -96,9 +96,9 @@ class RayKeeper:
                 f"the pool `{name}` runs hvdlab {job.version}, which hvdlab {__version__} can't talk to; attach with that version"
             )
         answer = _answer(_call(actor.claim, tenant), _ANSWER_WITHIN)
-        if isinstance(answer, Refused) and _has_ended(answer.tenant, tenant.host):
+        if isinstance(answer, LeaseRefused) and _has_ended(answer.tenant, tenant.host):
             answer = _answer(_call(actor.claim, tenant, answer.number), _ANSWER_WITHIN)
-        if isinstance(answer, Refused):
+        if isinstance(answer, LeaseRefused):
             raise InvalidRequestError(
                 f"{in_use(name, str(answer.tenant))}; if that has ended on another host, the pool is free {LEASE:g} s later"
             )

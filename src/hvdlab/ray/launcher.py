@@ -5,7 +5,7 @@
     launcher ── orders, reports: calls of the actor ──▶ RankActor ── pipes ──▶ agent ── forks ──▶ rank
 
 A rank needs a main thread, signals and standard streams of its own, which a Ray worker uses itself: so the actor is the rank's
-parent, and runs the agent that other hosts have (:mod:`hvdlab.launch.exec_agent.agent`). When the actor ends, in whatever
+parent, and runs the agent that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When the actor ends, in whatever
 way, the agent's input ends, and the agent ends the rank.
 """
 
@@ -28,12 +28,14 @@ from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
 from hvdlab.collectives.protocol.codec import FrameDecoder
 from hvdlab.launch.environment import FOREIGN, default_python, exported
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.link import agent_command
-from hvdlab.launch.exits import Tail, describe_exit
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.connection import agent_command
 from hvdlab.launch.hosts import is_local
-from hvdlab.launch.options import Kind, Option
+from hvdlab.launch.options import Option, OptionKind
+from hvdlab.launch.processes import OutputTail, describe_exit
 from hvdlab.launch.starter import (
+    ENDED_WITH_JOB,
+    ENDING_SIGNALS,
     Capabilities,
     Capability,
     Ended,
@@ -41,6 +43,7 @@ from hvdlab.launch.starter import (
     Program,
     RankObserver,
     Started,
+    require_running,
 )
 from hvdlab.ray.discovery import node_names
 from hvdlab.ray.strategy import GROUP_TIMEOUT, death_reason, free_resources, imported
@@ -107,8 +110,8 @@ class RayLauncher:
     def options(self) -> Sequence[Option]:
         """What a rank takes of the cluster, and where."""
         return (
-            Option("cpus", "Ray's CPUs of a rank (default: 1)", Kind.COUNT),
-            Option("gpus", "GPUs of a rank (default: 0)", Kind.COUNT),
+            Option("cpus", "Ray's CPUs of a rank (default: 1)", OptionKind.COUNT),
+            Option("gpus", "GPUs of a rank (default: 0)", OptionKind.COUNT),
             Option(
                 "placement",
                 "pack (default): as Ray puts them by itself; spread: on as many nodes as there are",
@@ -116,12 +119,12 @@ class RayLauncher:
             Option(
                 "timeout",
                 f"seconds within which there must be room for a rank (default: {GROUP_TIMEOUT:g})",
-                Kind.COUNT,
+                OptionKind.COUNT,
             ),
             Option(
                 "unused_for",
                 f"seconds without a notebook after which ranks that are kept end (default: {UNUSED_FOR}, a day)",
-                Kind.COUNT,
+                OptionKind.COUNT,
             ),
         )
 
@@ -183,7 +186,7 @@ class _Seat:
         #: Why it was given up before it ran; or empty.
         self.given_up = ""
         #: What it wrote to standard error, if that is shown nowhere else. The thread's own.
-        self.tail = Tail()
+        self.tail = OutputTail()
 
     def order(self, message: wire.AgentMessage) -> None:
         self.actor.order.options(concurrency_group="orders").remote(wire.encode(message))
@@ -296,8 +299,7 @@ class RayStarter:
 
     def _begin(self, ranks: dict[int, str], size: int, where: dict[str, Any]) -> None:
         with self._changed:
-            if self._closing:
-                raise InvalidRequestError("no rank can be started any more: the job has ended.")
+            require_running(self._closing)
             where = where or {"scheduling_strategy": "SPREAD" if self._placement == "SPREAD" else "DEFAULT"}
             actors = [
                 self._actor_class.options(num_cpus=self._cpus, num_gpus=self._gpus, **where).remote()
@@ -332,7 +334,7 @@ class RayStarter:
                 return
             if seat.pid:
                 seat.order(wire.SignalRanks((rank,), number))
-            elif number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
+            elif number in ENDING_SIGNALS:
                 seat.given_up = f"it was ended by {signal.Signals(number).name} before it ran"
 
     def place(self, rank: int, size: int) -> Place | None:
@@ -345,7 +347,7 @@ class RayStarter:
             self._changed.wait_for(lambda: not self._seats, timeout)
             self._closing = True
             for seat in self._seats.values():
-                seat.given_up = seat.given_up or "it was ended with its job"
+                seat.given_up = seat.given_up or ENDED_WITH_JOB
                 with contextlib.suppress(Exception):  # Ray itself may be gone
                     seat.actor.hang_up.options(concurrency_group="orders").remote()
             self._changed.wait_for(lambda: not self._seats, _ACTORS_END_WITHIN)

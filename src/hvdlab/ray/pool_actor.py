@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdlab import __version__
+from hvdlab._version import __version__
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World, free_port
@@ -33,11 +33,11 @@ from hvdlab.launch.tenancy import (
     Effect,
     Event,
     Heard,
-    LetGo,
-    Refused,
+    LeaseRefused,
+    LeaseReleased,
+    LeaseTick,
     Tenancy,
     Tenant,
-    TimePassed,
     Vacant,
 )
 from hvdlab.ray.launcher import RayStarter, Surroundings
@@ -127,18 +127,18 @@ class PoolActor:
     def describe(self) -> KeptJob:
         """What a list of pools says of it."""
         with self._changed:
-            self._step(TimePassed())
+            self._step(LeaseTick())
             tenant = self._tenancy.tenant
             return KeptJob(
                 self._request.name, self._size, self._request.plane, "ray", self._started, tenant, __version__
             )
 
-    def claim(self, tenant: Tenant, ended: int = 0) -> Entered | Refused:
+    def claim(self, tenant: Tenant, ended: int = 0) -> Entered | LeaseRefused:
         """Let this process use the pool; see :class:`~hvdlab.launch.tenancy.Claimed`."""
         with self._changed:
             answer = self._step(Claimed(tenant, ended))
             if not isinstance(answer, Admitted):
-                assert isinstance(answer, Refused)
+                assert isinstance(answer, LeaseRefused)
                 return answer
             self._first += len(self._events)
             self._events = []
@@ -200,7 +200,7 @@ class PoolActor:
     def let_go(self, number: int) -> None:
         """The notebook uses the pool no more."""
         with self._changed:
-            self._step(LetGo(number))
+            self._step(LeaseReleased(number))
 
     def end_ranks(self, number: int, timeout: float) -> None:
         """End the ranks; those that have the order to leave get so many seconds for it."""
@@ -259,7 +259,7 @@ class PoolActor:
         with self._changed:
             while not self._over:
                 self._changed.wait(max(0.0, self._tenancy.next_at - time.monotonic()))
-                self._step(TimePassed())
+                self._step(LeaseTick())
 
     def _keep_coordinator(self) -> None:
         """Replace the coordinator whenever it ends: ranks wait for a successor."""

@@ -21,7 +21,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, host_key, place
 from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 from hvdlab.ray.adapter import START_TIMEOUT, Adapter, BaseParams, interfaces, start_timeout
 from hvdlab.ray.elastic_v2 import ElasticParams
 from hvdlab.ray.launcher import connected_here
@@ -35,9 +35,9 @@ from hvdlab.ray.strategy import (
     free_resources,
     imported,
 )
-from hvdlab.ray.worker import Card, Kind, Reply
-from hvdlab.runner.calling import pickled, results
-from hvdlab.runner.done import Done
+from hvdlab.ray.worker import Kind, WorkerInfo, WorkerReply
+from hvdlab.runner.job_result import JobResult
+from hvdlab.runner.run_function import pickled, results
 
 T = TypeVar("T")
 
@@ -316,7 +316,7 @@ class StaticAdapter(Adapter):
         self.settings, self.params = settings, params
         self.strategy: BaseStrategy | None = None
         self.workers: list[Any] = []
-        self._cards: list[Card] = []
+        self._cards: list[WorkerInfo] = []
         self._coordinator: CoordinatorProcess | None = None
         self._client: Client | None = None
         self._calls = itertools.count()
@@ -519,11 +519,11 @@ class StaticAdapter(Adapter):
             self._callbacks = ()
         return results(done, len(references))
 
-    def _outcome(self, references: list[Any]) -> Done:
+    def _outcome(self, references: list[Any]) -> JobResult:
         ray = imported()
         ranks = {reference: rank for rank, reference in enumerate(references)}
         pending, end = list(references), None
-        done = Done()
+        done = JobResult()
         causes: list[int] = []
         interrupted = False
         while pending:
@@ -547,19 +547,19 @@ class StaticAdapter(Adapter):
         )
         return done
 
-    def _failed(self, reference: Any, rank: int, done: Done) -> bool:
+    def _failed(self, reference: Any, rank: int, done: JobResult) -> bool:
         """Take how a call has ended on a rank; whether it failed, and not for another rank's failure."""
         ray = imported()
         try:
-            reply: Reply = ray.get(reference)
+            reply: WorkerReply = ray.get(reference)
         except ray.exceptions.RayError as error:
             text = death_reason(error)
-            done.outcomes[rank] = Outcome(1, 0, text)
+            done.outcomes[rank] = ExitStatus(1, 0, text)
             done.code = 1
             assert self._client is not None
             self._client.rank_lost(rank, self._cards[rank].pid, text)
             return True
-        done.outcomes[rank] = Outcome(1 if reply.error else 0)
+        done.outcomes[rank] = ExitStatus(1 if reply.error else 0)
         done.results[rank] = reply.outcome
         done.code = done.code or done.outcomes[rank].code
         return bool(reply.error) and not reply.culprits

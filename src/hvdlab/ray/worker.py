@@ -19,14 +19,14 @@ from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import free_port, thread_counts
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.uncaught import cut_own_frames, describe, with_own_errors
-from hvdlab.runner.function import raised, returned, unpickled_call
+from hvdlab.runner.function_worker import raised, returned, unpickled_call
 
 Kind = Literal["class", "method", "function"]
 """What a call's function is: the class of the executable, called with the executable, or called with its arguments."""
 
 
 @dataclass(frozen=True)
-class Card:
+class WorkerInfo:
     """Where a worker runs.
 
     Attributes:
@@ -49,11 +49,11 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Reply:
+class WorkerReply:
     """How a call ended on a rank.
 
     Attributes:
-        outcome: A pickled ``Returned`` or ``Raised``.
+        outcome: A pickled ``FunctionReturned`` or ``FunctionRaised``.
         error: One line, empty if it returned.
         culprits: Ranks whose failure caused what it raised, if any.
     """
@@ -132,13 +132,15 @@ class BaseHorovodWorker:
 
     # -- what an executor calls ---------------------------------------------------------------------------------------
 
-    def card(self) -> Card:
+    def card(self) -> WorkerInfo:
         """Where this worker runs."""
         import ray  # pyright: ignore[reportMissingImports]
 
         address = str(ray.util.get_node_ip_address())
         gpus = tuple(map(str, self.get_gpu_ids()))
-        return Card(self.node_id(), host_key(), os.getuid(), os.getpid(), address, free_port(address), gpus)
+        return WorkerInfo(
+            self.node_id(), host_key(), os.getuid(), os.getpid(), address, free_port(address), gpus
+        )
 
     def connect(self, local_size: int, start_timeout: float) -> None:
         """Join the world that the variables name, for as long as this worker lives; ``hvd.init()`` then finds it.
@@ -167,7 +169,7 @@ class BaseHorovodWorker:
         self._interrupts += 1
         signal.pthread_kill(main, signal.SIGINT)
 
-    def perform(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Reply:
+    def perform(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> WorkerReply:
         """Make a call of the driver's, and report how it ended.
 
         Args:
@@ -177,7 +179,7 @@ class BaseHorovodWorker:
             interrupts: How many interrupts the driver had sent to this rank before.
         """
         try:
-            return Reply(returned(self._perform(call, what, cell, interrupts)))
+            return WorkerReply(returned(self._perform(call, what, cell, interrupts)))
         except BaseException as raw:  # noqa: BLE001  # SystemExit, too: it would end the actor without a word
             error = with_own_errors(raw)
             said = describe(error, self.world_rank)
@@ -187,7 +189,7 @@ class BaseHorovodWorker:
                 error.__traceback__ = trace.tb_next
             if isinstance(error, HvdlabError):
                 cut_own_frames(error.__traceback__)
-            return Reply(bytes(cloudpickle.dumps(raised(error))), said.error, said.culprits)
+            return WorkerReply(bytes(cloudpickle.dumps(raised(error))), said.error, said.culprits)
 
     def perform_remotely(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Any:
         """The same for callers that get Ray's references: it returns and raises what the function does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdlab.launch.exits import Outcome
+from hvdlab.launch.processes import ExitStatus
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -19,11 +19,11 @@ class Spawned:
 
 
 @dataclass(frozen=True, slots=True)
-class Exited:
+class ProcessEnded:
     """A rank's process ended."""
 
     rank: int
-    outcome: Outcome
+    outcome: ExitStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class RankArrived:
     """A newcomer has come to ``hvd.init()``, where it waits; :class:`Connected` follows once the others have let it in."""
 
     rank: int
@@ -54,7 +54,7 @@ class Formed:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
+class RankDisconnected:
     """A rank's connection to the coordinator has ended: no report can follow.
 
     Attributes:
@@ -67,7 +67,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class RankReturned:
     """A rank that the coordinator had given up has connected again, with its memory, ``seconds`` after its last sign of life.
 
     :class:`Connected` follows once the others have let it in.
@@ -120,7 +120,7 @@ class Hosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class RanksWaiting:
     """No rank can be started yet, and no time limit runs: ``text`` says what the launcher waits for.
 
     An empty ``text`` ends that: ``start_timeout`` runs from then on.
@@ -130,32 +130,32 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class JobTick:
     """Time has passed; :attr:`Supervisor.deadline` may be due."""
 
 
 Event = (
     Spawned
-    | Exited
+    | ProcessEnded
     | Unstartable
-    | Arrived
+    | RankArrived
     | Connected
     | Formed
-    | Disconnected
-    | Returned
+    | RankDisconnected
+    | RankReturned
     | Reported
     | Stopped
     | CoordinatorLost
     | Hosts
-    | Waiting
-    | Tick
+    | RanksWaiting
+    | JobTick
 )
 
 # -- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
+class SendSignal:
     """Send a signal to the process groups of these ranks."""
 
     ranks: tuple[int, ...]
@@ -170,7 +170,7 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailureReport:
     """Show why the job fails.
 
     Attributes:
@@ -182,14 +182,14 @@ class Failure:
     """
 
     rank: int
-    outcome: Outcome | None
+    outcome: ExitStatus | None
     error: str = ""
     followers: tuple[int, ...] = ()
     early: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class ReportRankLost:
     """Let the coordinator know how a rank's process ended."""
 
     rank: int
@@ -197,7 +197,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Respawn:
+class RestartRank:
     """Start a rank anew under its old number."""
 
     rank: int
@@ -215,14 +215,14 @@ class StartOn:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseRanks:
     """Let these ranks go at the next commit of their training; at once if they don't train."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HostFailed:
+class HostUnusable:
     """A host can't be used now.
 
     Attributes:
@@ -237,7 +237,7 @@ class HostFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class SetExpectedRanks:
     """The world is made of these ranks from now on."""
 
     ranks: tuple[int, ...]
@@ -250,4 +250,15 @@ class Finish:
     code: int
 
 
-Effect = Signal | Say | Failure | Tell | Respawn | StartOn | Release | HostFailed | Expect | Finish
+Effect = (
+    SendSignal
+    | Say
+    | FailureReport
+    | ReportRankLost
+    | RestartRank
+    | StartOn
+    | ReleaseRanks
+    | HostUnusable
+    | SetExpectedRanks
+    | Finish
+)

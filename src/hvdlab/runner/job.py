@@ -1,42 +1,48 @@
-"""Runs a job: coordinator, starter, output and signals around the :class:`~hvdlab.runner.supervisor.Supervisor`."""
+"""Runs a job: coordinator, starter, output and signals around the :class:`~hvdlab.runner.supervisor.Supervisor`.
+
+All threads post to one :class:`EventQueue`: output, starts and ends of ranks, news of the coordinator, signals. The loop of
+:class:`JobRun` alone takes from it and acts. :class:`CoordinatorSupervisor` replaces a coordinator that dies.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from hvdlab.collectives.client import Client
+import msgspec
+
+from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
-from hvdlab.launch.exec_agent.child import STDERR
-from hvdlab.launch.exits import Outcome
+from hvdlab.collectives.recovery import Recovery
+from hvdlab.collectives.uncaught import TOPIC, Uncaught
+from hvdlab.launch.host_agent.rank_process import STDERR
 from hvdlab.launch.host_source import HostAsker, HostSource
 from hvdlab.launch.host_table import (
-    Asked,
-    Found,
     HostEvent,
     HostFailed,
+    HostsAsked,
     HostsChanged,
+    HostsFound,
     HostTable,
     HostTick,
     NotFound,
     SayOfHosts,
 )
 from hvdlab.launch.hosts import is_local
-from hvdlab.launch.processes import readable
+from hvdlab.launch.processes import ExitStatus, OutputTail, readable
 from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter, Waiting
 from hvdlab.runner import events as e
-from hvdlab.runner.done import Done
-from hvdlab.runner.keeper import Keeper
-from hvdlab.runner.lines import Tail
-from hvdlab.runner.news import News, Posted, ResultPiece, Written
-from hvdlab.runner.plan import Job, find_launcher, own_address, program, variables
-from hvdlab.runner.report import failure_lines
-from hvdlab.runner.sinks import Sink
+from hvdlab.runner.job_result import JobResult
+from hvdlab.runner.job_spec import JobSpec, find_launcher, own_address, program, variables
+from hvdlab.runner.output import Sink, failure_lines, stall_line
 from hvdlab.runner.supervisor import Supervisor
 
 _CLOSING = 5.0
@@ -53,13 +59,15 @@ class JobRun:
         verbose: Say also where the coordinator listens and where ranks are started.
     """
 
-    def __init__(self, job: Job, sink: Sink, say: Callable[[str], None], *, verbose: bool = False) -> None:
+    def __init__(
+        self, job: JobSpec, sink: Sink, say: Callable[[str], None], *, verbose: bool = False
+    ) -> None:
         self._job, self._sink, self._say = job, sink, say
         self._verbose = verbose
         self._supervisor = Supervisor(job.policy(), time.monotonic())
-        self._done = Done()
+        self._done = JobResult()
         self._finished = False
-        self._tails: defaultdict[int, Tail] = defaultdict(Tail)
+        self._tails: defaultdict[int, OutputTail] = defaultdict(OutputTail)
         self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
         #: Ranks that were started and have not ended; a launcher may report an end twice. The starter's threads' own.
         self._running: set[int] = set()
@@ -68,11 +76,11 @@ class JobRun:
         self._table = HostTable(job.cooldown, job.source_name) if job.source is not None else None
         #: Which hosts there are, if that has changed and the supervisor does not know yet.
         self._changed: e.Hosts | None = None
-        self._news = News()
+        self._news = EventQueue()
         self._client: Client | None = None
         self._starter: Starter | None = None
 
-    def run(self) -> Done:
+    def run(self) -> JobResult:
         """Run the job to its end.
 
         Raises:
@@ -96,7 +104,9 @@ class JobRun:
             except BaseException:
                 coordinator.close()
                 raise
-            keeper = Keeper(coordinator, self._client, self._news.post, self._news.coordinator_lost)
+            keeper = CoordinatorSupervisor(
+                coordinator, self._client, self._news.post, self._news.coordinator_lost
+            )
             cleanup.callback(keeper.close)
             cleanup.callback(coordinator.close, _CLOSING)
             cleanup.callback(self._client.close)
@@ -117,7 +127,7 @@ class JobRun:
                 for posted in self._news.take():
                     self._take(posted)
                 self._on_host_event(HostTick())
-                self._handle(e.Tick())
+                self._handle(e.JobTick())
             self._done.stopped = self._news.stopped
             return self._done
 
@@ -154,7 +164,10 @@ class JobRun:
         """Start to ask a source for hosts; its answers are posted to the loop."""
         post = self._news.post
         return HostAsker(
-            source, lambda: post(Asked()), lambda slots: post(Found(slots)), lambda text: post(NotFound(text))
+            source,
+            lambda: post(HostsAsked()),
+            lambda slots: post(HostsFound(slots)),
+            lambda text: post(NotFound(text)),
         )
 
     def _start_on(self, hosts: Mapping[int, str]) -> None:
@@ -188,7 +201,7 @@ class JobRun:
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Take what the starter reports; on its threads."""
         if isinstance(event, Waiting):
-            self._news.post(e.Waiting(event.text))
+            self._news.post(e.RanksWaiting(event.text))
             return
         rank = event.rank
         if isinstance(event, Started):
@@ -201,7 +214,7 @@ class JobRun:
                 self._news.post(e.Unstartable((rank,), event.reason))
             else:
                 text = "" if event.pid else event.reason
-                self._news.post(e.Exited(rank, Outcome(event.code or 0, event.signal, text)))
+                self._news.post(e.ProcessEnded(rank, ExitStatus(event.code or 0, event.signal, text)))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -210,25 +223,25 @@ class JobRun:
         when = min((due for due in (self._supervisor.deadline, hosts) if due is not None), default=None)
         return None if when is None else max(0.0, when - time.monotonic())
 
-    def _take(self, posted: Posted) -> None:
+    def _take(self, posted: QueuedEvent) -> None:
         match posted:
             case str():
                 self._say(posted)
-            case Written(rank, stream, data):
+            case OutputReceived(rank, stream, data):
                 if stream == STDERR:
-                    self._tails[rank].feed(data)
+                    self._tails[rank].add(data)
                 self._sink.write(rank, stream, data)
-            case ResultPiece(rank, data):
+            case ResultReceived(rank, data):
                 self._results[rank] += data
-            case e.Exited(rank, outcome):
+            case e.ProcessEnded(rank, outcome):
                 self._sink.ended(rank)
                 self._done.outcomes[rank] = outcome
                 self._handle(posted)
-            case e.Waiting(text):
+            case e.RanksWaiting(text):
                 if text:
                     self._say(text)
                 self._handle(posted)
-            case Asked() | Found() | NotFound() | HostFailed() | HostTick():
+            case HostsAsked() | HostsFound() | NotFound() | HostFailed() | HostTick():
                 self._on_host_event(posted)
             case _:
                 self._handle(posted)
@@ -271,13 +284,13 @@ class JobRun:
             case e.Say(text):
                 self._done.failure.append(text)
                 self._say(text)
-            case e.Failure():
+            case e.FailureReport():
                 self._done.failed = effect.rank
                 host = self._hosts.get(effect.rank) or self._supervisor.ranks[effect.rank].host
                 self._done.failure = failure_lines(effect, self._tails, "" if is_local(host) else host)
                 for line in self._done.failure:
                     self._say(line)
-            case e.Signal(ranks, number):
+            case e.SendSignal(ranks, number):
                 assert self._starter is not None
                 for rank in ranks:
                     self._starter.signal(rank, number)
@@ -285,18 +298,18 @@ class JobRun:
                 self._finished = True
                 self._done.code = code
                 self._done.left = {
-                    rank for rank, its in enumerate(self._supervisor.ranks) if its.released or its.given_up
+                    rank for rank, its in enumerate(self._supervisor.ranks) if its.releasing or its.abandoned
                 }
                 self._done.results = {rank: bytes(data) for rank, data in self._results.items()}
-            case e.Respawn(rank):
+            case e.RestartRank(rank):
                 self._respawn(rank)
             case e.StartOn(hosts):
                 self._start_on(hosts)
-            case e.HostFailed(host, reason, hangs):
+            case e.HostUnusable(host, reason, hangs):
                 if hangs and isinstance(self._starter, PlacingStarter):
                     self._starter.give_up(host)
                 self._enter(HostFailed(host, reason))
-            case e.Tell() | e.Expect() | e.Release():
+            case e.ReportRankLost() | e.SetExpectedRanks() | e.ReleaseRanks():
                 self._tell(effect)
 
     def _respawn(self, rank: int) -> None:
@@ -308,13 +321,260 @@ class JobRun:
             self._running.discard(rank)
             self._news.post(e.Unstartable((rank,), str(error)))
 
-    def _tell(self, effect: e.Tell | e.Expect | e.Release) -> None:
+    def _tell(self, effect: e.ReportRankLost | e.SetExpectedRanks | e.ReleaseRanks) -> None:
         """Send the effect to the coordinator. If that is gone, the keeper sees to it."""
         assert self._client is not None
         with contextlib.suppress(ConnectionError):
-            if isinstance(effect, e.Expect):
+            if isinstance(effect, e.SetExpectedRanks):
                 self._client.expect(effect.ranks)
-            elif isinstance(effect, e.Release):
+            elif isinstance(effect, e.ReleaseRanks):
                 self._client.release(effect.ranks)
             else:
                 self._client.rank_lost(effect.rank, self._news.last_pid.get(effect.rank, 0), effect.reason)
+
+
+_OFTEN = 5
+"""Deaths within a minute after which no other coordinator is started: whatever ends them would end it as well."""
+
+
+class CoordinatorSupervisor:
+    """Watches the coordinator of a job.
+
+    Args:
+        coordinator: Its process, started with ``keep``.
+        client: The launcher's connection to it.
+        say: Takes a line when another coordinator has taken over, or the old one was connected to again.
+        lost: Called with the reason if neither was possible.
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorProcess,
+        client: Client,
+        say: Callable[[str], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._client = client
+        self._recovery = Recovery(coordinator, client)
+        self._say, self._lost = say, lost
+        self._deaths: deque[float] = deque(maxlen=_OFTEN)
+        self._lock = threading.Lock()
+        self._one_at_a_time = threading.Lock()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        client.on_lost(self._begin)
+
+    def close(self) -> None:
+        """Let no successor take over any more, and wait for an attempt under way.
+
+        Call it after the coordinator was closed: then no attempt has anything to wait for.
+        """
+        with self._lock:
+            self._closing = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin(self, reason: str) -> None:
+        """Begin the recovery of a lost connection. On the client's thread, which must not wait for it."""
+        with self._lock:
+            if not self._closing:
+                self._thread = threading.Thread(target=self._replace, args=(reason,), name="hvdlab-keeper")
+                self._thread.start()
+
+    def _replace(self, reason: str) -> None:
+        with self._one_at_a_time:
+            if self._client.closed and not self._closing:
+                self._recover(reason)
+
+    def _recover(self, reason: str) -> None:
+        began = time.monotonic()
+        if len(self._deaths) == _OFTEN and began < self._deaths[0] + 60:
+            self._lost(f"{reason}; it has ended {_OFTEN} times within a minute")
+            return
+        self._deaths.append(began)
+        try:
+            recovered = self._recovery.run()
+        except CoordinatorLostError:
+            return  # the connection was lost again: _begin() was called for that, too
+        except (StartError, TimeoutError, OSError) as error:
+            if not self._closing:
+                self._lost(f"{reason}; no other one could take over: {error}")
+        else:
+            seconds = time.monotonic() - began
+            if recovered.replaced:
+                self._say(
+                    f"{reason}; another coordinator took over within {seconds:.1f} s. What ranks were doing together at "
+                    "that moment has failed; those that can, go on"
+                )
+            else:
+                self._deaths.pop()  # the coordinator lives, so this was no death
+                self._say(
+                    f"{reason}; it lives, and was connected to again within {seconds:.1f} s. The ranks did not notice"
+                )
+
+
+MOST_HELD = 4 << 20
+"""Bytes of output that may wait for the loop; while there are more, the threads that read from ranks wait."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReceived:
+    """A rank wrote to stdout (1) or stderr (2)."""
+
+    rank: int
+    stream: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResultReceived:
+    """The next piece of what a rank's function returned."""
+
+    rank: int
+    data: bytes
+
+
+QueuedEvent = e.Event | OutputReceived | ResultReceived | HostEvent | str
+"""What other threads post to the loop; a ``str`` is a line that the loop passes to ``say``."""
+
+
+class EventQueue:
+    """A queue that a selector can wait for.
+
+    Attributes:
+        descriptor: Readable when there is something to :meth:`take`.
+        last_pid: Process id that each rank joined with last.
+        stopped: The first signal that arrived, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, self._writer = os.pipe()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._writer, False)
+        self.last_pid: dict[int, int] = {}
+        self.stopped = 0
+        self._queue: deque[QueuedEvent] = deque()
+        self._room = threading.Condition()
+        #: Bytes of output in the queue, and whether :meth:`stop` was called; guarded by ``_room``.
+        self._held, self._closed = 0, False
+        self._members: dict[int, int] = {}
+        self._formed = False
+        #: Ranks that were cut off, have connected again, and are not in the world yet.
+        self._back: set[int] = set()
+        #: Newcomers that wait to be let in, with their processes.
+        self._arrived: set[tuple[int, int]] = set()
+
+    def post(self, event: QueuedEvent) -> None:
+        """Queue an event, from another thread or a signal handler. The loop may never take what comes after :meth:`stop`."""
+        self._queue.append(event)
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, which wakes the loop as well
+            os.write(self._writer, b"\0")
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """Post what a rank wrote. Waits while ``MOST_HELD`` bytes are queued, so that a slow reader holds the rank up."""
+        with self._room:
+            self._room.wait_for(lambda: self._held < MOST_HELD or self._closed)
+            self._held += len(data)
+        self.post(OutputReceived(rank, stream, data))
+
+    def returned(self, rank: int, data: bytes) -> None:
+        """Post a piece of a rank's result."""
+        self.post(ResultReceived(rank, data))
+
+    def take(self) -> Iterator[QueuedEvent]:
+        """Yield what has arrived, in the order in which it was posted."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.descriptor, 4096)
+        while self._queue:
+            posted = self._queue.popleft()
+            yield posted
+            if isinstance(posted, OutputReceived):
+                with self._room:
+                    self._held -= len(posted.data)
+                    self._room.notify_all()
+
+    def stop(self) -> None:
+        """The loop takes nothing any more: wake the threads that wait in :meth:`write`, and let none wait again."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Close the pipe. Nothing may be posted after that."""
+        os.close(self.descriptor)
+        os.close(self._writer)
+
+    def watch(self, client: Client) -> None:
+        """Post what the coordinator knows of the ranks."""
+        client.on_membership(self._on_membership)
+        client.on_mail(TOPIC, self._on_uncaught)
+        client.on_returned(self._on_returned)
+        client.on_stall(lambda stall: self.post(stall_line(stall)))
+
+    def coordinator_lost(self, reason: str) -> None:
+        """There is no coordinator any more, and there will be none."""
+        self.post(e.CoordinatorLost(reason))
+
+    def _on_membership(self, membership: Membership) -> None:
+        members = {member.rank: member.pid for member in membership.members}
+        self.last_pid.update(members)
+        self._back &= members.keys() - set(membership.formed)
+        # One that waits until elastic training lets it in has not joined yet, nor has one that goes back to its last commit before that.
+        out = self._back.union(membership.waiting)
+        now = {rank: pid for rank, pid in members.items() if rank not in out}
+        for rank, pid in self._members.items():
+            if now.get(rank) != pid:
+                reasons = [
+                    death.reason for death in membership.deaths if (death.rank, death.pid) == (rank, pid)
+                ]
+                self.post(e.RankDisconnected(rank, next(filter(_tells, reasons), "")))
+        for rank, pid in now.items():
+            if self._members.get(rank) != pid:
+                self.post(e.Connected(rank))
+        self._members = now
+        if membership.formed and not self._formed:
+            self._formed = True
+            self.post(e.Formed())
+        arrived = {
+            (rank, members[rank]) for rank in membership.waiting if rank in members.keys() - self._back
+        }
+        for rank, _ in sorted(arrived - self._arrived):
+            self.post(e.RankArrived(rank))
+        self._arrived = arrived
+
+    def _on_returned(self, rank: int, pid: int, seconds: float) -> None:
+        self._back.add(rank)
+        self.post(e.RankReturned(rank, seconds))
+
+    def _on_uncaught(self, rank: int, body: bytes) -> None:
+        said = msgspec.json.decode(body, type=Uncaught)
+        self.post(e.Reported(rank, said.error, said.culprits))
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Turn signals into events. Does nothing on other threads than the main one.
+
+        A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def take(number: int, frame: object) -> None:
+            self.stopped = self.stopped or number
+            self.post(e.Stopped(number))
+
+        taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, take) for number in taken}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _tells(reason: str) -> bool:
+    """Whether a death's reason says more than that the process has ended: on ends, the host's agent knows more."""
+    return reason.startswith("no sign of life")

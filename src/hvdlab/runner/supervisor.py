@@ -12,16 +12,120 @@ launcher waits a moment for the culprit's end before it says which rank was firs
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.launch.exits import Outcome
 from hvdlab.launch.hosts import LOCALHOST
+from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner import events as e
-from hvdlab.runner.done import origin_of
-from hvdlab.runner.placement import changes
-from hvdlab.runner.policy import Growth, Phase, Policy, RankState
+from hvdlab.runner.job_result import origin_of
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Limits of a job, as the operator has set them. Times are in seconds.
+
+    Attributes:
+        hosts: Host of each rank; its length is the number of ranks.
+        start_timeout: Time for all processes to be started.
+        join_timeout: Time from the first rank's ``hvd.init()`` until the first world is there; ``None`` leaves that to the ranks.
+        newcomer_timeout: Time from the start of a newcomer's process until its ``hvd.init()``, once there has been a world. No rank waits for
+            it, but it keeps its slot and its number. ``None`` for no limit.
+        settle: How long the launcher waits for the culprit's end.
+        hang: How long a rank may take to end after an exception ended its program.
+        grace: Time between SIGTERM and SIGKILL, and until a rank gets the former that was let go and has not joined.
+        interrupt_grace: Time between SIGINT and SIGKILL.
+        min_ranks: With how many ranks an elastic job goes on; ``None`` for a job that is not elastic.
+        reset_limit: How many ranks are started anew in all.
+        growth: How ranks are given to hosts that come and go; ``None`` for a job whose hosts are fixed. With a growth
+            ``hosts`` is empty, and ``min_ranks`` is given.
+    """
+
+    hosts: tuple[str, ...]
+    start_timeout: float = 30.0
+    join_timeout: float | None = None
+    newcomer_timeout: float | None = None
+    settle: float = 1.0
+    hang: float = 30.0
+    grace: float = 5.0
+    interrupt_grace: float = 30.0
+    min_ranks: int | None = None
+    reset_limit: int = 10
+    growth: Growth | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How many ranks a job has whose hosts come and go.
+
+    Attributes:
+        start: For how many slots the job waits at the beginning; after ``start_timeout``, ``min_ranks`` slots suffice.
+        most: Ranks that the job has at most.
+        wait: Seconds that the job waits for hosts while it has fewer than ``min_ranks`` ranks.
+    """
+
+    start: int
+    most: int
+    wait: float = 600.0
+
+
+class JobPhase(Enum):
+    RUNNING = "running"
+    SETTLING = "settling"
+    ENDING = "ending"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class SupervisedRank:
+    """The supervisor's record of a rank. Times are on the clock of :meth:`Supervisor.handle`."""
+
+    pid: int = 0
+    """Its process, or 0 before it runs."""
+    outcome: ExitStatus | None = None
+    """How its process has ended; ``None`` while it has not."""
+    report: e.Reported | None = None
+    """The exception that ended its program, if it reported one."""
+    connected: bool = False
+    """Whether it is connected to the coordinator."""
+    joined: bool = False
+    """Whether it has joined the job since its process was started."""
+    joined_at: int = 0
+    """The event with which it was connected last, counted by the supervisor."""
+    left_at: int | None = None
+    """The event with which that connection, or the rank, has ended."""
+    lost: str = ""
+    """Why the coordinator gave it up."""
+    returned: bool = False
+    """Whether it was cut off, has connected again, and waits for the others to let it in."""
+    restarted: bool = False
+    """Whether it was started while the job ran, in place of a lost rank or on a host that was found."""
+    terminated_late: bool = False
+    """Whether it got SIGTERM since it came too late to take part."""
+    host: str = ""
+    """Where it was started."""
+    start_by: float | None = None
+    """When its process must run, if it was started while the job ran."""
+    init_deadline: float | None = None
+    """When it must have come to ``hvd.init()``, if it started once there had been a world."""
+    abandoned: bool = False
+    """Whether it did not start or join in time: the others go on without it, and its process, if it gets or has one, is killed."""
+    releasing: bool = False
+    """Whether it leaves with its host."""
+    release_deadline: float | None = None
+    """When it is ended if it leaves and has not joined by then; and when it is killed if it has not ended either."""
+    ended: bool = False
+    """Whether it got SIGTERM since it leaves and had not joined."""
+    deadline: float | None = None
+    """When it must have ended after its report."""
+
+    @property
+    def times(self) -> tuple[float | None, ...]:
+        """When something is due."""
+        return self.deadline, self.start_by, self.init_deadline, self.release_deadline
 
 
 @dataclass(slots=True)
@@ -36,8 +140,8 @@ class Supervisor:
 
     def __init__(self, policy: Policy, now: float) -> None:
         self.policy = policy
-        self.phase = Phase.RUNNING
-        self.ranks = [RankState(host=host) for host in policy.hosts]
+        self.phase = JobPhase.RUNNING
+        self.ranks = [SupervisedRank(host=host) for host in policy.hosts]
         self.failed: int | None = None
         """The rank that made the job fail, once known."""
         self._start_by: float | None = now + policy.start_timeout
@@ -71,16 +175,16 @@ class Supervisor:
     @property
     def expected(self) -> tuple[int, ...]:
         """Those of them that were not given up: ranks that the world is made of."""
-        return tuple(rank for rank in self.living if not self.ranks[rank].given_up)
+        return tuple(rank for rank in self.living if not self.ranks[rank].abandoned)
 
     @property
     def deadline(self) -> float | None:
-        """When :class:`~hvdlab.runner.events.Tick` is due, or ``None``."""
-        if self.phase is Phase.DONE:
+        """When :class:`~hvdlab.runner.events.JobTick` is due, or ``None``."""
+        if self.phase is JobPhase.DONE:
             return None
-        if self.phase is Phase.ENDING:
+        if self.phase is JobPhase.ENDING:
             return self._ending.until
-        if self.phase is Phase.SETTLING:
+        if self.phase is JobPhase.SETTLING:
             return self._settle_by
         alive = [state for state in self.ranks if state.outcome is None]
         own = [when for state in alive for when in state.times]
@@ -91,27 +195,27 @@ class Supervisor:
         """Take one event. Nothing comes after :class:`~hvdlab.runner.events.Finish`."""
         self._effects = []
         self._events += 1
-        if self.phase is Phase.DONE:
+        if self.phase is JobPhase.DONE:
             return []
         match event:
             case e.Spawned(rank, pid):
                 self._spawned(rank, pid, now)
-            case e.Exited(rank, outcome):
+            case e.ProcessEnded(rank, outcome):
                 self._exited(rank, outcome, now)
             case e.Unstartable(ranks, text):
                 self._unstartable(ranks, text, now)
             case e.Connected(rank):
                 self._connected(rank, now)
-            case e.Arrived(rank):
-                self.ranks[rank].come_by = None
+            case e.RankArrived(rank):
+                self.ranks[rank].init_deadline = None
             case e.Formed():
                 self._formed, self._join_by = True, None
                 for rank in self.expected:
                     self._await(rank, now)
-            case e.Disconnected(rank, reason):
+            case e.RankDisconnected(rank, reason):
                 self.ranks[rank].connected, self.ranks[rank].lost = False, reason
                 self.ranks[rank].left_at = self._events
-            case e.Returned(rank, seconds):
+            case e.RankReturned(rank, seconds):
                 self._returned(rank, seconds)
             case e.Reported(rank):
                 self._reported(rank, event, now)
@@ -122,9 +226,9 @@ class Supervisor:
             case e.Hosts():
                 self._hosts = event
                 self._grow(now)
-            case e.Waiting(text):
+            case e.RanksWaiting(text):
                 self._start_by = None if text else now + self.policy.start_timeout
-            case e.Tick():
+            case e.JobTick():
                 self._tick(now)
         self._settle(now)
         self._maybe_finish()
@@ -136,29 +240,29 @@ class Supervisor:
         state = self.ranks[rank]
         state.pid, state.start_by = pid, None
         self._await(rank, now)
-        if state.given_up and state.outcome is None:
-            self._effects.append(e.Signal((rank,), signal.SIGKILL))
+        if state.abandoned and state.outcome is None:
+            self._effects.append(e.SendSignal((rank,), signal.SIGKILL))
         if self._begun and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
 
     def _await(self, rank: int, now: float) -> None:
         """Give a newcomer that has started, and has not joined, its time to come to ``hvd.init()``."""
         state, limit = self.ranks[rank], self.policy.newcomer_timeout
-        started = bool(state.pid) and not (state.joined or state.given_up)
+        started = bool(state.pid) and not (state.joined or state.abandoned)
         if self._formed and started and limit is not None and self.policy.min_ranks is not None:
-            state.come_by = now + limit
+            state.init_deadline = now + limit
 
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
         self._raised.clear()
-        self.ranks[rank].come_by = None
+        self.ranks[rank].init_deadline = None
         self.ranks[rank].joined_at, self.ranks[rank].left_at = self._events, None
         self.ranks[rank].lost, self.ranks[rank].returned = "", False
         self._unjoined.discard((rank, self.ranks[rank].host))
-        if self.ranks[rank].released:  # before it had joined, which the coordinator knows no more
-            self._effects.append(e.Release((rank,)))
+        if self.ranks[rank].releasing:  # before it had joined, which the coordinator knows no more
+            self._effects.append(e.ReleaseRanks((rank,)))
         self._grow(now)  # there may be ranks to spare now
-        if self.policy.join_timeout is None or self._formed or self.phase is not Phase.RUNNING:
+        if self.policy.join_timeout is None or self._formed or self.phase is not JobPhase.RUNNING:
             return
         if all(self.ranks[expected].joined for expected in self.expected):
             self._join_by = None
@@ -178,32 +282,34 @@ class Supervisor:
             state.report = report
             state.deadline = now + self.policy.hang
 
-    def _exited(self, rank: int, outcome: Outcome, now: float) -> None:
+    def _exited(self, rank: int, outcome: ExitStatus, now: float) -> None:
         state = self.ranks[rank]
         if state.outcome is not None:
             return
         state.outcome = outcome
         if state.left_at is None:
             state.left_at = self._events
-        if self.phase is Phase.ENDING:
+        if self.phase is JobPhase.ENDING:
             return
         if self._start_by is not None and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
-        if state.given_up:  # the others know already that it does not come
-            self._effects.append(e.Tell(rank, str(outcome)))
+        if state.abandoned:  # the others know already that it does not come
+            self._effects.append(e.ReportRankLost(rank, str(outcome)))
             self._end_late()
             self._grow(now)
             return
         if self.policy.growth is not None and not (state.joined or outcome.ok):
             self._effects.append(
-                e.Expect(self.expected)
+                e.SetExpectedRanks(self.expected)
             )  # else those that wait for it would fail, told of its end
-        self._effects.append(e.Tell(rank, str(outcome) if not outcome.ok else "its program has ended"))
-        if state.released and self.phase is Phase.RUNNING:
-            self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.Expect(self.expected)]
+        self._effects.append(
+            e.ReportRankLost(rank, str(outcome) if not outcome.ok else "its program has ended")
+        )
+        if state.releasing and self.phase is JobPhase.RUNNING:
+            self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.SetExpectedRanks(self.expected)]
             self._grow(now)
             return
-        if outcome.ok or self.phase is not Phase.RUNNING:
+        if outcome.ok or self.phase is not JobPhase.RUNNING:
             self._end_late()
             return
         if self._fails_alike(rank):
@@ -220,7 +326,7 @@ class Supervisor:
             and self._replace(rank, outcome, now)
         ):
             return
-        self.phase = Phase.SETTLING
+        self.phase = JobPhase.SETTLING
         self._first = rank
         self._settle_by = now + self.policy.settle
 
@@ -233,31 +339,36 @@ class Supervisor:
         if self.policy.min_ranks is None or report is None or report.culprits:
             return False
         self._raised[rank] = report.error
-        ranks = [r for r, state in enumerate(self.ranks) if state.joined or state.anew or r in self._raised]
+        ranks = [
+            r for r, state in enumerate(self.ranks) if state.joined or state.restarted or r in self._raised
+        ]
         return len(ranks) > 1 and all(self._raised.get(r) == report.error for r in ranks)
 
-    def _replace(self, rank: int, outcome: Outcome, now: float) -> bool:
+    def _replace(self, rank: int, outcome: ExitStatus, now: float) -> bool:
         """Start a lost rank of an elastic job anew, or go on without it. Returns whether the job goes on."""
         assert self.policy.min_ranks is not None
         done = self._is_over
-        known = self.ranks[rank].joined or self.ranks[rank].anew
+        known = self.ranks[rank].joined or self.ranks[rank].restarted
         if known and not done and self._resets < self.policy.reset_limit:
             self._resets += 1
             host, start_by = self.ranks[rank].host, now + self.policy.start_timeout
-            self.ranks[rank] = RankState(host=host, anew=True, start_by=start_by)
+            self.ranks[rank] = SupervisedRank(host=host, restarted=True, start_by=start_by)
             every = self.expected  # without lost ranks that were not started anew
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
-            self._effects += [e.Say(text), e.Expect(every), e.Respawn(rank)]
+            self._effects += [e.Say(text), e.SetExpectedRanks(every), e.RestartRank(rank)]
             return True
         if self._well() < self.policy.min_ranks and not (done and self._is_late(rank)):
             return False
-        self._effects += [e.Say(f"rank {rank}: {outcome}; going on without it"), e.Expect(self.expected)]
+        self._effects += [
+            e.Say(f"rank {rank}: {outcome}; going on without it"),
+            e.SetExpectedRanks(self.expected),
+        ]
         return True
 
     def _well(self) -> int:
         """How many ranks there are to go on with: those that live and those whose program has ended well."""
         well = [state for state in self.ranks if state.outcome is None or state.outcome.ok]
-        return sum(not state.given_up for state in well)
+        return sum(not state.abandoned for state in well)
 
     # -- ranks that do not come -----------------------------------------------------------------------------------
 
@@ -272,16 +383,16 @@ class Supervisor:
         least, left = self.policy.min_ranks, self._well() - len(ranks)
         goes_on = least is not None and (self.policy.growth is not None or left >= least)
         for rank in ranks:
-            self.ranks[rank].start_by = self.ranks[rank].come_by = None
+            self.ranks[rank].start_by = self.ranks[rank].init_deadline = None
             # As the job ends it waits for processes, which may have something to say, but not for one that there is none of.
-            self.ranks[rank].given_up = goes_on or not self.ranks[rank].pid
+            self.ranks[rank].abandoned = goes_on or not self.ranks[rank].pid
         if not goes_on:
             self._abandon(text if least is None else f"{text}, and --min-np is {least}", 1, now)
             return
         it = "it" if len(ranks) == 1 else "them"
-        self._effects += [e.Say(f"{text}; going on without {it}"), e.Expect(self.expected)]
+        self._effects += [e.Say(f"{text}; going on without {it}"), e.SetExpectedRanks(self.expected)]
         if running := tuple(rank for rank in ranks if self.ranks[rank].pid):
-            self._effects.append(e.Signal(running, signal.SIGKILL))
+            self._effects.append(e.SendSignal(running, signal.SIGKILL))
         if self.policy.growth is not None:
             for host in dict.fromkeys(self.ranks[rank].host for rank in ranks):
                 its = [rank for rank in ranks if self.ranks[rank].host == host]
@@ -292,29 +403,31 @@ class Supervisor:
     # -- hosts that come and go -----------------------------------------------------------------------------------
 
     def _unstartable(self, ranks: tuple[int, ...], text: str, now: float) -> None:
-        if self.policy.growth is not None and self.phase is Phase.RUNNING:
-            failed = [rank for rank in ranks if rank in self.expected and not self.ranks[rank].released]
+        if self.policy.growth is not None and self.phase is JobPhase.RUNNING:
+            failed = [rank for rank in ranks if rank in self.expected and not self.ranks[rank].releasing]
             for host in dict.fromkeys(self.ranks[rank].host for rank in failed):
                 self._put_aside(host, text)
             if failed and not (self._is_over or self._settled):
                 for rank in failed:
-                    self.ranks[rank].outcome = Outcome(1, text=text)
+                    self.ranks[rank].outcome = ExitStatus(1, text=text)
                 # Those that have never joined are no members that have died: ranks that wait for them need not fail.
-                self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
-                self._effects.append(e.Expect(self.expected))
+                self._effects += [e.ReportRankLost(rank, text) for rank in failed if self.ranks[rank].joined]
+                self._effects.append(e.SetExpectedRanks(self.expected))
                 # But they may have connected, and the connection of such a one would keep out the process that is started in its place.
-                self._effects += [e.Tell(rank, text) for rank in failed if not self.ranks[rank].joined]
+                self._effects += [
+                    e.ReportRankLost(rank, text) for rank in failed if not self.ranks[rank].joined
+                ]
                 self._grow(now)
                 # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
                 ranks = tuple(rank for rank in ranks if rank not in failed)
         for rank in ranks:
-            self._exited(rank, Outcome(1, text=text), now)
+            self._exited(rank, ExitStatus(1, text=text), now)
 
     def _put_aside(self, host: str, reason: str, *, hangs: bool = False) -> None:
         """Use a host no more until the table of hosts says so."""
         usable = {name: slots for name, slots in self._hosts.usable.items() if name != host}
         self._hosts = e.Hosts(usable, self._hosts.aside | {host})
-        self._effects.append(e.HostFailed(host, reason, hangs))
+        self._effects.append(e.HostUnusable(host, reason, hangs))
 
     def _runs_on(self, host: str) -> bool:
         """Whether a process of a rank is known to run on a host: else there is none that a signal could reach."""
@@ -325,7 +438,7 @@ class Supervisor:
         """Whether the program has ended on a rank that neither left nor was given up."""
         return any(map(self._has_finished, self.ranks))
 
-    def _go_on(self, rank: int, outcome: Outcome, now: float) -> bool:
+    def _go_on(self, rank: int, outcome: ExitStatus, now: float) -> bool:
         """Do without a rank that was lost, and start it anew where there is room. Returns whether the job goes on."""
         state = self.ranks[rank]
         spent = self._is_over or self._resets >= self.policy.reset_limit
@@ -333,7 +446,7 @@ class Supervisor:
             self._settled = True
             least = self.policy.min_ranks or 1
             # Those that were let go leave, or wait with the others for ranks in their place: none will come.
-            stay = [living for living in self.expected if not self.ranks[living].released]
+            stay = [living for living in self.expected if not self.ranks[living].releasing]
             if len(stay) < least and not self._is_over:
                 self._effects.append(e.Say(self._too_few(len(stay), least)))
                 return False
@@ -346,7 +459,7 @@ class Supervisor:
             )
             if not state.joined:
                 self._failed_to_join(rank, state.host, outcome)
-        self._effects.append(e.Expect(self.expected))
+        self._effects.append(e.SetExpectedRanks(self.expected))
         self._grow(now)
         return True
 
@@ -356,7 +469,7 @@ class Supervisor:
         limit = self.policy.reset_limit
         return f"{number}, --min-np is {least}, and no rank is started anew any more (--reset-limit {limit})"
 
-    def _failed_to_join(self, rank: int, host: str, outcome: Outcome) -> None:
+    def _failed_to_join(self, rank: int, host: str, outcome: ExitStatus) -> None:
         """A rank has ended on this host before it had joined. Once that may be by chance, as when its cable is pulled just then."""
         if (rank, host) in self._unjoined:
             self._put_aside(host, f"rank {rank} failed there twice before it had joined ({outcome})")
@@ -365,30 +478,32 @@ class Supervisor:
     def _grow(self, now: float) -> None:
         """Start ranks on hosts that have room, and release ranks of hosts that are gone or have fewer slots now."""
         growth = self.policy.growth
-        if growth is None or self.phase is not Phase.RUNNING or self._settled or self._is_over:
+        if growth is None or self.phase is not JobPhase.RUNNING or self._settled or self._is_over:
             return
         least = self.policy.min_ranks or 1
         if not self._begun and not self._may_begin(growth, least, now):
             return
         placed = {rank: self.ranks[rank].host for rank in self.living}
         # Those that were given up keep their numbers and slots until their processes have ended, but count no more.
-        leaving = [rank for rank in placed if self.ranks[rank].released or self.ranks[rank].given_up]
+        leaving = [rank for rank in placed if self.ranks[rank].releasing or self.ranks[rank].abandoned]
         plan = changes(self._hosts.usable, self._hosts.aside, placed, leaving, least, growth.most)
         if plan.start:
             self._start_on(plan.start, now)
         self._begun = True
         if plan.release:
             for rank in plan.release:
-                self.ranks[rank].released = True
+                self.ranks[rank].releasing = True
                 # One that has not joined has nothing to finish, but it may be let in at this very moment.
-                self.ranks[rank].leave_by = None if self.ranks[rank].joined else now + self.policy.grace
+                self.ranks[rank].release_deadline = (
+                    None if self.ranks[rank].joined else now + self.policy.grace
+                )
             for host in dict.fromkeys(self.ranks[rank].host for rank in plan.release):
                 its = [rank for rank in plan.release if self.ranks[rank].host == host]
                 why = "has fewer slots now" if host in self._hosts.usable else "is not found any more"
                 verb = "leaves" if len(its) == 1 else "leave"
                 text = f"{host} {why}: {format_ranks(its)} {verb} at the next commit"
                 self._effects.append(e.Say(text))
-            self._effects.append(e.Release(plan.release))
+            self._effects.append(e.ReleaseRanks(plan.release))
         self._count_on(least, growth, now)
 
     def _may_begin(self, growth: Growth, least: int, now: float) -> bool:
@@ -399,15 +514,17 @@ class Supervisor:
     def _start_on(self, hosts: dict[int, str], now: float) -> None:
         for rank, host in sorted(hosts.items()):
             while len(self.ranks) <= rank:
-                self.ranks.append(RankState(outcome=Outcome(0), released=True))  # a number without a rank
-            self.ranks[rank] = RankState(
-                host=host, anew=self._begun, start_by=now + self.policy.start_timeout
+                self.ranks.append(
+                    SupervisedRank(outcome=ExitStatus(0), releasing=True)
+                )  # a number without a rank
+            self.ranks[rank] = SupervisedRank(
+                host=host, restarted=self._begun, start_by=now + self.policy.start_timeout
             )
         if self._begun:
             where = ", ".join(dict.fromkeys(hosts.values()))
             self._effects.append(e.Say(f"starting {format_ranks(sorted(hosts))} on {where}"))
         self._start_by = None
-        self._effects += [e.Expect(self.expected), e.StartOn(hosts)]
+        self._effects += [e.SetExpectedRanks(self.expected), e.StartOn(hosts)]
 
     def _count_on(self, least: int, growth: Growth, now: float) -> None:
         """Wait for hosts while there are too few ranks."""
@@ -441,26 +558,32 @@ class Supervisor:
 
     def _give_up_newcomers(self, now: float) -> None:
         """Give up newcomers that have started and do not come to ``hvd.init()``: others can have their numbers and slots."""
-        due = [rank for rank in self.living if (by := self.ranks[rank].come_by) is not None and now >= by]
+        due = [
+            rank for rank in self.living if (by := self.ranks[rank].init_deadline) is not None and now >= by
+        ]
         for rank in due:
-            self.ranks[rank].come_by = None
-        late = [rank for rank in due if not self.ranks[rank].released]  # those that leave are ended anyway
-        if late and self.phase is Phase.RUNNING:
+            self.ranks[rank].init_deadline = None
+        late = [rank for rank in due if not self.ranks[rank].releasing]  # those that leave are ended anyway
+        if late and self.phase is JobPhase.RUNNING:
             within = f"within {self.policy.newcomer_timeout:g} s"
             self._give_up(late, f"{self._named(late)} did not come to hvd.init() {within}", now)
 
     def _end_released(self, now: float) -> None:
         """End ranks that were let go and have not joined by then, so that the coordinator could not tell them; kill what does not end."""
-        due = [rank for rank in self.living if (by := self.ranks[rank].leave_by) is not None and now >= by]
+        due = [
+            rank
+            for rank in self.living
+            if (by := self.ranks[rank].release_deadline) is not None and now >= by
+        ]
         signals: dict[int, list[int]] = {}
         for rank in due:
             state = self.ranks[rank]
-            state.leave_by = None
+            state.release_deadline = None
             if not state.joined:
                 signals.setdefault(signal.SIGKILL if state.ended else signal.SIGTERM, []).append(rank)
-                state.leave_by = None if state.ended else now + self.policy.grace
+                state.release_deadline = None if state.ended else now + self.policy.grace
                 state.ended = True
-        self._effects += [e.Signal(tuple(ranks), number) for number, ranks in signals.items()]
+        self._effects += [e.SendSignal(tuple(ranks), number) for number, ranks in signals.items()]
 
     def _is_late(self, rank: int) -> bool:
         """Whether a rank was started anew and has not taken part yet, or was cut off and has not taken part since.
@@ -469,8 +592,8 @@ class Supervisor:
         would wait for them, or begin from the start, alone.
         """
         state = self.ranks[rank]
-        if not (state.anew and state.joined):
-            return state.anew or state.returned
+        if not (state.restarted and state.joined):
+            return state.restarted or state.returned
         with_finished = self._with_finished()
         return bool(with_finished) and rank not in with_finished
 
@@ -491,52 +614,54 @@ class Supervisor:
         return found
 
     @staticmethod
-    def _has_finished(state: RankState) -> bool:
+    def _has_finished(state: SupervisedRank) -> bool:
         """Whether the program has ended on a rank that neither left nor was given up."""
         ended = state.outcome is not None and state.outcome.ok
-        return ended and not (state.released or state.given_up)
+        return ended and not (state.releasing or state.abandoned)
 
     def _end_late(self) -> None:
         """End the ranks that have still to come (back), once the program has ended on a rank: they could not take part any more."""
         if not self._is_over:
             return
-        late = tuple(rank for rank in self.expected if self._is_late(rank) and not self.ranks[rank].dismissed)
-        if late and self.phase is Phase.RUNNING:
+        late = tuple(
+            rank for rank in self.expected if self._is_late(rank) and not self.ranks[rank].terminated_late
+        )
+        if late and self.phase is JobPhase.RUNNING:
             for rank in late:
-                self.ranks[rank].dismissed = True
+                self.ranks[rank].terminated_late = True
             self._effects += [
                 e.Say(f"{format_ranks(late)} came back too late to take part; ending"),
-                e.Signal(late, signal.SIGTERM),
+                e.SendSignal(late, signal.SIGTERM),
             ]
 
     def _stop(self, number: int, now: float) -> None:
         name = signal.Signals(number).name
-        if self.phase is Phase.ENDING:
+        if self.phase is JobPhase.ENDING:
             if not self._ending.killed:
                 self._effects.append(e.Say(f"{name} again: killing {self._count()}"))
                 self._kill(now)
             return
         what = "interrupted" if number == signal.SIGINT else f"got {name}"
         self._effects.append(e.Say(f"{what}; ending {self._count()} (once more to kill)"))
-        self._effects.append(e.Signal(self.living, number))
+        self._effects.append(e.SendSignal(self.living, number))
         wait = self.policy.interrupt_grace if number == signal.SIGINT else self.policy.grace
-        self.phase, self._ending = Phase.ENDING, _Ending(128 + number, now + wait)
+        self.phase, self._ending = JobPhase.ENDING, _Ending(128 + number, now + wait)
 
     def _tick(self, now: float) -> None:
-        if self.phase is Phase.ENDING and now >= self._ending.until:
+        if self.phase is JobPhase.ENDING and now >= self._ending.until:
             if self._ending.killed:  # stuck in the operating system's kernel: the launcher can do no more
                 self._effects.append(e.Say(f"{format_ranks(self.expected)} can't be killed; leaving"))
                 self._finish()
             else:
                 self._effects.append(e.Say(f"{format_ranks(self.expected)} did not end in time; killing"))
                 self._kill(now)
-        elif self.phase is Phase.RUNNING:
+        elif self.phase is JobPhase.RUNNING:
             self._check_times(now)
 
     def _check_times(self, now: float) -> None:
         self._give_up_starts(now)
         self._give_up_newcomers(now)
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not JobPhase.RUNNING:
             return
         self._end_released(now)
         if not self._begun and self._start_by is not None and now >= self._start_by:
@@ -571,13 +696,13 @@ class Supervisor:
         state.deadline = None
         error = state.report.error if state.report is not None else ""
         text = f"rank {rank} has failed ({error}) and did not end within {self.policy.hang:g} s; killing it"
-        self._effects += [e.Say(text), e.Signal((rank,), signal.SIGKILL)]
+        self._effects += [e.Say(text), e.SendSignal((rank,), signal.SIGKILL)]
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
         """Find out which rank failed first, once every rank that the report blames has ended or is lost."""
-        if self.phase is not Phase.SETTLING:
+        if self.phase is not JobPhase.SETTLING:
             return
         state = self.ranks[self._first]
         blamed = state.report.culprits if state.report is not None else ()
@@ -599,7 +724,7 @@ class Supervisor:
         outcome = state.outcome
         error = state.report.error if state.report is not None else state.lost
         self.failed = culprit
-        failure = e.Failure(culprit, outcome, error, tuple(followers), self._early(culprit))
+        failure = e.FailureReport(culprit, outcome, error, tuple(followers), self._early(culprit))
         self._effects.append(failure)
         self._end(outcome.exit_code if outcome is not None else 1, now)
 
@@ -631,34 +756,88 @@ class Supervisor:
         return tuple(r for r, outcome in outcomes if outcome is not None and outcome.ok)
 
     def _abandon(self, text: str, code: int, now: float) -> None:
-        if self.phase in (Phase.RUNNING, Phase.SETTLING):
+        if self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
             self._effects.append(e.Say(text))
             self._end(code, now)
 
     def _end(self, code: int, now: float) -> None:
-        self.phase, self._ending = Phase.ENDING, _Ending(code, now + self.policy.grace)
+        self.phase, self._ending = JobPhase.ENDING, _Ending(code, now + self.policy.grace)
         if self.living:
-            self._effects.append(e.Signal(self.living, signal.SIGTERM))
+            self._effects.append(e.SendSignal(self.living, signal.SIGTERM))
 
     def _kill(self, now: float) -> None:
         self._ending.killed, self._ending.until = True, now + self.policy.grace
-        self._effects.append(e.Signal(self.living, signal.SIGKILL))
+        self._effects.append(e.SendSignal(self.living, signal.SIGKILL))
 
     def _maybe_finish(self) -> None:
         # A rank that was given up may not be there to end; closing the starter ends what is left of it.
-        if self.phase is Phase.DONE or self.expected or self.phase is Phase.SETTLING:
+        if self.phase is JobPhase.DONE or self.expected or self.phase is JobPhase.SETTLING:
             return
-        if any(isinstance(effect, e.Respawn) for effect in self._effects):
+        if any(isinstance(effect, e.RestartRank) for effect in self._effects):
             return
-        if self.phase is Phase.RUNNING and self._enough_by is not None and not self._is_over:
+        if self.phase is JobPhase.RUNNING and self._enough_by is not None and not self._is_over:
             return  # the job waits for hosts
         self._finish()
 
     def _finish(self) -> None:
-        code = self._ending.code if self.phase is Phase.ENDING else 0
-        self.phase = Phase.DONE
+        code = self._ending.code if self.phase is JobPhase.ENDING else 0
+        self.phase = JobPhase.DONE
         self._effects.append(e.Finish(code))
 
     def _count(self) -> str:
         number = len(self.expected)
         return f"{number} rank" + ("" if number == 1 else "s")
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What the supervisor changes now.
+
+    Attributes:
+        start: Host of each rank that is started.
+        release: Ranks that leave, since their host is not there any more, or has fewer slots.
+    """
+
+    start: dict[int, str]
+    release: tuple[int, ...]
+
+
+def changes(
+    usable: Mapping[str, int],
+    aside: Collection[str],
+    placed: Mapping[int, str],
+    leaving: Collection[int],
+    least: int,
+    most: int,
+) -> Changes:
+    """Fill the hosts one after the other, and empty those that are gone.
+
+    A rank that runs is never moved: it would lose its memory. New ranks get the lowest numbers that are free. Ranks of
+    hosts that are gone stay as long as fewer than ``least`` would be left: the source of hosts may be wrong, and if it is
+    not, the job survives their loss like any other.
+
+    Args:
+        usable: Slots of the hosts on which ranks may be started.
+        aside: Hosts that are there, but have failed: no rank is started there, and none released.
+        placed: Host of each rank that lives, or is being started.
+        leaving: Those of them that were released already.
+        least, most: How many ranks the job needs, and may have.
+    """
+    staying = {rank: host for rank, host in placed.items() if rank not in leaving}
+    by_host: dict[str, list[int]] = {}
+    for rank in sorted(staying):
+        by_host.setdefault(staying[rank], []).append(rank)
+    surplus = [
+        rank for host, ranks in by_host.items() if host not in aside for rank in ranks[usable.get(host, 0) :]
+    ]
+    spare = max(0, len(staying) - least)
+    release = tuple(sorted(sorted(surplus, reverse=True)[:spare]))
+    taken, start = Counter(placed.values()), dict[int, str]()
+    room = most - (len(staying) - len(release))
+    number = 0
+    for host, slots in usable.items():
+        for _ in range(min(slots - taken[host], room - len(start))):
+            while number in placed or number in start:
+                number += 1
+            start[number] = host
+    return Changes(start, release)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.runner.calling import pickled, results
-from hvdlab.runner.calling import run as run_here
+from hvdlab.runner.run_function import pickled, results
+from hvdlab.runner.run_function import run as run_here
 from hvdlab.spark.runner import active_context, run_tasks
 from hvdlab.spark.task import RankTask
 

@@ -11,11 +11,10 @@ from typing import Any, TextIO, TypeVar
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.environment import default_python
-from hvdlab.runner.calling import pickled, results
-from hvdlab.runner.command import speaker
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.plan import Job, patience
-from hvdlab.runner.sinks import ConsoleSink, Writer
+from hvdlab.runner.job_spec import JobSpec, patience
+from hvdlab.runner.output import ConsoleSink, Writer, speaker
+from hvdlab.runner.run_function import pickled, results
 from hvdlab.spark.launcher import SparkLauncher
 from hvdlab.spark.runner import active_context, chosen_timeout, wait_for_slots
 
@@ -96,7 +95,7 @@ def run_elastic(
     timeout, environment = chosen_timeout(start_timeout), dict(env or {})
     wait_for_slots(context, least, time.monotonic() + timeout, timeout)
     launcher = SparkLauncher(captured=stdout is not None or stderr is not None, most=most)
-    job = Job(
+    job = JobSpec(
         (default_python(),),
         size,
         (),

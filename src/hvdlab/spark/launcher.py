@@ -22,17 +22,26 @@ from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import own_environment
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.environment import default_python, exported
-from hvdlab.launch.exits import describe_exit
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.options import Option
-from hvdlab.launch.starter import Capabilities, Capability, Ended, LaunchRequest, RankObserver, Started
+from hvdlab.launch.processes import describe_exit
+from hvdlab.launch.starter import (
+    ENDED_WITH_JOB,
+    ENDING_SIGNALS,
+    Capabilities,
+    Capability,
+    Ended,
+    LaunchRequest,
+    RankObserver,
+    Started,
+    require_running,
+)
 from hvdlab.spark.demand import Demand
 from hvdlab.spark.runner import active_context, is_local, said_by_spark, slots
 from hvdlab.spark.task import RankEnd, SingleRankTask
 
 _CANCELLED_WITHIN = 5.0
 """Seconds that Spark has to end the tasks of jobs that were cancelled; Spark gives a worker two before it kills that worker."""
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _NOT_THEIRS = ("SPARK_", "PYSPARK_", "PYTHON_WORKER", "JAVA_", "CUDA_VISIBLE")
 """Beginnings of variables of the driver that mean something else on an executor."""
 
@@ -182,8 +191,7 @@ class SparkStarter:
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
         with self._changed:
-            if self._closing:
-                raise InvalidRequestError("no rank can be started any more: the job has ended.")
+            require_running(self._closing)
             for rank, host in ranks.items():
                 seat = _Seat(rank, host, f"{self._name}.{self._begun}")
                 self._begun += 1
@@ -209,7 +217,7 @@ class SparkStarter:
         """End a rank, by cancelling its job; Spark can pass on no other signal."""
         with self._changed:
             seat = self._seats.get(rank)
-        if seat is not None and number in _ENDING:
+        if seat is not None and number in ENDING_SIGNALS:
             self._cancel(seat, f"it was ended by {signal.Signals(number).name}")
 
     def place(self, rank: int, size: int) -> Place | None:
@@ -223,7 +231,7 @@ class SparkStarter:
             self._closing = True
             left, threads = list(self._seats.values()), list(self._threads)
         for seat in left:
-            self._cancel(seat, "it was ended with its job")
+            self._cancel(seat, ENDED_WITH_JOB)
         for thread in threads:
             thread.join(_CANCELLED_WITHIN)
 

@@ -18,10 +18,10 @@ from hvdlab.collectives.client import Client, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.runner.calling import RankFailedError, pickled, results
-from hvdlab.runner.done import Done, origin_of
-from hvdlab.runner.function import Raised
-from hvdlab.runner.sinks import ConsoleSink, Writer
+from hvdlab.runner.function_worker import FunctionRaised
+from hvdlab.runner.job_result import JobResult, origin_of
+from hvdlab.runner.output import ConsoleSink, Writer
+from hvdlab.runner.run_function import RankFailedError, pickled, results
 from hvdlab.spark.demand import Demand, is_dynamic
 from hvdlab.spark.task import RankEnd, RankTask
 
@@ -112,7 +112,7 @@ def run_tasks(
     start_timeout: float | None = None,
     nics: Collection[str] | str | None = None,
     verbose: int = 1,
-) -> Job:
+) -> SparkJob:
     """Run a task on each of so many ranks; the arguments and errors are those of :func:`run`.
 
     Returns:
@@ -130,7 +130,7 @@ def run_tasks(
     timeout = chosen_timeout(start_timeout)
     deadline = time.monotonic() + timeout
     wait_for_slots(context, size, deadline, timeout)
-    job = Job(context, size, deadline, timeout)
+    job = SparkJob(context, size, deadline, timeout)
     say = _speaker(verbose)
     with contextlib.ExitStack() as cleanup:
         address = _driver_address(context, nics)
@@ -146,7 +146,7 @@ def run_tasks(
     return job
 
 
-class Job:
+class SparkJob:
     """One job of Spark, run on a separate thread so that this thread can watch it.
 
     Args:
@@ -240,11 +240,11 @@ class Job:
         error.add_note(f"Spark says: {said_by_spark(self._error)}")
         return error
 
-    def done(self) -> Done:
+    def done(self) -> JobResult:
         """The job's end as ``hvdlab.run`` has it."""
         bad = [end.rank for end in self.ends if not end.outcome.ok]
         first = next((rank for rank in self._failed if rank in bad), bad[0] if bad else None)
-        done = Done()
+        done = JobResult()
         done.outcomes = {end.rank: end.outcome for end in self.ends}
         done.results = {end.rank: end.result for end in self.ends}
         if first is not None:
@@ -258,7 +258,7 @@ def _blamed(end: RankEnd) -> tuple[int, ...]:
     """Return the ranks that caused what a rank's function raised."""
     # Safe to unpickle: our own ranks sent it through Spark, which runs the same user's code.
     found = pickle.loads(end.result) if end.result else None  # noqa: S301
-    return found.culprits if isinstance(found, Raised) else ()
+    return found.culprits if isinstance(found, FunctionRaised) else ()
 
 
 def chosen_timeout(start_timeout: float | None) -> float:

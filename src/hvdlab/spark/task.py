@@ -17,11 +17,11 @@ from typing import Any
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.hosts import host_key, place
 from hvdlab.collectives.environment import World, free_port, own_environment, thread_counts
-from hvdlab.launch.exec_agent import wire
-from hvdlab.launch.exec_agent.child import STDERR, Child, SpawnError, spawn
-from hvdlab.launch.exits import Outcome
-from hvdlab.runner.function import Raised
-from hvdlab.runner.lines import LineAssembler, prefix
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.rank_process import STDERR, Child, SpawnError, spawn
+from hvdlab.launch.processes import ExitStatus
+from hvdlab.runner.function_worker import FunctionRaised
+from hvdlab.runner.output import LineAssembler, prefix
 
 KEPT = 4 << 20
 """Bytes of a rank's output that are kept for the driver's streams: the last ones."""
@@ -46,7 +46,7 @@ class RankEnd:
     """
 
     rank: int
-    outcome: Outcome
+    outcome: ExitStatus
     result: bytes = b""
     output: list[tuple[int, bytes]] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ class RankTask:
         yield self._run(rank, environment)
 
     def _run(self, rank: int, environment: dict[str, str]) -> RankEnd:
-        command = (self.executable or sys.executable, "-m", "hvdlab.runner.function")
+        command = (self.executable or sys.executable, "-m", "hvdlab.runner.function_worker")
         start = wire.Start(tuple(map(os.fsencode, command)), b"", {}, function=self.call)
         with Client.connect(
             self.world.coordinator, self.client_token, certificate=self.world.certificate
@@ -131,7 +131,7 @@ class SingleRankTask:
 
         context = TaskContext.get()
         if context.attemptNumber():
-            yield RankEnd(self.rank, Outcome(0, 0, LOST))
+            yield RankEnd(self.rank, ExitStatus(0, 0, LOST))
             return
         environment = {**thread_counts({**os.environ, **self.environment}, 1), **self.environment}
         if gpus := get_available_devices():
@@ -147,10 +147,10 @@ def _hold(start: wire.Start, spec: wire.RankSpec, *, captured: bool) -> tuple[Ra
     try:
         child = spawn(start, spec, -1)
     except SpawnError as error:
-        return RankEnd(spec.rank, Outcome(error.code, 0, str(error))), 0
+        return RankEnd(spec.rank, ExitStatus(error.code, 0, str(error))), 0
     output = drain(child, captured=captured)
     code, signal = child.reap()
-    return RankEnd(spec.rank, Outcome(code, signal), b"".join(child.result()), output), child.pid
+    return RankEnd(spec.rank, ExitStatus(code, signal), b"".join(child.result()), output), child.pid
 
 
 def get_available_devices() -> list[str]:
@@ -170,7 +170,7 @@ def _host() -> str:
 
 def _reason(end: RankEnd) -> str:
     found = pickle.loads(end.result) if end.result else None  # noqa: S301  # what our own child wrote for us
-    return f"its function raised {found.line}" if isinstance(found, Raised) else str(end.outcome)
+    return f"its function raised {found.line}" if isinstance(found, FunctionRaised) else str(end.outcome)
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[int]:

@@ -22,8 +22,8 @@ from hvdlab.collectives.kvstore.servers import starting
 from hvdlab.collectives.protocol.handshake import ForeignPeerError, connect
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
-from hvdlab.launch.forkserver.handle import ServerHandle
-from hvdlab.launch.forkserver.link import Listener
+from hvdlab.launch.forkserver.client import ServerHandle
+from hvdlab.launch.forkserver.server import PoolListener
 from patience import PATIENCE
 
 HELLO = Hello(PROTOCOL_VERSION, "secret" * 8, "rank", 0, "h", 1)
@@ -133,7 +133,7 @@ def test_a_coordinator_takes_no_connection_of_another_user(
 def test_a_fork_server_takes_no_connection_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener = Listener(f"{tmp_path}/f")
+    listener = PoolListener(f"{tmp_path}/f")
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(listener.path)

@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
-from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.host_agent import wire
 from protocol_fuzz import (
     DECODERS,
     KINDS,

@@ -16,7 +16,6 @@ from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
 from hvdlab.collectives.tracing import record_format
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
-from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.forkserver.messages import (
     Children,
     Exited,
@@ -28,6 +27,7 @@ from hvdlab.launch.forkserver.messages import (
     decode_to_server,
     encode,
 )
+from hvdlab.launch.host_agent import wire
 
 StartPool = Callable[..., Pool]
 Decode = Callable[[bytes], object]

@@ -25,8 +25,6 @@ from hvdlab.kernel_ext.wire.codec import decode_to_rank
 from hvdlab.kernel_ext.wire.status import RankStatus, Status
 from hvdlab.kernel_ext.wire.values import Acked, PullValue, PushValue
 from hvdlab.launch import local
-from hvdlab.launch.exec_agent.link import remote_command
-from hvdlab.launch.exits import OutOfMemoryCounter, describe
 from hvdlab.launch.forkserver.messages import (
     Exited,
     Fork,
@@ -35,10 +33,12 @@ from hvdlab.launch.forkserver.messages import (
     decode_to_server,
     encode,
 )
-from hvdlab.launch.forkserver.preload import load, modules_to_load
+from hvdlab.launch.forkserver.program import load, modules_to_load
+from hvdlab.launch.host_agent.connection import remote_command
 from hvdlab.launch.hosts import Host, parse_hosts
 from hvdlab.launch.local import check_loaded, check_room
 from hvdlab.launch.options import parse
+from hvdlab.launch.processes import OutOfMemoryCounter, describe
 from patience import PATIENCE
 
 WORLD = World("unix:/run/coordinator", "secret", master_port=2345)

@@ -14,7 +14,7 @@ import pytest
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.runner.command import main
+from hvdlab.runner.cli import main
 from patience import PATIENCE
 from timeline_traces import steps
 

@@ -16,7 +16,8 @@ from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire.cells import Chunk, Output, Stream
 from hvdlab.kernel_ext.wire.codec import decode_to_pool
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
-from hvdlab.launch.forkserver.pipes import ChildPipes, StdPipes
+from hvdlab.launch.forkserver.children import ChildPipes
+from hvdlab.launch.forkserver.program import StdPipes
 
 # Between two instructions of these, elsewhere between two lines.
 OPCODES = ("crash_ring.py",)

@@ -8,7 +8,7 @@ import sys
 
 def run_commandline() -> int:
     """Do what ``sys.argv`` says, as ``hvdlab run`` does. Returns the exit code, for ``sys.exit``."""
-    from hvdlab.runner.command import horovodrun
+    from hvdlab.runner.cli import horovodrun
 
     return horovodrun()
 
@@ -19,16 +19,16 @@ def parse_args() -> argparse.Namespace:
     Raises:
         SystemExit: The arguments can't be read (2), or help was wanted (0).
     """
-    from hvdlab.runner.arguments import parser
+    from hvdlab.runner.cli import parser
 
     return parser().parse_args()
 
 
 def check_build(verbose: object) -> None:
     """Print what this installation can do, and what it can't and why: ``hvdlab run --check-build``."""
-    from hvdlab.runner.build import report
+    from hvdlab.runner.cli import build_report
 
-    print(report())
+    print(build_report())
 
 
 def is_gloo_used(

@@ -27,10 +27,8 @@ def main() -> None:
     if os.getppid() != pool:
         os._exit(1)
     gc.disable()  # imported objects stay, so collecting during imports only costs time
-    from hvdlab.launch.forkserver.link import PoolLink
-    from hvdlab.launch.forkserver.preload import load, modules_to_load
-    from hvdlab.launch.forkserver.program import load_program
-    from hvdlab.launch.forkserver.server import PULSE, ServerShell
+    from hvdlab.launch.forkserver.program import load, load_program, modules_to_load
+    from hvdlab.launch.forkserver.server import PULSE, PoolLink, ServerShell
 
     program = load_program(sys.argv[4])
     environment = dict(os.environ)
@@ -43,7 +41,7 @@ def main() -> None:
     role = shell.run(lambda: load(program, modules_to_load(program, environment)))
     if role is None:
         os._exit(0)  # taking down a framework's modules one by one would take as long as a cell
-    from hvdlab.launch.forkserver.child import become
+    from hvdlab.launch.forkserver.children import become
 
     become(role, program, open_files=soft)
 

@@ -1,34 +1,51 @@
-"""The pool's side of the fork server."""
+"""The pool's side of the fork server: starting it, its orders and reports, and a successor when it dies.
+
+The :class:`Journal` holds what a successor must know: orders without an answer, and the children that live. From the death of a
+fork server until its successor has adopted them, :class:`Orphans` watches these children.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO
+
+import msgspec
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
-from hvdlab.launch.forkserver.handle import ServerHandle
-from hvdlab.launch.forkserver.journal import Journal
+from hvdlab.collectives.system import require_own_peer
 from hvdlab.launch.forkserver.lifeline import Lifeline
 from hvdlab.launch.forkserver.messages import (
+    CONTROLLER,
+    Adopt,
     Children,
     Exited,
+    Fork,
     Forked,
+    ForkFailed,
     ForkServerMessage,
     FromServer,
+    Guard,
     Keep,
     Kept,
     Loaded,
     Refused,
     Shutdown,
+    Signal,
     decode_from_server,
     encode,
 )
-from hvdlab.launch.forkserver.orphans import Orphans
+from hvdlab.launch.processes import describe_signal, exit_status, open_process, peak_memory, readable
 
 Listener = Callable[[FromServer], None]
 
@@ -380,3 +397,258 @@ class ForkServer:
         with self._lock:
             self._lost = reason
             self._changed.notify_all()
+
+
+ORDER_TRIES = 3
+"""After this many fork servers have died over the order for a child, the next one does not get it."""
+
+
+class Journal:
+    """Kept up to date by :meth:`remember` and :meth:`heard`.
+
+    Attributes:
+        children: Number to child, for the children that live.
+    """
+
+    def __init__(self) -> None:
+        self.children: dict[int, Forked] = {}
+        self._orders: dict[int, Fork] = {}
+        self._tries: dict[int, int] = {}
+        self._ends: dict[int, Signal] = {}
+        self._guard: Guard | None = None
+        self._keep: Keep | None = None
+
+    def remember(self, message: ForkServerMessage) -> None:
+        """Note an order to the fork server."""
+        match message:
+            case Fork(number):
+                self._orders[number], self._tries[number] = message, 0
+            case Signal(number, wanted) if number in self.children and wanted in (
+                signal.SIGTERM,
+                signal.SIGKILL,
+            ):
+                self._ends[number] = message
+            case Adopt(children):
+                self.children.update({child.number: child for child in children})
+            case Guard():
+                self._guard = message
+            case Keep():
+                self._keep = message
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """The files that the fork server removes at its end."""
+        return self._guard.paths if self._guard is not None else ()
+
+    def forget_keeping(self) -> None:
+        """Drop the last :class:`Keep`, which failed."""
+        self._keep = None
+
+    def heard(self, message: FromServer) -> None:
+        """Note a message of the fork server."""
+        match message:
+            case Forked(number):
+                self._orders.pop(number, None)
+                self.children[number] = message
+            case ForkFailed(number):
+                self._orders.pop(number, None)
+            case Exited(number, pid):
+                child = self.children.get(number)
+                if child is not None and child.pid == pid:
+                    del self.children[number]
+                    self._ends.pop(number, None)
+            case Children(children, guarded):
+                self.children = {child.number: child for child in children}
+                self._guard = Guard(guarded)
+
+    def died(self) -> list[FromServer]:
+        """The fork server has died. Returns the messages that it would have sent about what ended with it."""
+        ended: list[FromServer] = []
+        for number, order in list(self._orders.items()):
+            self._tries[number] += 1
+            if number == CONTROLLER or self._tries[number] >= ORDER_TRIES:
+                del self._orders[order.number]
+                ended.append(ForkFailed(number, "the process that was to fork it died"))
+        controller = self.children.pop(CONTROLLER, None)  # it ends with the fork server
+        if controller is not None:
+            ended.append(Exited(CONTROLLER, controller.pid, -1, 0, 0))
+        return ended
+
+    def for_successor(self) -> list[ForkServerMessage]:
+        """The first messages to the successor."""
+        settings = [message for message in (self._keep, self._guard) if message is not None]
+        adopt = Adopt(tuple(self.children.values()))
+        return [adopt, *settings, *self._orders.values(), *self._ends.values()]
+
+
+class Orphans:
+    """Holds a descriptor of each, which shows how it ended even long afterwards, and the memory that it had."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, int] = {}
+        self._peaks: dict[int, int] = {}
+
+    def watch(self, children: Iterable[Forked]) -> None:
+        """Hold those of these that live."""
+        for child in tuple(
+            children
+        ):  # a copy: the reading thread takes a child out of the journal when it has ended
+            if child.pid in self._held:
+                continue
+            with contextlib.suppress(OSError):  # no descriptor left: its end will be unknown
+                descriptor = open_process(child.pid, child.started)
+                if descriptor >= 0:
+                    self._held[child.pid] = descriptor
+                    self._peaks[child.pid] = peak_memory(child.pid)
+
+    def complete(self, end: Exited) -> Exited:
+        """The same end, completed by what is known here: how the rank ended, and the memory that it had."""
+        if not end.max_rss and (peak := self._peaks.get(end.pid)):
+            end = msgspec.structs.replace(end, max_rss=peak, seen=True)
+        descriptor = self._held.get(end.pid)
+        if descriptor is None or end.code != -1 or end.signal:
+            return end
+        status = exit_status(descriptor, end.pid)
+        if status is None:
+            return end
+        code = os.waitstatus_to_exitcode(status)
+        return msgspec.structs.replace(end, code=max(code, -1), signal=max(-code, 0))
+
+    def terminate(self, grace: float) -> None:
+        """Send SIGTERM to all, and wait this many seconds for their end."""
+        for descriptor in self._held.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        self._wait(Deadline(grace))
+
+    def release(self, timeout: float = 0.0) -> None:
+        """Wait this many seconds for their end, and hold them no longer."""
+        self._wait(Deadline(timeout))
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+        self._peaks.clear()
+
+    def _wait(self, deadline: Deadline) -> None:
+        for descriptor in self._held.values():
+            readable(descriptor, deadline.remaining())
+
+
+class ServerHandle:
+    """A fork server, and the connection to it.
+
+    Attributes:
+        endpoint: The connection.
+        pid: Its process id.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        pid: int,
+        log: IO[bytes] | None,
+        process: subprocess.Popen[bytes] | None = None,
+        pulse: Lifeline | None = None,
+    ) -> None:
+        self.endpoint = Endpoint(sock, descriptors=process is None)
+        self.pid = pid
+        self._log, self._process, self._pulse = log, process, pulse
+        self._pidfd = os.pidfd_open(pid)
+
+    @classmethod
+    def start(cls, environ: Mapping[str, str], lifeline: Lifeline, program: str) -> ServerHandle:
+        """Start a fork server. Raises ``StartError``."""
+        ours, theirs = socket.socketpair()
+        log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the object)
+        # When this process ends, the pipe's writing end is closed: so the fork server learns of it, even while it imports.
+        reader, pulse = Lifeline.with_reader()
+        try:
+            process = subprocess.Popen(
+                # -P: modules in the working directory must not shadow those that the fork server needs.
+                [
+                    *(sys.executable, "-P", "-m", "hvdlab.launch.forkserver"),
+                    *(str(number) for number in (theirs.fileno(), os.getpid(), lifeline.descriptor)),
+                    program,
+                ],
+                stdin=reader,
+                stdout=log,
+                stderr=log,
+                env=dict(environ),
+                pass_fds=(theirs.fileno(), lifeline.descriptor),
+                start_new_session=True,
+            )
+            return cls(ours, process.pid, log, process, pulse)
+        except OSError as error:
+            ours.close()
+            log.close()
+            pulse.close()
+            raise StartError(f"the fork server could not be started: {error.strerror or error}") from error
+        finally:
+            theirs.close()
+            os.close(reader)
+
+    @classmethod
+    def find(cls, path: str, deadline: Deadline) -> ServerHandle:
+        """Connect to a fork server that was kept. Raises ``StartError`` if there is none."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(deadline.remaining())
+            sock.connect(path)
+            pid = require_own_peer(sock)
+            return cls(sock, pid, _log_of(pid))
+        except OSError as error:
+            sock.close()
+            raise StartError(f"no pool waits at {path}: {error.strerror or error}") from error
+
+    def has_ended(self, timeout: float | None) -> bool:
+        """Wait for the fork server's end. Returns whether it has ended."""
+        return readable(self._pidfd, timeout)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def why_ended(self, otherwise: str) -> str:
+        """How the fork server ended, with its last words; ``otherwise`` if that is unknown."""
+        if not self.has_ended(1.0):
+            return otherwise
+        if self._process is not None:
+            code: int | None = self._process.wait()
+        else:
+            status = exit_status(self._pidfd, self.pid)
+            code = None if status is None else os.waitstatus_to_exitcode(status)
+        how = otherwise if code is None else describe_signal(-code) if code < 0 else f"exit code {code}"
+        said = self._last_words()
+        return f"{how}; its last words were:\n{said}" if said else how
+
+    def _last_words(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 8192))
+        lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
+        return "\n".join(lines[-20:])
+
+    def release(self) -> None:
+        """Let go of the fork server, whether it has ended or stays. Idempotent."""
+        self.endpoint.close()
+        if self._process is not None and self._process.poll() is None:
+            self._process.returncode = 0  # it stays on purpose; Popen would warn
+        if self._process is None:
+            with contextlib.suppress(ChildProcessError):  # unless this very process started it once
+                os.waitpid(self.pid, os.WNOHANG)
+        if self._pulse is not None:
+            self._pulse.close()
+        if self._log is not None:
+            self._log.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _log_of(pid: int) -> IO[bytes] | None:
+    """The file that another process's standard error is written to; None if it can't be opened."""
+    try:
+        return open(f"/proc/{pid}/fd/2", "rb")
+    except OSError:
+        return None

@@ -1,12 +1,44 @@
-"""What the children of a fork server run: a protocol, and how the fork server finds a program by its name."""
+"""The program that children of a fork server run: its protocol, how it is found by its name, and its modules that are
+imported before the fork, so that ranks have them at once and share their memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol, cast
 
-from hvdlab.launch.forkserver.pipes import StdPipes
+from hvdlab.launch.forkserver.messages import Loaded
+
+PIPE_SIZE = 1 << 20
+"""Bytes that fit into a pipe, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class StdPipes:
+    """Two pipes, for stdout and stderr: ``(reading end, writing end)``."""
+
+    out: tuple[int, int]
+    err: tuple[int, int]
+
+    @classmethod
+    def make(cls) -> StdPipes:
+        """New pipes, close-on-exec, with the reading ends non-blocking and as much capacity as the system gives."""
+        pairs = []
+        for _ in range(2):
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(reader, False)
+            # C code may print while it holds the interpreter's lock, and then no thread reads: the more fits, the better.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+            pairs.append((reader, writer))
+        return cls(*pairs)
 
 
 class Preloads(Protocol):
@@ -89,3 +121,54 @@ def load_program(name: str) -> ForkedProgram:
     """The program that ``module:attribute`` names. Raises ``ImportError`` or ``AttributeError`` if there is none."""
     module, _, attribute = name.partition(":")
     return cast("ForkedProgram", getattr(importlib.import_module(module), attribute))
+
+
+def modules_to_load(program: Preloads, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The user's list ``HVDLAB_PRELOAD`` (names separated by commas), else the usual frameworks that are installed."""
+    wanted = environ.get("HVDLAB_PRELOAD")
+    if wanted is None:
+        return tuple(name for name in program.usual() if _installed(name))
+    return tuple(name.strip() for name in wanted.split(",") if name.strip())
+
+
+def load(program: Preloads, names: Sequence[str]) -> Loaded:
+    """Import what the program needs, then these modules. Failures are in the result and not raised."""
+    began = time.monotonic()
+    loaded: list[str] = []
+    failed: dict[str, str] = {}
+    for name in program.required:
+        _load_one(name, loaded, failed)
+    if not failed:
+        program.after_required()
+    for name in names:
+        _load_one(name, loaded, failed)
+        for ours in program.along_with(name) if name in loaded else ():
+            if _installed(ours):
+                _load_one(ours, loaded, failed)
+    return Loaded(tuple(loaded), failed, time.monotonic() - began)
+
+
+def load_later(name: str) -> None:
+    """Import a module ahead of its use; if that fails, the code that uses it gets the error."""
+    try:
+        importlib.import_module(name)
+    # Any error: the module may exist, and there may be no descriptor left to read it, say.
+    except Exception:  # noqa: BLE001
+        return
+
+
+def _load_one(name: str, loaded: list[str], failed: dict[str, str]) -> None:
+    try:
+        importlib.import_module(name)
+    # A module may fail in any way while it is imported; each is an answer here, none may end the fork server.
+    except BaseException as error:  # noqa: BLE001
+        failed[name] = f"{type(error).__name__}: {error}"
+    else:
+        loaded.append(name)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

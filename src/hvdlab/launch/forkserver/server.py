@@ -1,15 +1,22 @@
-"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ServerState` decides what to do.
+"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ForkServerState` decides what to do.
 
 While the main thread imports, the shell runs on a thread of its own, so that a successor looks after the
 ranks of its predecessor at once. Only when that thread has ended is anything forked: a fork copies one thread.
+
+While no notebook is attached to a kept pool, :class:`DetachedSupervisor` replaces its coordinator, as a notebook would. It holds the
+coordinator's listening socket from the moment the pool is kept, so that ranks which lose the coordinator wait there
+instead of leaving.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import selectors
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,14 +25,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.collectives.system import living_children, raise_on_hangup
-from hvdlab.launch.forkserver.child_table import ChildTable
-from hvdlab.launch.forkserver.detached_supervisor import DetachedSupervisor
-from hvdlab.launch.forkserver.forking import Role, fork, why_not
+import msgspec
+
+from hvdlab.collectives.coordinator.handover import server_of, take_over
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
+from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.system import living_children, raise_on_hangup, require_own_peer
+from hvdlab.launch.forkserver.children import READ_SIZE, ChildTable, Role, fork, why_not
 from hvdlab.launch.forkserver.lifeline import wake_on_hangup
-from hvdlab.launch.forkserver.link import Listener, PoolLink
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Children,
@@ -37,28 +45,27 @@ from hvdlab.launch.forkserver.messages import (
     decode_to_server,
     encode,
 )
-from hvdlab.launch.forkserver.pipes import READ_SIZE
-from hvdlab.launch.forkserver.preload import load_later
-from hvdlab.launch.forkserver.program import ForkedProgram
+from hvdlab.launch.forkserver.program import ForkedProgram, load_later
 from hvdlab.launch.forkserver.server_state import (
-    Asked,
     Do,
     Effect,
     Event,
     Exit,
     ForkReturned,
+    ForkServerState,
+    ForkServerTick,
     Imported,
     Kill,
     Listen,
     ListenReturned,
     PoolFound,
     PoolLost,
-    Send,
-    ServerState,
+    PoolRequested,
+    SendToPool,
     TellController,
-    Tick,
-    Watch,
+    WatchProcess,
 )
+from hvdlab.launch.processes import readable
 
 PULSE = 0
 """Standard input: a pipe whose other end only the pool's process holds."""
@@ -76,9 +83,9 @@ class ServerShell:
     def __init__(self, link: PoolLink, lifeline: int, program: ForkedProgram) -> None:
         self._link = link
         self._lifeline = lifeline
-        self._listener: Listener | None = None
+        self._listener: PoolListener | None = None
         self._detached: DetachedSupervisor | None = None
-        self._state = ServerState()
+        self._state = ForkServerState()
         self._pid = os.getpid()
         self._importing = True
         self._program = program
@@ -146,7 +153,7 @@ class ServerShell:
         try:
             return self._perform(self._state.handle(event, time.monotonic()))
         except Exception as error:
-            if not isinstance(event, Asked) or os.getpid() != self._pid:
+            if not isinstance(event, PoolRequested) or os.getpid() != self._pid:
                 raise  # a successor adopts the ranks, which is safer than a table that has missed an end
             print(f"hvdlab: the fork server failed at {type(event.message).__name__}:", file=sys.stderr)
             traceback.print_exc()
@@ -171,7 +178,7 @@ class ServerShell:
             self._child_table.look()
         tick = self._state.next_tick()
         if tick is not None and time.monotonic() >= tick:
-            events.append(Tick())
+            events.append(ForkServerTick())
         return events
 
     def _timeout(self) -> float | None:
@@ -207,7 +214,7 @@ class ServerShell:
         try:
             if endpoint.backlog:
                 endpoint.flush()
-            return [Asked(decode_to_server(payload)) for payload in endpoint.receive()]
+            return [PoolRequested(decode_to_server(payload)) for payload in endpoint.receive()]
         except ConnectionLost:
             return self._pool_lost()
         except ProtocolError as error:
@@ -240,7 +247,7 @@ class ServerShell:
                 self._detached.forget()
                 self._detached = None
             if path:
-                self._listener = Listener(path)
+                self._listener = PoolListener(path)
                 self._detached = DetachedSupervisor(Path(path).parent)
                 self._selector.register(self._listener.sock, selectors.EVENT_READ, self._open_door)
                 raise_on_hangup(PULSE, False)
@@ -306,13 +313,13 @@ class ServerShell:
     def _perform(self, effects: Sequence[Effect]) -> Role | Exit | None:
         for effect in effects:
             match effect:
-                case Send(message):
+                case SendToPool(message):
                     self._send(message)
                 case Kill(pid, number, group):
                     self._child_table.kill(pid, number, group)
                 case TellController(rank, joined):
                     self._child_table.tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
-                case Watch(child):
+                case WatchProcess(child):
                     self._answers += self._child_table.adopt(child)
                 case Listen(path):
                     self._listen(path)
@@ -384,3 +391,229 @@ class ServerShell:
 
 def _do_nothing(number: int, frame: object) -> None:
     """A handler, so that the signal arrives at the wake-up descriptor."""
+
+
+ANSWER_WITHIN = 1.0
+"""Seconds that a coordinator has to hand over its socket."""
+START_WITHIN = 20.0
+"""Seconds that a successor has to come up."""
+START_TRIES = 3
+"""How many successors are tried if they fail to come up."""
+UNKNOWN = 16
+"""How many generations a coordinator may be ahead of what is known here: its notebook may have replaced it."""
+
+
+class DetachedSupervisor:
+    """Supervises the coordinator that has this directory.
+
+    Attributes:
+        process: A descriptor that becomes readable when the coordinator ends, while this looks after it; else -1.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._launch: CoordinatorLaunch | None = None
+        self._listeners: Listeners | None = None
+        self._successor: CoordinatorProcess | None = None
+        #: A descriptor of the last coordinator whose process this has found, or -1.
+        self._known = -1
+        self.process = -1
+        self._remember(server_of(self._directory, ANSWER_WITHIN))
+        self._learn()
+
+    @property
+    def successor(self) -> int:
+        """The process of the coordinator that was started here; 0 if there is none."""
+        return self._successor.pid if self._successor is not None else 0
+
+    def begin(self, ranks: int) -> None:
+        """Look after the coordinator from now on. If it has ended, a successor is started first.
+
+        Args:
+            ranks: How many ranks a successor has to wait for.
+        """
+        pid = server_of(self._directory, ANSWER_WITHIN)
+        if not self._learn() and self._launch is not None:
+            self._launch = msgspec.structs.replace(self._launch, generation=self._launch.generation + UNKNOWN)
+        if pid:
+            self._watch(pid)
+        elif self._known >= 0 and not readable(self._known, 0):
+            # No answer is no proof of its end: its socket's file may have been removed, or it is too busy to accept. A second
+            # coordinator at the same listening socket would get the next notebook, while the ranks stay with the first one.
+            self.process = os.dup(self._known)
+        else:
+            self.replace(ranks)
+
+    def replace(self, ranks: int) -> None:
+        """The coordinator has ended: start a successor. If that fails, the ranks end after a while."""
+        self.end()
+        if self._launch is None or self._listeners is None:
+            return
+        for _ in range(START_TRIES):
+            launch = msgspec.structs.replace(self._launch, size=ranks)
+            # A failed attempt uses its number up: ranks may have met that coordinator, and would take another one of the
+            # same number for it.
+            self._launch = msgspec.structs.replace(launch, generation=launch.generation + 1)
+            try:
+                self._successor = CoordinatorProcess.succeed(launch, self._listeners, START_WITHIN)
+            except StartError as error:
+                print(f"no other coordinator could be started: {error}", file=sys.stderr, flush=True)
+                continue
+            self._watch(self._successor.pid)
+            return
+
+    def end(self) -> None:
+        """Another process looks after the coordinator from now on."""
+        descriptor, self.process = self.process, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        """In a forked child, or at the end: let go of everything. A successor that was started here stays by itself."""
+        self.end()
+        self._remember(0)
+        if self._listeners is not None:
+            self._listeners.close()
+        if self._successor is not None:
+            self._successor.release(0)
+
+    def _watch(self, pid: int) -> None:
+        self._remember(pid)
+        if self._known >= 0:
+            self.process = os.dup(self._known)
+
+    def _remember(self, pid: int) -> None:
+        """Keep a descriptor of this process in place of the one before; of none if ``pid`` is 0."""
+        descriptor, self._known = self._known, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        if pid:
+            with contextlib.suppress(OSError):  # it has ended
+                self._known = os.pidfd_open(pid)
+
+    def _learn(self) -> bool:
+        """Get from the coordinator what a successor is started with. Returns whether it has answered."""
+        try:
+            launch, listener = take_over(self._directory, ANSWER_WITHIN)
+        except OSError:
+            return False
+        before = self._listeners
+        self._launch, self._listeners = launch, Listeners(self._directory, "", listener)
+        if before is not None:
+            before.close()
+        return True
+
+    def has_ended(self) -> bool:
+        """Whether the coordinator that is looked after has ended."""
+        return self.process >= 0 and readable(self.process, 0)
+
+
+class PoolLink:
+    """A connection, and what else shows that the process at its other end has ended.
+
+    Args:
+        sock: The connection.
+        pid: The pool's process.
+        pulse: A pipe whose other end only the pool's process holds, or -1.
+    """
+
+    def __init__(self, sock: socket.socket, pid: int, pulse: int = -1) -> None:
+        self.pid = pid
+        self._sock = sock
+        self.endpoint = Endpoint(sock)
+        self.signs = [pulse] if pulse >= 0 else []
+        # The pipe alone would miss the pool's end while a forked child of the pool's process keeps a copy of it.
+        with contextlib.suppress(OSError):
+            self.signs.append(os.pidfd_open(pid))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the pool's process lives and has not hung up."""
+        if self.endpoint.closed:
+            return False
+        hangup = select.poll()
+        hangup.register(self._sock, 0)
+        for sign in self.signs:
+            hangup.register(sign, select.POLLIN)
+        return not hangup.poll(0)
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self.endpoint.close()
+        self._close_signs()
+
+    def forget(self) -> None:
+        """In a forked child: close it without shutting the connection down for the other side."""
+        if not self.endpoint.closed:
+            os.close(self._sock.detach())
+        self._close_signs()
+
+    def _close_signs(self) -> None:
+        signs, self.signs = self.signs, []
+        for descriptor in signs:
+            os.close(descriptor)
+
+
+class PoolListener:
+    """A socket at which a successor of the pool's process connects.
+
+    Args:
+        path: Where, in a directory that no other user may enter.
+
+    Raises:
+        OSError: It can't be made there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.sock.setblocking(False)
+            _clear(path)
+            self.sock.bind(path)
+            self.sock.listen(8)
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+        except BaseException:
+            self.sock.close()
+            raise
+
+    def accept(self) -> tuple[socket.socket, int] | None:
+        """The connection of a process that has come, and its id; ``None`` if it may not come, or has gone."""
+        try:
+            sock, _ = self.sock.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
+            return None
+        try:
+            return sock, require_own_peer(sock)
+        except OSError:  # it is another user's
+            sock.close()
+            return None
+
+    def _turn_away(self) -> None:
+        """Drop one connection: without a descriptor for it, the listener would stay readable for ever."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self.sock.accept()[0].close()
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def close(self) -> None:
+        """Remove the socket and stop listening: no process can connect any more."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: close the descriptors."""
+        self.sock.close()
+        os.close(self._spare)
+
+
+def _clear(path: str) -> None:
+    """Remove the socket of a process that has ended without doing so."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(FileNotFoundError):
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hvdlab.launch.exits import Tail
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
@@ -30,6 +29,7 @@ from hvdlab.launch.forkserver.messages import (
     Signal,
     ToServer,
 )
+from hvdlab.launch.processes import OutputTail
 
 GRACE_WITHOUT_POOL = 0.5
 """Seconds that children have to end by themselves when the pool's process is gone."""
@@ -39,7 +39,7 @@ GRACE_WITHOUT_POOL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PoolRequested:
     """The pool sent a message."""
 
     message: ToServer
@@ -109,12 +109,12 @@ class ControllerListens:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """The time that :meth:`ServerState.next_tick` named has come."""
+class ForkServerTick:
+    """The time that :meth:`ForkServerState.next_tick` named has come."""
 
 
 Event = (
-    Asked
+    PoolRequested
     | Imported
     | PoolLost
     | PoolFound
@@ -123,7 +123,7 @@ Event = (
     | ChildEnded
     | ChildWrote
     | ControllerListens
-    | Tick
+    | ForkServerTick
 )
 
 
@@ -138,7 +138,7 @@ class Do:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class WatchProcess:
     """Watch for the end of this process, which is not our child, and read its log; :class:`ChildEnded` if it has ended."""
 
     child: Forked
@@ -161,7 +161,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToPool:
     """Send a message to the pool, if it is still there."""
 
     message: ForkServerMessage
@@ -182,13 +182,13 @@ class Exit:
     paths: tuple[str, ...]
 
 
-Effect = Do | Watch | Listen | Kill | Send | TellController | Exit
+Effect = Do | WatchProcess | Listen | Kill | SendToPool | TellController | Exit
 
 
 @dataclass(slots=True)
 class _Child:
     record: Forked
-    tail: Tail
+    tail: OutputTail
 
     @property
     def number(self) -> int:
@@ -203,7 +203,7 @@ LONGEST_GRACE = 86400.0
 """Seconds that children may have at most to end by themselves, whatever the pool asks for."""
 
 
-class ServerState:
+class ForkServerState:
     """The fork server's table of children.
 
     A child's ``Exited`` is sent once it is reaped and everything that it wrote was handed to :meth:`handle`.
@@ -224,12 +224,12 @@ class ServerState:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
-            case Asked(message):
+            case PoolRequested(message):
                 return self._asked(message, now)
             case Imported(loaded):
                 self._loaded = loaded
                 early, self._early = self._early, []
-                return [Send(loaded), *(effect for order in early for effect in self._order(order))]
+                return [SendToPool(loaded), *(effect for order in early for effect in self._order(order))]
             case PoolLost():
                 self._alone = True
                 return self._leave_if_useless(now) if self._kept else self._stop(GRACE_WITHOUT_POOL, now)
@@ -238,7 +238,7 @@ class ServerState:
                 return self._introduce()
             case ListenReturned(path, error):
                 self._kept = bool(path and not error)
-                return [Send(Kept(path, error))]
+                return [SendToPool(Kept(path, error))]
             case ForkReturned():
                 return self._forked(event)
             case ChildEnded():
@@ -250,12 +250,12 @@ class ServerState:
                 return []
             case ControllerListens():
                 child = self._children.get(CONTROLLER)
-                return [Send(ControllerUp(child.pid))] if child else []
-            case Tick():
+                return [SendToPool(ControllerUp(child.pid))] if child else []
+            case ForkServerTick():
                 return self._tick(now)
 
     def next_tick(self) -> float | None:
-        """When :class:`Tick` is due, on the clock of ``now``; ``None`` for never."""
+        """When :class:`ForkServerTick` is due, on the clock of ``now``; ``None`` for never."""
         return self._kill_at
 
     @property
@@ -294,32 +294,38 @@ class ServerState:
             self._early.append(order)
             return []
         if self._stopping:
-            return [Send(ForkFailed(number, "the fork server is stopping"))]
+            return [SendToPool(ForkFailed(number, "the fork server is stopping"))]
         if number in self._children:
-            return [Send(ForkFailed(number, f"it runs already, as process {self._children[number].pid}"))]
+            return [
+                SendToPool(ForkFailed(number, f"it runs already, as process {self._children[number].pid}"))
+            ]
         return [Do(order)]
 
     def _forked(self, event: ForkReturned) -> list[Effect]:
         if event.child is None:
-            return [Send(ForkFailed(event.number, event.error))]
+            return [SendToPool(ForkFailed(event.number, event.error))]
         self._add(event.child)
-        return [Send(event.child)]
+        return [SendToPool(event.child)]
 
     def _adopt(self, children: tuple[Forked, ...]) -> list[Effect]:
         for child in children:
             self._add(child)
         kill: list[Effect] = [Kill(child.pid, signal.SIGTERM) for child in children if self._stopping]
-        return [*(Watch(child) for child in children), *kill]
+        return [*(WatchProcess(child) for child in children), *kill]
 
     def _add(self, child: Forked) -> None:
-        self._children[child.number] = _Child(child, Tail())
+        self._children[child.number] = _Child(child, OutputTail())
         self._ends.pop(child.number, None)
 
     def _introduce(self) -> list[Effect]:
         """The messages that a successor of the pool's process needs."""
-        loaded: list[Effect] = [Send(self._loaded)] if self._loaded is not None else []
+        loaded: list[Effect] = [SendToPool(self._loaded)] if self._loaded is not None else []
         children = tuple(child.record for child in self._children.values())
-        return [*loaded, Send(Children(children, self._guarded)), *(Send(end) for end in self._ends.values())]
+        return [
+            *loaded,
+            SendToPool(Children(children, self._guarded)),
+            *(SendToPool(end) for end in self._ends.values()),
+        ]
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -339,7 +345,7 @@ class ServerState:
             event.seen,
             event.left,
         )
-        effects: list[Effect] = [Send(end)]
+        effects: list[Effect] = [SendToPool(end)]
         if child.number >= 0:
             # Without ``left``: a later process of the pool waits for no cell of a rank that it did not find.
             self._ends[child.number] = msgspec.structs.replace(end, left=None)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdlab.runner.calling import run as run_here
+from hvdlab.runner.run_function import run as run_here
 from hvdlab.spark.runner import active_context, run
 
 

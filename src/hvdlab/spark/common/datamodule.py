@@ -21,7 +21,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowChunk:
     """Consecutive rows of one row group.
 
     Attributes:
@@ -36,7 +36,7 @@ class Piece:
     stop: int
 
 
-def shard(dataset: Any, rank: int, size: int) -> list[Piece]:
+def shard(dataset: Any, rank: int, size: int) -> list[RowChunk]:
     """The share of one rank: whole row groups except the first and last, so that shares differ by one row at most.
 
     Args:
@@ -55,7 +55,7 @@ def shard(dataset: Any, rank: int, size: int) -> list[Piece]:
     for group, name, rows in groups:
         start, stop = max(begin - first, 0), min(end - first, rows)
         if start < stop:
-            pieces.append(Piece(group, name, start, stop))
+            pieces.append(RowChunk(group, name, start, stop))
         first += rows
     return pieces
 
@@ -128,7 +128,7 @@ class Batches:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[RowChunk],
         columns: Sequence[str],
         batch_size: int,
         *,

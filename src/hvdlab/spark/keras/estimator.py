@@ -14,8 +14,7 @@ from hvdlab.spark.common.estimator import HorovodEstimator, HorovodModel, new_ru
 from hvdlab.spark.common.params import declared
 from hvdlab.spark.common.prediction import Network
 from hvdlab.spark.common.util import check_shape_compatibility
-from hvdlab.spark.keras.packing import model_of, pack, unpack
-from hvdlab.spark.keras.training import KerasTrained, KerasTraining, as_input
+from hvdlab.spark.keras.remote import KerasTrained, KerasTraining, as_input, model_of, pack, unpack
 
 
 class _KerasSaved:
@@ -198,7 +197,7 @@ class KerasNetwork:
     """A model as a function of arrays; each process unpacks it once.
 
     Attributes:
-        packed: The model, by :func:`~hvdlab.spark.keras.packing.pack`.
+        packed: The model, by :func:`~hvdlab.spark.keras.remote.pack`.
     """
 
     packed: bytes

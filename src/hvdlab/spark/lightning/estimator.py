@@ -8,8 +8,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.spark.common.backend import Backend
 from hvdlab.spark.common.estimator import new_run
 from hvdlab.spark.common.params import declared
-from hvdlab.spark.lightning.installed import lightning, package_of
-from hvdlab.spark.lightning.training import LightningTrained, LightningTraining
+from hvdlab.spark.lightning.remote import LightningTrained, LightningTraining, lightning, package_of
 from hvdlab.spark.torch.estimator import ModuleEstimator, TorchModel
 
 __all__ = ["MIN_PL_VERSION", "LightningEstimator", "TorchModel"]

@@ -17,7 +17,7 @@ from hvdlab.spark.common.params import declared
 from hvdlab.spark.common.prediction import Network
 from hvdlab.spark.common.util import check_shape_compatibility, to_list
 from hvdlab.spark.torch.objective import dtype_of, tensor_of
-from hvdlab.spark.torch.training import Trained, Training
+from hvdlab.spark.torch.remote import Trained, Training
 
 
 class ModuleEstimator(HorovodEstimator):

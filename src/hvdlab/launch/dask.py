@@ -1,0 +1,553 @@
+"""The launcher ``dask``: an actor on each of Dask's workers runs the agent that forks the ranks there.
+
+::
+
+    launcher ── pipes ── client's event loop ── calls of an actor ──▶ worker: actor ── pipes ──▶ agent ── forks ──▶ ranks
+
+Dask carries orders and reports alone. Cells, output and collectives go over hvdlab's own channel, as on other hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import IO, Any
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.hosts import Place
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.launch.environment import default_python
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.connection import agent_command
+from hvdlab.launch.host_agent.starter import ExecStarter
+from hvdlab.launch.host_source import HostSource
+from hvdlab.launch.hosts import is_local
+from hvdlab.launch.options import Option, OptionKind
+from hvdlab.launch.starter import (
+    ENDED_WITH_JOB,
+    ENDING_SIGNALS,
+    Capabilities,
+    Capability,
+    Ended,
+    LaunchRequest,
+    RankObserver,
+    Started,
+    Waiting,
+    require_running,
+)
+
+ROOM_WITHIN = 100.0
+"""Seconds that Dask has by default to get workers that have room for all ranks."""
+
+
+class DaskLauncher:
+    """Starts ranks on the workers of this process's Dask client, or of the scheduler at ``DASK_SCHEDULER_ADDRESS``."""
+
+    name = "dask"
+    capabilities = Capabilities.all_but(
+        {Capability.KEEP: "their agents on Dask's workers belong to the notebook's client"}
+    )
+    forks = False
+
+    def __init__(self) -> None:
+        self._client: Any = None
+
+    def options(self) -> Sequence[Option]:
+        """How many ranks a worker takes, and what they run in."""
+        return (
+            Option("per_worker", "ranks of a worker (default: as many as it has threads)", OptionKind.COUNT),
+            Option(
+                "timeout",
+                f"seconds within which there must be room for a rank (default: {ROOM_WITHIN:g})",
+                OptionKind.COUNT,
+            ),
+            Option("python", "interpreter of the ranks on every worker (default: the path of this one)"),
+        )
+
+    def check(self, size: int, hosts: str, already: int = 0) -> None:
+        """Raises ``InvalidRequestError`` if hosts are named, ``StartError`` without a Dask cluster."""
+        if hosts:
+            raise InvalidRequestError(
+                "the launcher `dask` has its workers from Dask: name no hosts, but start workers where ranks are to be."
+            )
+        self._connected()
+
+    def is_far(self, hosts: str) -> bool:
+        """Unless the cluster is this host."""
+        room = Room(self._connected())
+        return not all(is_local(worker.machine) for worker in room.workers())
+
+    def starter(self, request: LaunchRequest, ranks: RankObserver) -> DaskStarter:
+        """What starts the ranks of a job. Raises ``StartError`` without a Dask cluster."""
+        options = request.options
+        return DaskStarter(
+            request,
+            ranks,
+            Room(self._connected(), int(str(options.get("per_worker", 0)))),
+            python=str(options.get("python") or default_python()),
+            timeout=float(str(options.get("timeout", ROOM_WITHIN))),
+        )
+
+    def source(self) -> HostSource:
+        """The workers as hosts of an elastic job."""
+        return _Workers(Room(self._connected()))
+
+    def _connected(self) -> Any:
+        if self._client is None or self._client.status != "running":
+            self._client = connect()
+        return self._client
+
+
+class _Workers(HostSource):
+    """Asks the scheduler."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+
+    def find(self) -> Mapping[str, int]:
+        return {worker.name: worker.slots for worker in self._room.workers()}
+
+
+def connect() -> Any:
+    """This process's client, or a new one. Raises ``StartError`` if there is no cluster, or a client that can't be waited for."""
+    try:
+        import dask.config  # pyright: ignore[reportMissingImports]
+        import distributed  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise StartError("the launcher `dask` needs Dask: pip install hvdlab[dask]") from error
+    try:
+        client = distributed.default_client()
+    except ValueError:
+        address = dask.config.get("scheduler-address", None)
+        if not address:
+            raise StartError(
+                "there is no Dask cluster to start ranks on: make a distributed.Client first, or name a scheduler by "
+                "DASK_SCHEDULER_ADDRESS."
+            ) from None
+        try:
+            client = distributed.Client(address)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise StartError(f"Dask's scheduler at {address} can't be reached: {error}") from error
+    if client.asynchronous:
+        raise StartError(
+            "this process's Dask client is asynchronous, which can't be waited for; make one with asynchronous=False."
+        )
+    if client.scheduler.address.startswith("inproc://"):
+        raise StartError(
+            "Dask's workers are threads of this process, where ranks can't be; start them with processes=True."
+        )
+    return client
+
+
+_TURN = 0.5
+"""Seconds between looks at the workers while there is no room. Polling, as Dask's own ``wait_for_workers`` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaskWorker:
+    """A worker of Dask's.
+
+    Attributes:
+        name: Its name as a host of ranks.
+        address: Where it is reached.
+        machine: The address of its machine.
+        slots: How many ranks it takes.
+    """
+
+    name: str
+    address: str
+    machine: str
+    slots: int
+
+
+class Room:
+    """The workers of a cluster as the scheduler lists them now.
+
+    Args:
+        client: Dask's client.
+        per_worker: How many ranks each takes; 0 for as many as it has threads.
+    """
+
+    def __init__(self, client: Any, per_worker: int = 0) -> None:
+        self.client, self._per_worker = client, per_worker
+
+    def workers(self) -> list[DaskWorker]:
+        """Those that run; workers of a machine follow each other.
+
+        Raises:
+            StartError: The scheduler does not answer.
+        """
+        try:
+            found = self.client.sync(self.client.scheduler.identity, n_workers=-1)["workers"]
+        except Exception as error:
+            raise StartError(f"Dask's scheduler does not answer ({type(error).__name__}: {error})") from error
+        workers = [
+            DaskWorker(
+                _host_name(f"{its['name']}", address),
+                address,
+                its["host"],
+                self._per_worker or its["nthreads"],
+            )
+            for address, its in found.items()
+            if its.get("status", "running") == "running"
+        ]
+        machines = list(dict.fromkeys(worker.machine for worker in workers))
+        return sorted(workers, key=lambda worker: machines.index(worker.machine))
+
+
+def _host_name(name: str, address: str) -> str:
+    """A name that a host may have: ``worker-0`` for the worker 0, and the address without its protocol for one that is named by it."""
+    if name.isdigit():
+        return f"worker-{name}"
+    return re.sub(r"[^\w.-]", "-", address.partition("://")[2] if "://" in name else name)
+
+
+class WorkerReach:
+    """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by actors on workers.
+
+    Args:
+        room: The workers.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        #: The workers by their names, as the scheduler listed them when ranks were placed last.
+        self.known: Mapping[str, DaskWorker] = {}
+
+    def is_here(self, host: str) -> bool:
+        """Always False: a process of another parent is not the worker's."""
+        return False
+
+    def connect(self, host: str, python: str, errors: IO[bytes] | None) -> ActorConnection:
+        """By an actor on the worker."""
+        if errors is not None:
+            errors.close()
+        return ActorConnection(self._room.client, self.known[host].address, python)
+
+    def machine(self, host: str) -> str:
+        """The worker's machine."""
+        worker = self.known.get(host)
+        return worker.machine if worker is not None else host
+
+    def variables(self, host: str) -> Mapping[str, str]:
+        """None: a worker's environment is the cluster's business."""
+        return {}
+
+
+class DaskStarter:
+    """A :class:`~hvdlab.launch.starter.PlacingStarter` of ranks on workers.
+
+    Ranks that have no room yet are waited for by a thread.
+
+    Args:
+        request: What the ranks are started for.
+        ranks: Takes what happens to ranks.
+        room: The workers.
+        python: The interpreter of agents and ranks.
+        timeout: Seconds within which there must be room.
+    """
+
+    def __init__(
+        self, request: LaunchRequest, ranks: RankObserver, room: Room, *, python: str, timeout: float
+    ) -> None:
+        self._ranks, self._room, self._timeout = ranks, room, timeout
+        self._reach = WorkerReach(room)
+        self._lock = threading.Lock()
+        #: Rank to its worker's name, from its order to its end; empty as long as it waits for room. Guarded by the lock, as is the
+        #: following.
+        self._host_of: dict[int, str] = {}
+        self._waiting: list[threading.Thread] = []
+        self._closing = threading.Event()
+        self._exec = ExecStarter(request, self, (), reach=self._reach, python=python)
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Have ranks started as soon as the workers have room.
+
+        Raises:
+            InvalidRequestError: This was closed.
+            StartError: Dask's scheduler does not answer.
+        """
+        with self._lock:
+            require_running(self._closing.is_set())
+            self._host_of |= dict.fromkeys(ranks, "")
+        try:
+            lacking = self._place_all(ranks, size)
+        except BaseException:
+            self._withdrawn(ranks)
+            raise
+        if lacking:
+            self._ranks.handle(Waiting(f"waiting for Dask: {lacking}"))
+            thread = threading.Thread(
+                target=self._wait, args=(tuple(ranks), size), name=f"hvdlab-dask-{min(ranks)}", daemon=True
+            )
+            with self._lock:
+                self._waiting = [each for each in self._waiting if each.is_alive()] + [thread]
+                thread.start()
+
+    def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
+        """As :meth:`start`, on a worker that :meth:`DaskLauncher.source` has named, whatever room it has.
+
+        Raises:
+            InvalidRequestError: This was closed.
+            StartError: There is no such worker.
+        """
+        known = {worker.name: worker for worker in self._room.workers()}
+        if host not in known:
+            raise StartError(f"{host} is no worker of the Dask cluster")
+        with self._lock:
+            self._reach.known = known
+            self._host_of |= dict.fromkeys(ranks, host)
+            self._exec.start_on(host, ranks, size)
+
+    def give_up(self, host: str) -> None:
+        """Drop the agent of a worker; its ranks are reported."""
+        self._exec.give_up(host)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank. If it would end the rank, one that has no room yet is not started."""
+        with self._lock:
+            waits = self._host_of.get(rank) == "" and number in ENDING_SIGNALS
+            if waits:
+                del self._host_of[rank]
+        if waits:
+            said = f"it was ended by {signal.Signals(number).name} before there was room for it"
+            self._ranks.handle(Ended(rank, 0, said))
+        else:
+            self._exec.signal(rank, number)
+
+    def place(self, rank: int, size: int) -> Place | None:
+        """``None``: only the workers that there are when a rank is started say where it is."""
+        return None
+
+    def close(self, timeout: float) -> None:
+        """Wait ``timeout`` seconds for ranks that are leaving, then have the agents end what is left. Idempotent."""
+        self._exec.close(timeout)
+        self._closing.set()
+        with self._lock:
+            threads = list(self._waiting)
+        for thread in threads:
+            thread.join()
+
+    def handle(self, event: Started | Ended | Waiting) -> None:
+        """Take what the agents report."""
+        if isinstance(event, Ended):
+            with self._lock:
+                self._host_of.pop(event.rank, None)
+        self._ranks.handle(event)
+
+    def _withdrawn(self, ranks: Sequence[int]) -> list[int]:
+        """Forget ranks that have no room yet. Returns those that were still wanted."""
+        with self._lock:
+            left = [rank for rank in ranks if self._host_of.get(rank) == ""]
+            for rank in left:
+                del self._host_of[rank]
+        return left
+
+    # -- the thread of ranks that wait for room -----------------------------------------------------------------------
+
+    def _wait(self, ranks: Sequence[int], size: int) -> None:
+        """Start the ranks when there is room, or report why they were not started."""
+        reason = self._room_for(ranks, size)
+        self._ranks.handle(Waiting(""))
+        for rank in self._withdrawn(ranks) if reason else ():
+            self._ranks.handle(Ended(rank, 0, reason))
+
+    def _room_for(self, ranks: Sequence[int], size: int) -> str:
+        """Wait for room, and start the ranks. Returns why they were not started; empty if they were."""
+        deadline, said = Deadline(self._timeout), ""
+        while not self._closing.wait(_TURN):
+            try:
+                lacking = self._place_all(ranks, size)
+            except (StartError, InvalidRequestError) as error:
+                return str(error)
+            if not lacking:
+                return ""
+            if deadline.expired:
+                return f"Dask had no room for it within {self._timeout:g} s: {lacking}"
+            if lacking != said:
+                self._ranks.handle(Waiting(f"waiting for Dask: {lacking}"))
+                said = lacking
+        return ENDED_WITH_JOB
+
+    def _place_all(self, ranks: Sequence[int], size: int) -> str:
+        """Start the ranks if there is room for all that are still wanted; else a text that says what is lacking."""
+        workers = self._room.workers()
+        with self._lock:
+            wanted = [rank for rank in ranks if self._host_of.get(rank) == ""]
+            taken = list(self._host_of.values())
+            free = [worker.name for worker in workers for _ in range(worker.slots - taken.count(worker.name))]
+            if len(free) < len(wanted):
+                slots = sum(worker.slots for worker in workers)
+                return f"{len(wanted)} ranks need as many slots; {len(workers)} workers have {slots}, of which {len(free)} are free"
+            self._reach.known = {worker.name: worker for worker in workers}
+            by_host: dict[str, list[int]] = {}
+            for rank, host in zip(sorted(wanted), free, strict=False):
+                by_host.setdefault(host, []).append(rank)
+                self._host_of[rank] = host
+            for host, those in by_host.items():
+                self._exec.start_on(host, those, size)
+            return ""
+
+
+class AgentActor:
+    """Runs an agent on a worker, until it is hung up or dropped, or the worker ends: then the agent's input ends.
+
+    Its methods run on the worker's event loop, so that they take none of the threads of the worker's tasks.
+
+    Args:
+        python: The agent's interpreter.
+
+    Raises:
+        OSError: There is no such interpreter.
+    """
+
+    def __init__(self, python: str) -> None:
+        self._agent = subprocess.Popen(
+            agent_command(python),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._reports: asyncio.StreamReader | None = None
+
+    async def order(self, data: bytes) -> None:
+        """Pass this on to the agent."""
+        await asyncio.to_thread(self._write, bytes(data))
+
+    async def reports(self) -> bytes:
+        """What the agent says next; waits for it. Nothing once it has ended."""
+        if self._reports is None:
+            self._reports, _ = await _read_pipe(self._agent.stdout)
+        return await self._reports.read(wire.PIECE)
+
+    async def hang_up(self) -> None:
+        """Let the agent end its ranks and itself."""
+        assert self._agent.stdin is not None
+        self._agent.stdin.close()
+
+    def _write(self, data: bytes) -> None:
+        assert self._agent.stdin is not None
+        view = memoryview(data)
+        with contextlib.suppress(BrokenPipeError, ValueError):  # the agent's end is reported; it was hung up
+            while view:
+                view = view[self._agent.stdin.write(view) or 0 :]
+
+
+class ActorConnection:
+    """The connection to the agent on a worker; see :class:`~hvdlab.launch.host_agent.connection.AgentConnection`.
+
+    A coroutine on the client's event loop passes on what is written to and read from the pipes.
+
+    Args:
+        client: Dask's client.
+        worker: Address of the worker.
+        python: The agent's interpreter.
+    """
+
+    def __init__(self, client: Any, worker: str, python: str) -> None:
+        self._client, self._worker, self._python = client, worker, python
+        self.inbox, self._reports = os.pipe2(os.O_CLOEXEC)
+        self._orders, self.outbox = os.pipe2(os.O_CLOEXEC)
+        self._lock = threading.Lock()
+        #: The descriptors that this side has to close; guarded by the lock.
+        self._open = {self.inbox, self.outbox}
+        #: Why the agent is lost, once it is.
+        self._said = ""
+        self._over = threading.Event()
+        self._relaying: Future[None] = asyncio.run_coroutine_threadsafe(
+            self._relay(), client.loop.asyncio_loop
+        )
+
+    def end_text(self, host: str, greeted: bool) -> str:
+        """What Dask says."""
+        self._over.wait(1.0)
+        return f"its agent on the Dask worker {host} is gone" + (f": {self._said}" if self._said else "")
+
+    def hang_up(self) -> None:
+        """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
+        self._close(self.outbox)
+
+    def kill(self) -> None:
+        """Drop the actor: nothing refers to it any more, and Dask deletes it."""
+        self._relaying.cancel()
+
+    def close(self, timeout: float) -> None:
+        """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
+        self.hang_up()
+        if not self._over.wait(timeout):
+            self.kill()
+            self._over.wait(timeout)
+        self._close(self.inbox)
+
+    def _close(self, descriptor: int) -> None:
+        with self._lock:
+            if descriptor in self._open:
+                self._open.remove(descriptor)
+                os.close(descriptor)
+
+    # -- the client's event loop --------------------------------------------------------------------------------------
+
+    async def _relay(self) -> None:
+        """Start the agent, and pass on orders and reports until it ends."""
+        try:
+            async with _closing_pipes(self._orders, self._reports) as (orders, reports):
+                with self._client.as_current():
+                    actor = await self._client.submit(
+                        AgentActor,
+                        self._python,
+                        actor=True,
+                        workers=[self._worker],
+                        allow_other_workers=False,
+                        key=f"hvdlab-agent-{uuid.uuid4().hex}",
+                    )
+                sending = asyncio.ensure_future(self._send(actor, orders))
+                try:
+                    while data := await actor.reports():
+                        reports.write(bytes(data))
+                        await reports.drain()
+                finally:
+                    sending.cancel()
+        except Exception as error:  # noqa: BLE001  # whatever Dask, the worker or the actor raises
+            self._said = f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            self._over.set()
+
+    async def _send(self, actor: Any, orders: asyncio.StreamReader) -> None:
+        while data := await orders.read(wire.PIECE):
+            await actor.order(data)
+        await actor.hang_up()
+
+
+async def _read_pipe(pipe: Any) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
+    """A reader of a pipe's file, and the transport whose end closes the file."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader, loop=loop), pipe)
+    return reader, transport
+
+
+@contextlib.asynccontextmanager
+async def _closing_pipes(
+    readable: int, writable: int
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """The ends of two pipes as streams, which are closed in the end."""
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        reader, reading = await _read_pipe(stack.enter_context(os.fdopen(readable, "rb", 0)))
+        stack.callback(reading.close)
+        file = stack.enter_context(os.fdopen(writable, "wb", 0))
+        writing, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, file)
+        stack.callback(writing.close)
+        yield reader, asyncio.StreamWriter(writing, protocol, None, loop)

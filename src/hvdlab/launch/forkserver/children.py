@@ -1,0 +1,539 @@
+"""Children of a fork server: forking them, their pipes, the set-up in the child, and the table of those that live.
+
+The table also has processes that an earlier fork server has forked and this one adopted. Of these it reads the pipes through
+``/proc`` and their ends from a pidfd, as they are no children of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import functools
+import gc
+import os
+import re
+import resource
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hvdlab.collectives.system import die_with_parent, name_process
+from hvdlab.launch.forkserver.lifeline import depend_on
+from hvdlab.launch.forkserver.messages import CONTROLLER, Fork, Forked
+from hvdlab.launch.forkserver.program import PIPE_SIZE, ForkedProgram, Preloads, StdPipes
+from hvdlab.launch.forkserver.server_state import ChildEnded, ChildWrote, ControllerListens, Event
+from hvdlab.launch.processes import (
+    OutOfMemoryCounter,
+    exit_status,
+    kill_session,
+    open_process,
+    peak_memory,
+    readable,
+    start_time,
+)
+
+READ_SIZE = 64 * 1024
+"""Bytes that are read from a pipe at once."""
+
+
+@dataclass(slots=True)
+class ChildPipes:
+    """One child.
+
+    Attributes:
+        number, pid: The child's number and process.
+        log: Reading end of its log, or -1.
+        err, out: Reading ends of its captured output, or -1. Read here only when it has ended: while it lives it reads them.
+        unsent: Memory with output that it has not sent, or -1. Read only when it has ended, too.
+        channel: The controller's connection.
+        pidfd: Becomes readable when it ends; only for an adopted process, else -1.
+        peak: The most memory that an adopted process was seen to have had, in bytes.
+        unread: What was read of its standard error after its end and belongs to nothing that it left.
+    """
+
+    number: int
+    pid: int
+    log: int
+    err: int
+    out: int = -1
+    unsent: int = -1
+    channel: socket.socket | None = None
+    pidfd: int = -1
+    peak: int = 0
+    unread: bytes = b""
+
+    @classmethod
+    def adopt(cls, child: Forked) -> ChildPipes | None:
+        """The pipes of a process that another fork server has forked; ``None`` if it has ended."""
+        pidfd = open_process(child.pid, child.started)
+        if pidfd < 0:
+            return None
+        theirs = (child.log, child.err, child.out, child.unsent)
+        log, err, out, unsent = (_reopen(child.pid, descriptor) for descriptor in theirs)
+        return cls(child.number, child.pid, log, err, out, unsent, pidfd=pidfd, peak=peak_memory(child.pid))
+
+    def left(self, program: ForkedProgram) -> bytes | None:
+        """What it wrote and may not have sent, as the program reads it; ``None`` if there is nothing."""
+        if self.unsent < 0:
+            return None
+        out, err = (b"".join(_contents(pipe)) for pipe in (self.out, self.err))
+        left = program.read_area(self.unsent, out, err)
+        if left is None:
+            self.unread = err
+        return left
+
+    def last_words(self) -> Iterator[bytes]:
+        """What is left in its log and, unless :meth:`left` was asked for it, in its standard error."""
+        yield from _contents(self.log)
+        if self.unread:
+            yield self.unread
+        yield from _contents(self.err)
+
+    # -- adopted processes ----------------------------------------------------------------------------------------
+
+    def send_signal(self, number: int, group: bool) -> None:
+        """Raises ``ProcessLookupError`` if it has ended, even if its number belongs to another process by now."""
+        if group and os.getpgid(self.pid) == self.pid and not readable(self.pidfd, 0):
+            os.killpg(self.pid, number)
+        else:
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def look(self) -> None:
+        """Note how much memory it has had: once it has ended, only its parent can find that out."""
+        self.peak = max(self.peak, peak_memory(self.pid))
+
+    def bury(self) -> int | None:
+        """After its end: kill what it has left in its session. Returns its status as ``waitpid`` does; ``None`` if unknown."""
+        status = exit_status(self.pidfd, self.pid)
+        kill_session(self.pid)
+        return status
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """In the fork server or in a child: close them without shutting the connection down for the other side."""
+        for descriptor in (self.log, self.err, self.out, self.unsent, self.pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        if self.channel is not None:
+            os.close(self.channel.detach())
+
+
+def _contents(pipe: int) -> Iterator[bytes]:
+    """What is in a pipe now, and no more than fits into it, as another process may go on writing."""
+    rest = PIPE_SIZE
+    with contextlib.suppress(BlockingIOError):
+        while pipe >= 0 and rest > 0 and (data := os.read(pipe, min(rest, READ_SIZE))):
+            rest -= len(data)
+            yield data
+
+
+def _reopen(pid: int, descriptor: int) -> int:
+    """Another process's reading end of a pipe; -1 if it can't be had."""
+    try:
+        return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the memory of adopted processes."""
+
+
+class ChildTable:
+    """Children that were forked here, and processes that were adopted.
+
+    Args:
+        selector: Gets their descriptors, each with a callable that returns what has happened.
+        program: Reads what ended ranks have left behind.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, program: ForkedProgram) -> None:
+        self._selector, self._program = selector, program
+        self._memory = OutOfMemoryCounter()
+        self._pipes: dict[int, ChildPipes] = {}
+        self._looked = time.monotonic()
+
+    def add(self, pipes: ChildPipes) -> None:
+        """Look after one more child."""
+        self._pipes[pipes.number] = pipes
+        if pipes.log >= 0:
+            self._watch(pipes.log, functools.partial(self._read_log, pipes))
+        if pipes.channel is not None:
+            self._watch(pipes.channel, self._read_controller)
+        if pipes.pidfd >= 0:
+            self._watch(pipes.pidfd, functools.partial(self._adopted_ended, pipes))
+
+    def adopt(self, child: Forked) -> list[Event]:
+        """Look after a process that another fork server has forked."""
+        pipes = ChildPipes.adopt(child)
+        if pipes is None:
+            return [ChildEnded(child.pid, out_of_memory=self._memory.increased())]
+        self.add(pipes)
+        return []
+
+    def next_look(self) -> float | None:
+        """Seconds until :meth:`look` is due; ``None`` for never."""
+        if all(pipes.pidfd < 0 for pipes in self._pipes.values()):
+            return None
+        return max(0.0, self._looked + LOOK_EVERY - time.monotonic())
+
+    def look(self) -> None:
+        """Note the memory of adopted processes, which can't be asked for once they have ended."""
+        self._looked = time.monotonic()
+        for pipes in self._pipes.values():
+            if pipes.pidfd >= 0:
+                pipes.look()
+
+    def kill(self, pid: int, number: int, group: bool) -> None:
+        """Send a signal to one of them, or to its process group."""
+        adopted = next((p for p in self._pipes.values() if p.pid == pid and p.pidfd >= 0), None)
+        try:
+            if adopted is not None:
+                adopted.send_signal(number, group)
+            else:
+                (os.killpg if group else os.kill)(pid, number)
+        except ProcessLookupError:
+            return
+        except (OSError, OverflowError, ValueError) as error:  # the others that are to get one must get it
+            print(f"hvdlab: process {pid} can't be sent signal {number}: {error}", file=sys.stderr)
+
+    def tell_controller(self, line: bytes) -> None:
+        """Write to the controller, if there is one."""
+        pipes = self._pipes.get(CONTROLLER)
+        if pipes is not None and pipes.channel is not None:
+            with contextlib.suppress(OSError):
+                pipes.channel.send(line)
+
+    def forget(self) -> None:
+        """In a forked child: close the pipes of the other children."""
+        for pipes in self._pipes.values():
+            pipes.close()
+
+    # -- what children write --------------------------------------------------------------------------------------
+
+    def _watch(self, source: object, happened: object) -> None:
+        self._selector.register(source, selectors.EVENT_READ, happened)  # type: ignore[arg-type]  # has a descriptor
+
+    def _read_log(self, pipes: ChildPipes) -> list[Event]:
+        if self._pipes.get(pipes.number) is not pipes:
+            return []  # the child was reaped a moment ago, and its log was read then
+        try:
+            data = os.read(pipes.log, READ_SIZE)
+        except BlockingIOError:
+            return []
+        if not data:
+            self._selector.unregister(pipes.log)
+            return []
+        return [ChildWrote(pipes.number, data)]
+
+    def _read_controller(self) -> list[Event]:
+        pipes = self._pipes.get(CONTROLLER)
+        if pipes is None or pipes.channel is None:
+            return []
+        try:
+            said = pipes.channel.recv(READ_SIZE)
+        except ConnectionResetError:  # it ended without having read everything
+            said = b""
+        if not said:
+            self._selector.unregister(pipes.channel)
+            return []
+        return [ControllerListens()]
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def reap(self) -> list[Event]:
+        """Reap children that have ended, adopted orphans of ranks included.
+
+        A thread of an imported package may start processes as well, and wait for them itself.
+        """
+        events: list[Event] = []
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return events
+            if found is None:
+                return events
+            events += self._reap_one(found.si_pid)
+
+    def _reap_one(self, pid: int) -> list[Event]:
+        events: list[Event] = []
+        left: bytes | None = None
+        pipes = next((pipes for pipes in self._pipes.values() if pipes.pid == pid), None)
+        if pipes is not None:
+            # What it left behind in its process group (a data loader's workers) ends with it; before it is reaped, no
+            # other process can get its number.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            events, left = self._drain(pipes)
+        try:
+            _, status, usage = os.wait4(pid, 0)
+        except ChildProcessError:
+            # Another thread of this process has reaped it between waitid() and this call.
+            return [*events, self._ended(pid, None, 0, left)] if pipes is not None else events
+        return [*events, self._ended(pid, status, usage.ru_maxrss * 1024, left)]
+
+    def _adopted_ended(self, pipes: ChildPipes) -> list[Event]:
+        status = pipes.bury()
+        events, left = self._drain(pipes)
+        return [*events, self._ended(pipes.pid, status, pipes.peak, left, seen=True)]
+
+    def _ended(
+        self, pid: int, status: int | None, max_rss: int, left: bytes | None, seen: bool = False
+    ) -> ChildEnded:
+        if status is None:
+            oom = self._memory.increased()
+            return ChildEnded(pid, max_rss=max_rss, out_of_memory=oom, seen=seen, left=left)
+        code = os.waitstatus_to_exitcode(status)
+        killed = code == -signal.SIGKILL and self._memory.increased()
+        return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed, seen, left)
+
+    def _drain(self, pipes: ChildPipes) -> tuple[list[Event], bytes | None]:
+        """Read a child's last words, and close its pipes."""
+        for source in (pipes.log, pipes.channel, pipes.pidfd):
+            if source is not None and source != -1:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(source)
+        del self._pipes[pipes.number]
+        left = pipes.left(self._program)
+        events: list[Event] = [ChildWrote(pipes.number, data) for data in pipes.last_words()]
+        pipes.close()
+        return events, left
+
+
+REMEDIES = {
+    errno.EAGAIN: "no more processes are allowed here (`ulimit -u`, or the container's limit)",
+    errno.EMFILE: "too many files are open (`ulimit -n`)",
+    errno.ENFILE: "too many files are open on this host",
+    errno.ENOMEM: "there is no memory left for another process",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a forked child has to become.
+
+    Attributes:
+        order: The pool's order.
+        log: Pipe for descriptors 1 and 2 at the start, whose last lines are reported when the child ends.
+        pipes: The pipes that a rank captures its output with; the fork server reads what is left in them at its end.
+        unsent: Memory for output that the rank has not sent, which the fork server reads likewise; -1 for none.
+        channel: The controller's connection to the fork server, else -1.
+        parent: Process id of the fork server.
+        lifeline: The writing end of the pipe that children depend on.
+        leave_to_live: A pipe that gives one byte when the pool knows of the child, or ends if the fork server died before
+            that.
+    """
+
+    order: Fork
+    log: int
+    pipes: StdPipes
+    unsent: int
+    channel: int
+    parent: int
+    lifeline: int
+    leave_to_live: int
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """A child, in the fork server.
+
+    Attributes:
+        record: The message to the pool about it.
+        pipes: Our ends of its pipes.
+        announced: Where to write a byte once the pool was sent ``record``, and then to close.
+    """
+
+    record: Forked
+    pipes: ChildPipes
+    announced: int
+
+
+def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[], None]) -> Role | Birth:
+    """Fork. Returns a :class:`Role` in the child, where ``forget`` is called first.
+
+    Raises:
+        OSError: There is no room for a process or its pipes; nothing is left behind.
+    """
+    parent = os.getpid()
+    opened: list[int] = []
+    try:
+        log, log_child = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        opened += [log, log_child]
+        pipes = StdPipes.make()
+        opened += [*pipes.out, *pipes.err]
+        leave_to_live, announced = os.pipe2(os.O_CLOEXEC)
+        opened += [leave_to_live, announced]
+        ours = theirs = unsent = -1
+        if order.number == CONTROLLER:
+            ours, theirs = (end.detach() for end in socket.socketpair())
+            opened += [ours, theirs]
+        elif (unsent := program.make_area()) >= 0:
+            opened.append(unsent)
+        gc.freeze()
+        pid = os.fork()
+    except OSError:
+        for descriptor in opened:
+            os.close(descriptor)
+        raise
+    if pid == 0:
+        forget()
+        os.set_blocking(log_child, True)
+        # The log's reading end stays open in the child: writing must not fail when the fork server is gone.
+        for descriptor in (announced, ours):
+            if descriptor >= 0:
+                os.close(descriptor)
+        return Role(order, log_child, pipes, unsent, theirs, parent, lifeline, leave_to_live)
+    for descriptor in (log_child, pipes.out[1], pipes.err[1], leave_to_live, theirs):
+        if descriptor >= 0:
+            os.close(descriptor)
+    channel = socket.socket(fileno=ours) if ours >= 0 else None
+    out, err = pipes.out[0], pipes.err[0]
+    record = Forked(order.number, pid, start_time(pid), log, err, out, unsent)
+    return Birth(record, ChildPipes(order.number, pid, log, err, out, unsent, channel), announced)
+
+
+def why_not(error: OSError) -> str:
+    """Why there could be no child, and what to do about it."""
+    text = error.strerror or str(error)
+    return f"{text}: {REMEDIES[error.errno]}" if error.errno in REMEDIES else text
+
+
+def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
+    """Be what the role says, in a forked child, and end the process with it.
+
+    Args:
+        program: What runs in children.
+        open_files: Soft limit on open files.
+    """
+    code = 1
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
+        _set_up(role, program)
+        code = _run(role, program)
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
+        # Not to sys.stderr, which cells write to: the thread that sends that may be what could not be started.
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End a forked process: run exit handlers and flush, but don't tear down what is shared with the fork server.
+
+    An orderly end of the interpreter would touch, and so copy, every object that the fork shares.
+    """
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        threading.Thread(target=_end_after, args=(3.0, code), name="hvdlab-exit", daemon=True).start()
+    # atexit has no public way to run the handlers that the user's code registered without ending the interpreter.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)
+
+
+def _end_after(seconds: float, code: int) -> None:
+    """Exit even if an exit handler hangs."""
+    threading.Event().wait(seconds)
+    os._exit(code)
+
+
+def _set_up(role: Role, program: ForkedProgram) -> None:
+    order = role.order
+    os.setsid()  # Ctrl-C in the notebook's terminal must reach the pool alone, which passes it on
+    if order.number == CONTROLLER:
+        die_with_parent(role.parent)
+    _connect_standard_descriptors(role)
+    depend_on(role.lifeline)
+    if not os.read(role.leave_to_live, 1):
+        # The pool may not know of this process; then a successor of the fork server forks another one.
+        os.write(2, b"The process that forked this one died before it could tell so.\n")
+        os._exit(1)
+    os.close(role.leave_to_live)
+    signal.signal(signal.SIGINT, _ignore_interrupt)
+    os.environ.clear()
+    os.environb.update(order.environment)
+    os.chdir(order.directory if os.path.isdir(order.directory) else os.path.expanduser("~"))
+    sys.path[:] = map(os.fsdecode, order.path)
+    sys.argv[:] = [""]
+    faulthandler.enable()
+    gc.enable()
+    if order.number == CONTROLLER:
+        name_process("hvd-controller", "hvdlab: ipyparallel controller")
+    else:
+        name_process(f"hvd-rank-{order.number}", f"hvdlab: rank {order.number}")
+        refresh_libraries(program)
+
+
+def _connect_standard_descriptors(role: Role) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (role.log, 1), (role.log, 2)):
+        os.dup2(source, target, inheritable=True)
+    for source in (nothing, role.log):
+        if source > 2:
+            os.close(source)
+    # The inherited objects may have been made for a terminal or a file.
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = open(descriptor, mode, buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _ignore_interrupt(number: int, frame: object) -> None:
+    """A handler in place of SIG_IGN, which programs that the rank starts would inherit."""
+
+
+def _run(role: Role, program: ForkedProgram) -> int:
+    if role.order.number == CONTROLLER:
+        return program.run_controller(role.order.argv, role.channel)
+    return program.run_rank(role.order.argv, role.pipes, role.unsent)
+
+
+# -- libraries that were imported before the fork -----------------------------------------------------------------------
+
+
+def refresh_libraries(program: Preloads) -> None:
+    """Undo what a fork must not share: random states, and thread pools sized for one process."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1") or 1)
+    _size_openblas(threads)
+    program.refresh(threads)
+
+
+def _size_openblas(threads: int) -> None:
+    """The fork server loads OpenBLAS with one thread, so that none runs at the fork; give the rank its own number."""
+    if threads <= 1:
+        return
+    pattern = re.compile(r"\S*openblas\S*\.so\S*")
+    libraries = set(pattern.findall(Path("/proc/self/maps").read_text()))
+    names = (
+        "scipy_openblas_set_num_threads64_",
+        "scipy_openblas_set_num_threads",
+        "openblas_set_num_threads",
+    )
+    for path in libraries:
+        library = ctypes.CDLL(path)
+        for name in names:
+            if hasattr(library, name):
+                getattr(library, name)(threads)
+                break

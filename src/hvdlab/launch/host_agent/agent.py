@@ -1,0 +1,433 @@
+"""``python -m hvdlab.launch.host_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
+
+It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
+ended, it ends its ranks with everything they started. It has one thread, so that it can fork children safely; with a
+fork server (:mod:`~hvdlab.launch.host_agent.forked`), which forks them in its place, another thread listens to that. A zygote
+(:mod:`~hvdlab.launch.host_agent.zygote`) forks programs that become the agent's own children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives.environment import data_plane_address, host_directory_variable, thread_counts
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.protocol.codec import FrameDecoder
+from hvdlab.collectives.system import adopt_orphans, interface_address, living_children
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.rank_process import Child, SpawnError, spawn
+
+if TYPE_CHECKING:
+    from hvdlab.launch.host_agent.forked import ForkedRanks
+    from hvdlab.launch.host_agent.zygote import Zygote
+
+BACKLOG = 4 << 20
+"""If more bytes than this wait for the launcher, the agent does not read the output of ranks, which holds them up."""
+GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL when the launcher is gone."""
+
+
+class Agent:
+    """The loop of the process.
+
+    Args:
+        orders: Descriptor that the launcher's messages are read from.
+        reports: Descriptor that answers are written to.
+        stdin: Descriptor that a rank may be given as its standard input, or -1.
+    """
+
+    def __init__(self, orders: int, reports: int, stdin: int) -> None:
+        self._orders, self._reports, self._stdin = orders, reports, stdin
+        self._selector = selectors.DefaultSelector()
+        self._decoder = FrameDecoder()
+        self._out = bytearray(wire.GREETING)
+        self._start: wire.Start | None = None
+        #: Why no rank can be started, while there is no ``_start``.
+        self._unprepared = "the launcher has not sent what ranks run"
+        self._children: dict[int, Child] = {}
+        self._by_pid: dict[int, Child] = {}
+        self._open = True
+        self._held = False
+        self._wakeup = -1
+        #: The fork server, if ranks are forked.
+        self._forked: ForkedRanks | None = None
+        #: The zygote, while there is one; ranks are started anew without.
+        self._zygote: Zygote | None = None
+        #: Where parameter servers of this host have their directories, if the job has other hosts.
+        self._directory: Path | None = None
+
+    def run(self) -> None:
+        """Serve until the launcher is gone, then end what is left."""
+        wakeup = self._wakeup = _catch_signals()
+        os.set_blocking(self._reports, False)
+        os.set_blocking(self._orders, False)
+        self._selector.register(self._orders, selectors.EVENT_READ, self._read_orders)
+        self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._woken(wakeup))
+        try:
+            while self._open:
+                self._flush()
+                self._hold(len(self._out) > BACKLOG)
+                for key, _ in self._selector.select():
+                    key.data()
+        except BrokenPipeError:
+            pass
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                self._flush()  # the reports that say why the agent ends
+            self._end_all()
+
+    # -- the launcher -----------------------------------------------------------------------------------------------
+
+    def _send(self, message: wire.AgentMessage) -> None:
+        self._out += wire.encode(message)
+
+    def _flush(self) -> None:
+        """Write what can be written; watch for room if something is left."""
+        watched = self._reports in self._selector.get_map()
+        with contextlib.suppress(BlockingIOError):
+            while self._out:
+                del self._out[: os.write(self._reports, self._out[: wire.PIECE])]
+        if self._out and not watched:
+            self._selector.register(self._reports, selectors.EVENT_WRITE, lambda: None)
+        elif not self._out and watched:
+            self._selector.unregister(self._reports)
+
+    def _read_orders(self) -> None:
+        try:
+            data = os.read(self._orders, wire.PIECE)
+        except BlockingIOError:
+            return
+        if not data:
+            self._open = False
+        try:
+            for payload in self._decoder.feed(data):
+                self._obey(payload)
+        except ProtocolError as error:  # where the next order begins can't be known any more
+            print(f"the launcher sent something else than orders: {error}", file=sys.stderr)
+            self._open = False
+
+    def _obey(self, payload: bytes | memoryview) -> None:
+        """Carry out an order, or report why it can't be; the ranks that run go on in any case."""
+        try:
+            order = wire.decode_to_agent(payload)
+        except ProtocolError as error:
+            self._send(wire.OrderFailed(str(error), unread=True))
+            return
+        match order:
+            case wire.Start():
+                try:
+                    self._prepare(order)
+                except Exception as error:  # noqa: BLE001  (an order may have any values; each rank is reported with this)
+                    traceback.print_exc()
+                    self._start = None
+                    self._unprepared = f"its host could not be prepared: {error!r}"
+            case wire.Spawn():
+                self._spawn(order)
+            case wire.SignalRanks(ranks, number) if number in signal.valid_signals():
+                self._signal(ranks, number)
+            case wire.SignalRanks(ranks, number):
+                self._send(
+                    wire.OrderFailed(
+                        f"ranks {ranks} can't be sent signal {number}: there is none", unread=False
+                    )
+                )
+
+    def _prepare(self, order: wire.Start) -> None:
+        if not (order.command or order.forked):
+            raise ValueError("there is no command")
+        self._start = order
+        for name in order.removed:
+            os.environ.pop(name, None)
+        os.environb.update(order.environment)
+        if order.coordinator.startswith("tls:"):
+            os.environ.setdefault("HVDLAB_ADDRESS", _address(order))
+            if order.whole_host:
+                self._make_directory(order.coordinator)
+        with contextlib.suppress(OSError):
+            os.chdir(order.directory)
+        if order.threads:
+            os.environ.update(thread_counts(os.environ, order.threads))
+        if order.forked:
+            from hvdlab.launch.host_agent.forked import ForkedRanks
+
+            forked = self._forked = ForkedRanks(order.forked)
+            self._selector.register(forked.descriptor, selectors.EVENT_READ, lambda: self._hear(forked))
+        elif order.preload:
+            from hvdlab.launch.host_agent.zygote import Zygote, ZygoteError
+
+            try:
+                zygote = self._zygote = Zygote(order)
+            except ZygoteError as error:
+                print(f"hvdlab: nothing is preloaded: {error}", file=sys.stderr)
+                return
+            self._selector.register(
+                zygote.descriptor, selectors.EVENT_READ, lambda: self._hear_zygote(zygote)
+            )
+
+    def _make_directory(self, coordinator: str) -> None:
+        from hvdlab.collectives.coordinator.process import private_directory
+        from hvdlab.collectives.errors import StartError
+
+        try:
+            self._directory = private_directory(None)
+        except StartError as error:
+            print(
+                f"hvdlab: {error}. Parameter servers make their own directories", file=sys.stderr, flush=True
+            )
+            return
+        os.environ.update(host_directory_variable(str(self._directory), coordinator))
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def _hear(self, forked: ForkedRanks) -> None:
+        """Pass on what the fork server reports; end the agent if there is no fork server any more."""
+        lost = forked.lost  # read before the reports: if it is set, no report can come after those
+        for report in forked.reports():
+            self._send(report)
+        self._reap_children()  # while an ended fork server was not reaped, waitid() showed no other children
+        if lost:
+            print("the fork server ended:", *forked.lost.splitlines(), file=sys.stderr)
+            self._open = False
+
+    def _spawn(self, order: wire.Spawn) -> None:
+        if self._start is None:
+            for spec in order.ranks:
+                self._send(wire.RankNotStarted(spec.rank, 1, self._unprepared))
+            return
+        for spec in order.ranks:
+            if spec.rank in self._children or (self._zygote is not None and self._zygote.owes(spec.rank)):
+                self._send(
+                    wire.OrderFailed(f"rank {spec.rank} was ordered again while it runs", unread=False)
+                )
+                continue
+            reads = self._forked is None and spec.rank == self._start.stdin_rank
+            self._start_rank(spec, self._stdin if reads else -1)
+            if reads and self._stdin >= 0:
+                os.close(self._stdin)
+                self._stdin = -1
+
+    def _start_rank(self, spec: wire.RankSpec, stdin: int) -> None:
+        """Have a rank forked by the fork server or the zygote, or execute the command. Does not close ``stdin``."""
+        assert self._start is not None
+        try:
+            if self._forked is not None:
+                self._forked.fork(spec)
+            elif self._zygote is not None:
+                self._zygote.fork(spec, stdin)
+            else:
+                self._watch(spawn(self._start, spec, stdin))
+        except SpawnError as error:
+            self._send(wire.RankNotStarted(spec.rank, error.code, str(error)))
+        except Exception as error:  # noqa: BLE001  (one rank's failure must not end the others, which this process watches)
+            traceback.print_exc()
+            self._send(wire.RankNotStarted(spec.rank, 1, f"it could not be started: {error!r}"))
+
+    def _watch(self, child: Child) -> None:
+        self._children[child.rank] = self._by_pid[child.pid] = child
+        for fd in child.pipes:
+            self._selector.register(fd, selectors.EVENT_READ, lambda c=child, f=fd: self._read_output(c, f))
+        self._send(wire.RankStarted(child.rank, child.pid))
+
+    def _hear_zygote(self, zygote: Zygote, *, ended: bool = False) -> None:
+        """Take what the zygote has answered; if it has ended, execute the command for the ranks that it did not fork."""
+        answers = zygote.receive()
+        for answer in answers or ():
+            match answer:
+                case Child():
+                    self._watch(answer)
+                    if not _is_child(
+                        answer.pid
+                    ):  # it was killed, and reaped as an orphan, before this process knew of it
+                        del self._by_pid[answer.pid]
+                        self._reap(answer)
+                case wire.Preloaded(failed):
+                    for name, text in failed.items():
+                        print(f"hvdlab: --preload {name}: {text}", file=sys.stderr)
+                case _:
+                    self._send(answer)
+        if answers is not None and not ended:
+            return
+        self._selector_drop(zygote.descriptor)
+        self._zygote = None
+        why = zygote.why_ended()
+        print(f"hvdlab: ranks start without preloaded modules: their process ended, {why}", file=sys.stderr)
+        for spec, stdin in zygote.unborn():
+            self._start_rank(spec, stdin)
+            os.close(stdin)
+        zygote.close()
+
+    def _signal(self, ranks: tuple[int, ...], number: int) -> None:
+        for rank in ranks:
+            if self._forked is not None:
+                self._forked.signal(rank, number)
+            if rank in self._children:
+                self._children[rank].signal(number)
+            elif self._zygote is not None:
+                self._zygote.signal(rank, number)
+
+    def _read_output(self, child: Child, fd: int) -> bool:
+        """Pass on the output that is there; returns whether there may be more."""
+        if fd not in child.pipes:  # closed by another event of the same round
+            return False
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if data:
+            self._send(wire.Output(child.rank, child.pipes[fd], data))
+            return True
+        self._selector_drop(fd)
+        del child.pipes[fd]
+        os.close(fd)
+        return False
+
+    def _selector_drop(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _hold(self, wanted: bool) -> None:
+        """Stop reading from ranks, or read again."""
+        if wanted == self._held:
+            return
+        self._held = wanted
+        for child in self._children.values():
+            for fd in child.pipes:
+                if wanted:
+                    self._selector_drop(fd)
+                else:
+                    self._selector.register(
+                        fd, selectors.EVENT_READ, lambda c=child, f=fd: self._read_output(c, f)
+                    )
+
+    def _woken(self, wakeup: int) -> None:
+        numbers = os.read(wakeup, 4096)
+        if signal.SIGTERM in numbers or signal.SIGHUP in numbers:
+            self._open = False
+        self._reap_children()
+
+    def _reap_children(self) -> None:
+        while (ended := _ended_child()) > 0:
+            if self._forked is not None and ended == self._forked.pid:
+                return  # the thread that listens to it reaps it, and wakes this one then
+            if self._zygote is not None and ended not in self._by_pid:
+                # A zygote reports a rank before that can end, and is reaped with its end.
+                over = ended == self._zygote.pid
+                self._hear_zygote(self._zygote, ended=over)
+                if over:
+                    continue
+            child = self._by_pid.pop(ended, None)
+            if child is None:  # an orphan that was adopted
+                os.waitpid(ended, 0)
+                continue
+            self._reap(child)
+
+    def _reap(self, child: Child) -> None:
+        child.signal(
+            signal.SIGKILL
+        )  # the rest of its group; no other process can have its number before it is reaped
+        code, number = child.reap()
+        del self._children[child.rank]
+        for fd in list(child.pipes):
+            while self._read_output(child, fd):
+                pass
+        for fd in child.pipes:
+            self._selector_drop(fd)
+            os.close(fd)
+        for piece in child.result():
+            self._send(wire.ResultPiece(child.rank, piece))
+        self._send(wire.RankExited(child.rank, code, number))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end_all(self) -> None:
+        """The launcher is gone: SIGTERM, a moment, SIGKILL, also for processes that left their rank's process group."""
+        if self._zygote is not None:
+            self._zygote.close()
+        if self._forked is not None:
+            self._forked.close(GRACE)
+        self._signal(tuple(self._children), signal.SIGTERM)
+        until = time.monotonic() + GRACE
+        while self._by_pid and (left := until - time.monotonic()) > 0:
+            select.select([self._wakeup], [], [], left)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wakeup, 4096)
+            while (ended := _ended_child()) > 0:
+                child = self._by_pid.pop(ended, None)
+                if child is not None:
+                    child.signal(signal.SIGKILL)
+                os.waitpid(ended, 0)
+        for child in self._by_pid.values():
+            child.signal(signal.SIGKILL)
+        while orphans := living_children():
+            for pid in orphans:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+        if self._directory is not None:
+            from hvdlab.collectives.coordinator.process import remove_directory
+
+            # After the last process that could write there.
+            remove_directory(self._directory)
+
+
+def _address(order: wire.Start) -> str:
+    """The address of this host at which others reach its ranks."""
+    if order.interfaces:
+        return interface_address(order.interfaces)
+    return data_plane_address(os.environ, order.coordinator)
+
+
+def _ended_child() -> int:
+    """Process id of a child that has ended and was not reaped, or 0."""
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return found.si_pid if found is not None else 0
+
+
+def _is_child(pid: int) -> bool:
+    """Whether a process is a child of this one that was not reaped."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _catch_signals() -> int:
+    """A descriptor that signals can be read from, as bytes."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # Not SIG_IGN for SIGINT, which the ranks would inherit.
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+    return reader
+
+
+def main() -> None:
+    """Run the agent; ``--stdin FD`` names the descriptor that a rank may be given as its input."""
+    stdin = int(sys.argv[2]) if sys.argv[1:2] == ["--stdin"] else -1
+    orders, reports = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # nothing but messages may get to the launcher
+    os.close(null)
+    adopt_orphans()
+    Agent(orders, reports, stdin).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""Ranks on other hosts, or this one, each host with an agent of ours: the shell around :class:`AgentLink`.
+
+The agent starts a program for each rank, or forks ranks of a notebook by a fork server of its host.
+
+One thread reads the agents' reports and writes their orders. An agent is started when its host gets its
+first rank, and again if it was lost and a rank of its host is started anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Sequence
+
+from hvdlab.collectives.engine.hosts import Place, place
+from hvdlab.collectives.environment import own_environment
+from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.launch.environment import FOREIGN
+from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.connection import AgentLink, HostTransport
+from hvdlab.launch.hosts import Host, assign
+from hvdlab.launch.processes import OutputTail, describe_exit
+from hvdlab.launch.starter import ENDED_WITH_JOB, Ended, LaunchRequest, RankObserver, Started, require_running
+
+AGENT_ENDS_WITHIN = 5.0
+"""Seconds that an agent has to end its ranks and itself; it gives ranks two between SIGTERM and SIGKILL."""
+
+RankReport = wire.RankStarted | wire.RankNotStarted | wire.Output | wire.ResultPiece | wire.RankExited
+
+
+class ExecStarter:
+    """A :class:`~hvdlab.launch.starter.Starter` of programs.
+
+    Args:
+        request: What the ranks are started for; they run its ``program``, else its ``module``.
+        ranks: Takes what happens to ranks.
+        hosts: Where they run, filled in this order.
+        reach: How agents get there.
+        python: The interpreter of agents and ranks, on every host.
+        launches_ranks: Whether the started processes are the ranks themselves, which get their place in the job by
+            variables; else they are programs that start the ranks.
+    """
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        ranks: RankObserver,
+        hosts: Sequence[Host],
+        *,
+        reach: HostTransport,
+        python: str,
+        launches_ranks: bool = True,
+    ) -> None:
+        self._request, self._ranks = request, ranks
+        self._hosts, self._reach, self._python = tuple(hosts), reach, python
+        self._launches_ranks = launches_ranks
+        self._lock = threading.Lock()
+        #: Host to its agent, while that runs. This and the following are guarded by the lock.
+        self._links: dict[str, AgentLink] = {}
+        #: Rank to its host, from the order to start it to its end.
+        self._host_of: dict[int, str] = {}
+        #: Rank to its process, from the agent's report to its end.
+        self._pids: dict[int, int] = {}
+        #: Host to the most ranks that it has had at once: those of a host that failed come back one by one.
+        self._most: dict[str, int] = {}
+        #: Links that the thread does not watch yet.
+        self._new: list[AgentLink] = []
+        self._closing = False
+        #: Set while no rank is starting or running.
+        self._idle = threading.Event()
+        self._idle.set()
+        self._tails: defaultdict[int, OutputTail] = defaultdict(OutputTail)  # only for the thread
+        self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-exec", daemon=True)
+        self._thread.start()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        """Have ranks started by their hosts' agents.
+
+        Raises:
+            InvalidRequestError: The hosts have too few slots, or this was closed.
+            StartError: The program that starts an agent can't be run.
+        """
+        slots = assign(self._hosts, size)
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._hosts[slots[rank].host].name, []).append(rank)
+        with self._lock:
+            require_running(self._closing)
+            for host, those in by_host.items():
+                link = self._links.get(host) or self._connect(
+                    host, [slot.rank for slot in slots if self._hosts[slot.host].name == host]
+                )
+                link.send(
+                    wire.Spawn(tuple(self._spec(rank, size, slots[rank].where, host) for rank in those))
+                )
+                self._host_of |= dict.fromkeys(those, host)
+            self._idle.clear()
+        self._wake()
+
+    def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
+        """Have ranks started by the agent of a host, which need not be one of those that were given at first.
+
+        Raises:
+            InvalidRequestError: This was closed, or ``host`` is no name of a host.
+            StartError: The program that starts an agent can't be run.
+        """
+        Host(host, len(ranks))
+        with self._lock:
+            require_running(self._closing)
+            hosts = {**self._host_of, **dict.fromkeys(ranks, host)}
+            here = [rank for rank, its in hosts.items() if its == host]
+            self._most[host] = max(self._most.get(host, 0), len(here))
+            link = self._links.get(host) or self._connect(host, here)
+            numbers, keys = list(hosts), [self._reach.machine(each) for each in hosts.values()]
+            specs = (self._spec(rank, size, place(rank, numbers, keys), host) for rank in ranks)
+            link.send(wire.Spawn(tuple(specs)))
+            self._host_of = hosts
+            self._idle.clear()
+        self._wake()
+
+    def give_up(self, host: str) -> None:
+        """Kill the agent of a host; its ranks are reported as ended."""
+        with self._lock:
+            link = self._links.get(host)
+        if link is not None:
+            link.kill()
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the rank's process group, by its host's agent."""
+        with self._lock:
+            link = self._links.get(self._host_of.get(rank, ""))
+            if link is not None:
+                link.send(wire.SignalRanks((rank,), number))
+        self._wake()
+
+    def place(self, rank: int, size: int) -> Place | None:
+        """Where a rank is: hosts are filled one after the other."""
+        return assign(self._hosts, size)[rank].where
+
+    def close(self, timeout: float) -> None:
+        """Wait ``timeout`` seconds for ranks that are leaving, then have the agents end what is left. Idempotent."""
+        self._idle.wait(timeout)
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wakeup)
+        os.close(self._wakeup_write)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(
+            BlockingIOError, OSError
+        ):  # full: it wakes as well; closed: the thread has ended
+            os.write(self._wakeup_write, b"\0")
+
+    def _connect(self, host: str, ranks: Sequence[int]) -> AgentLink:
+        """Start the agent of a host; ``ranks`` are all ranks that the host will have. The caller holds the lock."""
+        program, here = self._request.program, self._reach.is_here(host)
+        # For a program, the standard error of the shell that reaches a host belongs on the terminal of the program.
+        errors = None if program else tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
+        most = max(len(ranks), self._most.get(host, 0))
+        stdin = here and program is not None and program.stdin and 0 in ranks
+        try:
+            if here:
+                link = AgentLink.local(host, self._python, stdin=stdin, errors=errors)
+            else:
+                link = AgentLink(host, self._reach.connect(host, self._python, errors))
+        except OSError as error:
+            if errors is not None:
+                errors.close()
+            raise StartError(
+                f"the agent of {host} could not be started: `{error.filename}`: {error.strerror}"
+            ) from error
+        variables = {**self._reach.variables(host), **(program.environment if program else {})}
+        command = program.command if program else (self._python, "-m", self._request.module)
+        link.send(
+            wire.Start(
+                tuple(map(os.fsencode, command)),
+                os.fsencode(os.getcwd()),
+                {os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
+                removed=FOREIGN,
+                function=program.function if program else b"",
+                threads=most,
+                stdin_rank=0 if stdin else -1,
+                coordinator=self._request.world.coordinator,
+                interfaces=program.interfaces if program else (),
+                forked="" if program else self._request.forked,
+                preload=program.preload if program else (),
+                whole_host=True,
+            )
+        )
+        self._links[host] = link
+        self._new.append(link)
+        return link
+
+    def _spec(self, rank: int, size: int, where: Place, host: str) -> wire.RankSpec:
+        if not self._launches_ranks:
+            return wire.RankSpec(rank, {})
+        environment = own_environment(self._request.world, rank, size, where)
+        if self._request.program is not None:
+            environment["HOROVOD_HOSTNAME"] = host
+        return wire.RankSpec(rank, environment)
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            while not self._step(selector):
+                pass
+        for link in self._links.values():
+            link.hang_up()  # all at once, so that they end side by side
+        for link in self._links.values():
+            link.close(AGENT_ENDS_WITHIN)
+        for rank in list(self._host_of):
+            self._end(rank, ENDED_WITH_JOB)
+
+    def _step(self, selector: selectors.BaseSelector) -> bool:
+        """One round. Returns whether it was the last one."""
+        with self._lock:
+            if self._closing:
+                return True
+            for link in self._new:
+                selector.register(link.inbox, selectors.EVENT_READ, link)
+            self._new.clear()
+            for link in self._links.values():
+                self._flush(link, selector)
+        for key, mask in selector.select():
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup, 4096)
+            elif mask & selectors.EVENT_READ and key.fd == key.data.inbox:
+                self._receive(key.data, selector)
+        return False
+
+    @staticmethod
+    def _flush(link: AgentLink, selector: selectors.BaseSelector) -> None:
+        """Write what can be written; watch for room if something is left."""
+        link.flush()
+        watched = link.outbox in selector.get_map()
+        if link.outgoing and not watched:
+            selector.register(link.outbox, selectors.EVENT_WRITE, link)
+        elif not link.outgoing and watched:
+            selector.unregister(link.outbox)
+
+    def _receive(self, link: AgentLink, selector: selectors.BaseSelector) -> None:
+        try:
+            messages = link.receive()
+        except ProtocolError as error:
+            self._lost(link, f"the agent of {link.host} sent something else than messages: {error}", selector)
+            return
+        if messages is None:
+            self._lost(link, link.gone(), selector)
+            return
+        for message in messages:
+            if isinstance(message, wire.OrderFailed):
+                self._order_failed(message, link.host)
+            elif self._knows(message.rank, link.host):
+                try:
+                    self._report(message, link.host)
+                except Exception:  # noqa: BLE001  (this thread serves all hosts, and must go on for their ranks)
+                    print(
+                        f"hvdlab: a report of the agent of {link.host} could not be handled:", file=sys.stderr
+                    )
+                    traceback.print_exc()
+            else:
+                self._disown(message, link)
+
+    def _knows(self, rank: int, host: str) -> bool:
+        with self._lock:
+            return self._host_of.get(rank) == host
+
+    def _disown(self, message: RankReport, link: AgentLink) -> None:
+        """Log a report of a rank that was not ordered from an agent, or was given up; end its process if it has just begun."""
+        report = type(message).__name__
+        print(
+            f"hvdlab: the agent of {link.host} sent {report} for rank {message.rank}, which does not run there",
+            file=sys.stderr,
+        )
+        if isinstance(message, wire.RankStarted):
+            with self._lock:
+                link.send(wire.SignalRanks((message.rank,), signal.SIGKILL))
+
+    def _order_failed(self, message: wire.OrderFailed, host: str) -> None:
+        """Log an order that an agent could not carry out, and give up the ranks that it may have been for.
+
+        Which ranks these are can't be known if the order was not read. Those that wait for their process are given up; one that
+        another order starts after all is killed at its report.
+        """
+        print(f"hvdlab: the agent of {host} could not carry out an order: {message.text}", file=sys.stderr)
+        if not message.unread:
+            return
+        with self._lock:
+            waiting = [rank for rank, its in self._host_of.items() if its == host and rank not in self._pids]
+        for rank in waiting:
+            self._end(rank, f"the agent of {host} could not read an order: {message.text}", 1)
+
+    def _report(self, message: RankReport, host: str) -> None:
+        program = self._request.program
+        match message:
+            case wire.Output(rank, stream, data) if program is not None:
+                program.output.write(rank, stream, data)
+            case wire.Output(rank, _, data):
+                self._tails[rank].add(data)
+            case wire.RankStarted(rank, pid):
+                with self._lock:
+                    self._pids[rank] = pid
+                self._ranks.handle(Started(rank, pid, host))
+            case wire.RankNotStarted(rank, code, text):
+                self._end(rank, text, code)
+            case wire.RankExited(rank, code, number):
+                reason = message.reason or describe_exit(code, number)
+                known = None if number or code < 0 else code
+                self._end(rank, reason, known, number, message)
+            case wire.ResultPiece(rank, data) if program is not None:
+                program.output.returned(rank, data)
+
+    def _lost(self, link: AgentLink, reason: str, selector: selectors.BaseSelector) -> None:
+        """An agent is gone, and its ranks with it or soon after it; another one may take its place."""
+        for descriptor in (link.inbox, link.outbox):
+            if descriptor in selector.get_map():
+                selector.unregister(descriptor)
+        with self._lock:
+            del self._links[link.host]
+            lost = [rank for rank, host in self._host_of.items() if host == link.host]
+        link.close(0.0)
+        for rank in lost:
+            self._end(rank, reason)
+
+    def _end(
+        self,
+        rank: int,
+        reason: str,
+        code: int | None = None,
+        number: int = 0,
+        said: wire.RankExited | None = None,
+    ) -> None:
+        with self._lock:
+            self._host_of.pop(rank, None)
+            pid = self._pids.pop(rank, 0)
+            idle = not self._host_of
+        tail = self._tails.pop(rank, OutputTail()).text()
+        detail, left = "", None
+        if said is not None:
+            tail, detail, left = tail or said.tail, said.detail, said.left
+        self._ranks.handle(Ended(rank, pid, reason, tail, detail, code, number, left))
+        if idle:
+            self._idle.set()

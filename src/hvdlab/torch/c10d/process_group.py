@@ -29,26 +29,23 @@ from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
-from hvdlab.torch.c10d.arguments import (
-    listed,
-    parts_of_root,
-    require_dense,
-    require_member,
-    require_outputs,
-    single,
-    split_rows,
-)
-from hvdlab.torch.c10d.calls import Calls, Submission
-from hvdlab.torch.c10d.messages import Messages
+from hvdlab.torch.c10d.submission import Calls, Messages, Submission
 from hvdlab.torch.c10d.tensors import (
     Copy,
     array_of,
     core_dtype,
+    listed,
     memory_of,
+    parts_of_root,
     plain_of,
     real_parts,
+    require_dense,
+    require_member,
+    require_outputs,
     resolved,
     scatter_into,
+    single,
+    split_rows,
     writable,
     writable_array,
 )

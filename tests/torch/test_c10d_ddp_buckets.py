@@ -18,7 +18,7 @@ import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import CollectiveError, MismatchError
 from hvdlab.collectives.uncaught import own_error
-from hvdlab.torch.c10d.buckets import NESTED, Bucket, Layout, bucket_text
+from hvdlab.torch.c10d.ddp_buckets import NESTED, Bucket, Layout, bucket_text
 from ranks import Ranks
 
 Wrap = Callable[[], nn.parallel.DistributedDataParallel]
@@ -285,7 +285,7 @@ def test_errors_name_the_bucket_on_all_ranks(world: Ranks) -> None:
     assert ", DDP bucket 0: 0.bias, 0.weight`: the ranks disagree" in first
     assert first.endswith("the group is intact and can go on.")
     for text in (first, second):
-        assert "test_c10d_buckets.py:" in text
+        assert "test_c10d_ddp_buckets.py:" in text
         assert ", DDP bucket 0: 0.bias, 0.weight): allreduce float32[272]" in text
 
 

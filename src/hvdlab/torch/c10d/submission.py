@@ -2,7 +2,9 @@
 
 All collectives of a group have *one* name in the core, the group's, and are anonymous: the coordinator compares the n-th
 calls of all ranks, and finds at once if a rank has called another operation, or one with another shape, dtype, root or operator.
-Messages have names of their own.
+
+Messages (send, receive, and receive from any rank) have names of their own: only their two ranks submit them, without the other
+ranks of the group. Messages of one direction and tag arrive in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -16,19 +18,31 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
+
+from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.errors import (
-    AbortedError,
-    CauseKind,
-    HvdlabError,
-    InvalidRequestError,
-    MismatchError,
-)
+from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, InvalidRequestError, MismatchError
 from hvdlab.collectives.sites import call_site
-from hvdlab.torch.c10d.buckets import Buckets
-from hvdlab.torch.c10d.history import Call
-from hvdlab.torch.c10d.naming import WHOLE, Part, label_in_recordings, name_of_group, sharded_module
-from hvdlab.torch.c10d.tensors import Copy
+from hvdlab.torch.c10d.call_history import CallRecord
+from hvdlab.torch.c10d.ddp_buckets import Buckets
+from hvdlab.torch.c10d.operation_names import (
+    WHOLE,
+    ModelPart,
+    label_in_recordings,
+    name_of_group,
+    sharded_module,
+)
+from hvdlab.torch.c10d.tensors import (
+    Copy,
+    array_of,
+    core_dtype,
+    require_dense,
+    require_member,
+    require_tag,
+    single,
+    writable_array,
+)
 from hvdlab.torch.c10d.work import CoalescedWork, Deliver, HvdlabWork
 from hvdlab.torch.c10d.world import World
 
@@ -147,7 +161,7 @@ class Calls:
         if self.engine.epoch() != self._epoch and not self.has_its_ranks():
             raise InvalidRequestError(
                 f"{operation}: {self} has lost ranks since it was made. "
-                'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
+                'CallRecord dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
             )
 
     def close(self) -> None:
@@ -214,7 +228,7 @@ class Calls:
         self.begin(work, submission, name or self.name_in_core, site, at_once=at_once)
         if name is None and work.handles:  # a collective, which all members call in one order
             epoch = work.handles[0].epoch
-            call = Call(self.sequence, operation, site + part.about, self.world.steps.taken)
+            call = CallRecord(self.sequence, operation, site + part.about, self.world.steps.taken)
             self.world.histories.add(self.name_in_mail, epoch, call)
             work.explain = functools.partial(self._explain, epoch)
         return work
@@ -266,12 +280,12 @@ class Calls:
 
     # -- the names of operations --------------------------------------------------------------------------------------
 
-    def label(self, operation: str, part: Part = WHOLE) -> str:
+    def label(self, operation: str, part: ModelPart = WHOLE) -> str:
         """Give the next operation its number, and return its name for errors, such as ``all_reduce #17 of group dp``."""
         self.sequence += 1
         return f"{operation} #{self.sequence} of {self}{part.about}"
 
-    def recorded_as(self, operation: str, part: Part = WHOLE) -> str:
+    def recorded_as(self, operation: str, part: ModelPart = WHOLE) -> str:
         """An operation's name in recordings."""
         label = self._labels.get((operation, part.name))
         if label is None:
@@ -279,16 +293,16 @@ class Calls:
             self._labels[operation, part.name] = label
         return label
 
-    def _part(self, operation: str, tensors: Any) -> Part:
+    def _part(self, operation: str, tensors: Any) -> ModelPart:
         """The part of a model that an operation is for, as far as the stack and the tensors show it."""
         if module := sharded_module():
-            return Part(module, f" for {module}")
+            return ModelPart(module, f" for {module}")
         caller = _caller()
         if operation in _WRAPPERS_BEGIN_WITH:
             self._buckets.see(tensors[0] if operation == "broadcast" else None, caller)
         one = operation == "all_reduce" and len(tensors) == 1
         bucket = self._buckets.text_of(tensors[0] if one else None, caller)
-        return Part(bucket, f", {bucket}") if bucket else WHOLE
+        return ModelPart(bucket, f", {bucket}") if bucket else WHOLE
 
     def _explain(self, epoch: int, error: HvdlabError) -> str:
         """A sentence on the rank that has skipped an earlier call, if this may be why an operation failed; else empty."""
@@ -307,3 +321,71 @@ def _caller() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_HOME):
         frame = frame.f_back
     return frame
+
+
+class Messages:
+    """Sends and receives one rank's messages in a group. Ranks are numbers in the group.
+
+    Args:
+        calls: The group's operations.
+        rank: This rank.
+    """
+
+    def __init__(self, calls: Calls, rank: int) -> None:
+        self._calls, self._rank = calls, rank
+        self._members = calls.members
+
+    def send(self, tensors: Any, target: int, tag: int) -> HvdlabWork:
+        """Send one tensor, which must not change until the message has been received."""
+        self._require_other("send", target, tag)
+        return self._submit("send", [single("send", tensors)], self._rank, target, tag)
+
+    def receive(self, tensors: Any, source: int, tag: int) -> HvdlabWork:
+        """Receive the next message with this tag from a rank, into a tensor."""
+        self._require_other("recv", source, tag)
+        return self._submit("recv", [single("recv", tensors)], source, self._rank, tag)
+
+    def receive_from_any(self, tensors: Any, tag: int) -> HvdlabWork:
+        """Receive the next message with this tag from any rank; the work's ``source_rank()`` says which, once it is there."""
+        require_tag("recv", tag)
+        given = [single("recv", tensors)]
+        submission = self._moved(given, None, self._rank, tag)
+        name = self._name("any", self._rank, tag)
+        return self._calls.submit("recv", given, submission, name=name, source=None)
+
+    def _require_other(self, operation: str, other: int, tag: int) -> None:
+        require_member(operation, other, len(self._members))
+        require_tag(operation, tag)
+        if other == self._rank:
+            raise InvalidRequestError(f"{operation}: rank {other} can't send to itself.")
+
+    def _submit(
+        self, operation: str, tensors: list[torch.Tensor], source: int, target: int, tag: int
+    ) -> HvdlabWork:
+        submission = self._moved(tensors, source, target, tag)
+        name = self._name(source, target, tag)
+        return self._calls.submit(operation, tensors, submission, name=name, source=source)
+
+    def _moved(self, tensors: list[torch.Tensor], source: int | None, target: int, tag: int) -> Submission:
+        """The requests that send or receive tensors; the ``source`` is ``None`` for any rank."""
+        submission, receiver = Submission(), self._members[target]
+        ranks = (receiver,) if source is None else (self._members[source], receiver)
+        sends = source == self._rank
+        for tensor in tensors:
+            require_dense(tensor, "send" if sends else "recv")
+            array, copy = (array_of(tensor), None) if sends else writable_array(tensor)
+            request = Request(
+                OpKind.SENDRECV,
+                input=array,
+                output=None if sends else array,
+                dtype=core_dtype(tensor),
+                root=-1 if source is None else ranks[0],
+                ranks=ranks,
+                channel=f"{self._calls.name_in_core}.{tag}",
+            )
+            submission.add(request, copy)
+        return submission
+
+    def _name(self, source: int | str, target: int, tag: int) -> str:
+        """The core's name for messages of one direction and tag, or for a rank's receives from any rank."""
+        return f"{self._calls.name_in_core}.{source}>{target}.{tag}"

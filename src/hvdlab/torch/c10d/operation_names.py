@@ -20,7 +20,7 @@ _FRAMES = 20
 _HASH = re.compile("[0-9a-f]{40}")
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """The part of a model that an operation is for.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     about: str = ""
 
 
-WHOLE = Part()
+WHOLE = ModelPart()
 """Of an operation that is for no known part of a model."""
 
 

@@ -1,4 +1,6 @@
-"""``dist.init_process_group`` in a pool and under ``hvdlab run``: the ranks meet in the world that is already there.
+"""Creation of process groups: ``dist.init_process_group`` in a pool and under ``hvdlab run``, and torch's calls for a new group.
+
+The ranks of the default group meet in the world that is already there.
 
 They meet by a collective, so that whatever ends a collective ends this wait, too: an error names a rank that fails, ends its cell or
 dies without coming, and Ctrl-C has an effect at once.
@@ -22,20 +24,21 @@ from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import CauseKind, HvdlabError
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.sites import call_site
-from hvdlab.torch.c10d.group import HvdlabProcessGroup
-from hvdlab.torch.c10d.naming import renamed
+from hvdlab.torch.c10d.call_history import keep_errors
+from hvdlab.torch.c10d.operation_names import renamed
+from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.store import HvdlabStore
-from hvdlab.torch.c10d.world import World, has_coordinator, require_whole_world
-from hvdlab.torch_backend import NAME
+from hvdlab.torch.c10d.world import World, current_world, has_coordinator, require_whole_world, world_of_group
 
 _SPACE_BYTES = 16
 """Random bytes from which the name of a store's space is made."""
 
 
-def init_process_group(original: Any, *args: Any, **kwargs: Any) -> None:
-    """Takes the place of ``dist.init_process_group`` in a process that may be a rank of hvdlab's world.
+def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Take the place of ``dist.init_process_group`` in a process that may be a rank of hvdlab's world.
 
     Args:
+        backend: The name under which hvdlab is known to torch.
         original: Torch's own function. It does everything by itself, unless hvdlab makes the group and the user named no store.
         args, kwargs: Its arguments.
 
@@ -47,15 +50,15 @@ def init_process_group(original: Any, *args: Any, **kwargs: Any) -> None:
     in_pool = context.in_rank_of_pool()
     in_world = in_pool or has_coordinator(Settings.from_env())
     if in_world and _is_wanted_for_cpu() and given.get("backend") in (None, "gloo", "cpu:gloo"):
-        given["backend"] = NAME
+        given["backend"] = backend
         if context.init().rank == 0:
             print("torch.distributed: this group is hvdlab's in place of Gloo's (HVDLAB_C10D=1).")
-    if in_pool and dist.is_initialized() and _is_ours(given) and _stays():
+    if in_pool and dist.is_initialized() and _is_ours(given, backend) and _stays():
         return
     named_store = given.get("store") is not None or given.get("init_method") not in (None, "env://")
     if (
         named_store
-        or not _is_ours(given)
+        or not _is_ours(given, backend)
         or not has_coordinator(Settings.from_env())
         or dist.is_initialized()
     ):
@@ -74,8 +77,8 @@ def init_process_group(original: Any, *args: Any, **kwargs: Any) -> None:
     original(**{**given, "store": world.store, "rank": ranks.index(engine.rank), "world_size": len(ranks)})
 
 
-def _is_ours(given: dict[str, Any]) -> bool:
-    return NAME in str(given.get("backend", "")).lower()
+def _is_ours(given: dict[str, Any], backend: str) -> bool:
+    return backend in str(given.get("backend", "")).lower()
 
 
 def _is_wanted_for_cpu() -> bool:
@@ -136,3 +139,23 @@ def _met(engine: Engine, timeout: timedelta) -> str:
     except HvdlabError as error:
         raise renamed(error, "init_process_group") from None
     return space.tobytes().hex()
+
+
+def create(options: Any) -> HvdlabProcessGroup:
+    """Make a process group. Torch calls this on the group's members only, which wait for each other here.
+
+    Args:
+        options: Torch's options: ``store``, ``group_rank``, ``group_size``, ``timeout``, ``group_id`` and
+            ``global_ranks_in_group``, which is empty for the default group.
+
+    Raises:
+        InvalidRequestError: The default group has another rank or size than hvdlab's world.
+        StartError, AbortedError: There is no coordinator, or a rank that is needed did not answer, died or failed.
+    """
+    keep_errors()
+    members = tuple(options.global_ranks_in_group)
+    rank, size = options.group_rank, options.group_size
+    world = current_world() if members else world_of_group(options.store, rank, size)
+    return HvdlabProcessGroup(
+        world, rank, size, options.group_id, members or world.engine.ranks(), options.timeout
+    )

@@ -10,15 +10,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from hvdlab.torch.c10d import history
-from hvdlab.torch.c10d.history import KEPT, Call, Drift, Histories, Said, Shift, find_drift, find_shift
+from hvdlab.torch.c10d import call_history
+from hvdlab.torch.c10d.call_history import (
+    KEPT,
+    CallHistoryMessage,
+    CallRecord,
+    Drift,
+    Histories,
+    Shift,
+    find_drift,
+    find_shift,
+)
 from patience import HOUR, PATIENCE
 
 
-def said(lines: Sequence[str], first: int = 0) -> Said:
+def said(lines: Sequence[str], first: int = 0) -> CallHistoryMessage:
     """Calls from these lines, numbered from 1 on in the epoch."""
-    return Said(
-        "group", 3, first, tuple(Call(first + i + 1, "all_reduce", line) for i, line in enumerate(lines))
+    return CallHistoryMessage(
+        "group",
+        3,
+        first,
+        tuple(CallRecord(first + i + 1, "all_reduce", line) for i, line in enumerate(lines)),
     )
 
 
@@ -68,7 +80,7 @@ def test_only_what_both_remember_is_compared() -> None:
 
 
 def test_it_is_told_by_both_sides_alike() -> None:
-    one, other = Call(4, "all_reduce", "a.py:3"), Call(5, "all_reduce", "a.py:9")
+    one, other = CallRecord(4, "all_reduce", "a.py:3"), CallRecord(5, "all_reduce", "a.py:9")
     told = Shift(one, other, 1).sentence(1, 0)
     assert told == (
         "rank 1 skipped a call: where rank 0 called all_reduce #4 (a.py:3), it called all_reduce #5 (a.py:9), and the calls "
@@ -78,10 +90,10 @@ def test_it_is_told_by_both_sides_alike() -> None:
     assert "skipped 3 calls" in Shift(one, other, 3).sentence(1, 0)
 
 
-def steps(of_calls: Sequence[int], first: int = 0) -> Said:
+def steps(of_calls: Sequence[int], first: int = 0) -> CallHistoryMessage:
     """Calls from one line, each with the number of steps before it."""
-    calls = tuple(Call(first + i + 1, "all_reduce", "line", step) for i, step in enumerate(of_calls))
-    return Said("group", 3, first, calls)
+    calls = tuple(CallRecord(first + i + 1, "all_reduce", "line", step) for i, step in enumerate(of_calls))
+    return CallHistoryMessage("group", 3, first, calls)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +119,7 @@ def test_calls_of_one_line_are_told_apart_by_steps(
 
 
 def test_who_is_ahead_is_told_by_both_sides_alike() -> None:
-    one, other = Call(4, "all_reduce", "a.py:3", 1), Call(4, "all_reduce", "a.py:3", 2)
+    one, other = CallRecord(4, "all_reduce", "a.py:3", 1), CallRecord(4, "all_reduce", "a.py:3", 2)
     for drift, rank, own in ((Drift(one, other, 1), 1, 0), (Drift(other, one, -1), 0, 1)):
         assert "rank 1 has probably skipped" in drift.sentence(rank, own)
     assert (
@@ -125,24 +137,24 @@ class Mail:
     rank, living = 0, (0, 1, 2)
 
     def __init__(self) -> None:
-        self.sent: queue.Queue[tuple[Said, tuple[int, ...]]] = queue.Queue()
+        self.sent: queue.Queue[tuple[CallHistoryMessage, tuple[int, ...]]] = queue.Queue()
         self.receive: Callable[[int, bytes], None] = lambda sender, body: None
 
     def on_mail(self, topic: str, receive: Callable[[int, bytes], None]) -> None:
         self.receive = receive
 
     def post(self, topic: str, body: bytes, to: Sequence[int]) -> None:
-        self.sent.put((msgspec.msgpack.decode(body, type=Said), tuple(to)))
+        self.sent.put((msgspec.msgpack.decode(body, type=CallHistoryMessage), tuple(to)))
 
-    def answer(self, rank: int, question: Said, lines: str) -> None:
+    def answer(self, rank: int, question: CallHistoryMessage, lines: str) -> None:
         """This rank answers with calls from these lines."""
-        calls = tuple(Call(i + 1, "all_reduce", line) for i, line in enumerate(lines.split()))
+        calls = tuple(CallRecord(i + 1, "all_reduce", line) for i, line in enumerate(lines.split()))
         said = msgspec.structs.replace(question, calls=calls, asks=False)
         self.receive(rank, msgspec.msgpack.encode(said))
 
 
 def test_two_threads_ask_about_one_group_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "PATIENCE", HOUR)  # nothing but the answers ends a wait
+    monkeypatch.setattr(call_history, "PATIENCE", HOUR)  # nothing but the answers ends a wait
     mail: Any = Mail()
     histories = Histories(mail)
     for call in said(["a", "b", "a", "b", "a", "b", "a", "b"]).calls:

@@ -13,7 +13,7 @@ from torch import nn
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.torch.c10d import agree
-from hvdlab.torch.c10d.agreeing import Agreement, _Account, decide
+from hvdlab.torch.c10d.resync import Agreement, _Account, decide
 from ranks import Ranks
 
 SIZE = 4

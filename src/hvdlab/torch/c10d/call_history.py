@@ -4,19 +4,30 @@ The coordinator can't tell two calls of one kind, shape and dtype apart: if a ra
 others' earlier ones, and nothing fails before that rank makes no more calls. So each rank remembers the lines of its last calls,
 and how many steps its optimizers had taken by then, since all calls of DDP's backward pass come from one line. A rank whose call
 can't complete asks the missing ranks for their last calls, and compares.
+
+The two hooks in torch that error reports need are here as well: a count of optimizer steps, and ``backward()``, which raises the
+errors of collectives that its C++ waits for, as in DDP's backward pass, as they are.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
 
 import msgspec
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.uncaught import own_error
 from hvdlab.collectives.visible import visible
+from hvdlab.torch.compiling import untraced_frame
 
 KEPT = 64
 """Calls of each group that a rank remembers."""
@@ -30,14 +41,14 @@ PATIENCE = 0.5
 _TOPIC = "c10d.history"
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     """One call of a rank.
 
     Attributes:
         number: Its number in the rank's errors.
         operation: Its name in torch.
         site: The user's line of code, and the part of a model that it is for.
-        step: Steps that the rank's optimizers had taken before it.
+        step: OptimizerSteps that the rank's optimizers had taken before it.
     """
 
     number: int
@@ -48,11 +59,11 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         return f"{self.operation} #{self.number} ({visible(self.site)})"
 
-    def is_like(self, other: Call) -> bool:
+    def is_like(self, other: CallRecord) -> bool:
         return (self.operation, self.site) == (other.operation, other.site)
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
+class CallHistoryMessage(msgspec.Struct, frozen=True, array_like=True):
     """Mail between ranks: the last calls of a group in one epoch; with ``asks``, a request for these.
 
     ``first`` is how many calls of this epoch came before ``calls``. ``number`` is the asking rank's count of its requests; the answer
@@ -62,7 +73,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     group: str
     epoch: int
     first: int = 0
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallRecord, ...] = ()
     asks: bool = False
     number: int = 0
 
@@ -75,8 +86,8 @@ class Shift(msgspec.Struct, frozen=True):
         skipped: How many calls the other rank has skipped; negative if this rank has.
     """
 
-    own: Call
-    other: Call
+    own: CallRecord
+    other: CallRecord
     skipped: int
 
     def sentence(self, rank: int, own: int) -> str:
@@ -92,7 +103,7 @@ class Shift(msgspec.Struct, frozen=True):
         )
 
 
-def find_shift(own: Said, other: Said) -> Shift | None:
+def find_shift(own: CallHistoryMessage, other: CallHistoryMessage) -> Shift | None:
     """Find out whether one rank has skipped calls: whether, from some call on, its calls are those that the other makes later.
 
     Lines that differ for another reason, such as those of a root and of other ranks, are no shift.
@@ -128,8 +139,8 @@ class Drift(msgspec.Struct, frozen=True):
         ahead: By how many steps the other rank's lead over this one had grown by then; negative if it had shrunk, never 0.
     """
 
-    own: Call
-    other: Call
+    own: CallRecord
+    other: CallRecord
     ahead: int
 
     def sentence(self, rank: int, own: int) -> str:
@@ -145,7 +156,7 @@ def _steps(count: int) -> str:
     return f"{count} step{'s' * (count != 1)}"
 
 
-def find_drift(own: Said, other: Said) -> Drift | None:
+def find_drift(own: CallHistoryMessage, other: CallHistoryMessage) -> Drift | None:
     """Find out whether, from some call on, two ranks made their calls in different steps.
 
     Optimizers that only some ranks have make the counts differ, too. So a difference that was there at the first call that both
@@ -164,7 +175,7 @@ def find_drift(own: Said, other: Said) -> Drift | None:
     return Drift(*pairs[at], ahead[at])
 
 
-def _alike(some: Sequence[Call], others: Sequence[Call]) -> int:
+def _alike(some: Sequence[CallRecord], others: Sequence[CallRecord]) -> int:
     """The number of pairs of calls, if both calls of every pair are alike; else 0."""
     pairs = list(zip(some, others, strict=False))
     return len(pairs) if all(one.is_like(other) for one, other in pairs) else 0
@@ -175,7 +186,7 @@ class _Record:
 
     def __init__(self, epoch: int) -> None:
         self.epoch, self.count = epoch, 0
-        self.calls: deque[Call] = deque(maxlen=KEPT)
+        self.calls: deque[CallRecord] = deque(maxlen=KEPT)
 
 
 class Histories:
@@ -192,10 +203,10 @@ class Histories:
         #: How many requests this rank has sent.
         self._number = 0
         #: The answers to each request, by rank, as long as a thread waits for them: several may ask about one group at once.
-        self._answers: dict[int, dict[int, Said]] = {}
+        self._answers: dict[int, dict[int, CallHistoryMessage]] = {}
         engine.on_mail(_TOPIC, self._on_mail)
 
-    def add(self, group: str, epoch: int, call: Call) -> None:
+    def add(self, group: str, epoch: int, call: CallRecord) -> None:
         """Remember a call that was submitted in this epoch of the group's process set."""
         with self._changed:
             record = self._records.get(group)
@@ -225,14 +236,14 @@ class Histories:
                 return found.sentence(rank, self._engine.rank)
         return ""
 
-    def _ask(self, group: str, epoch: int, others: Sequence[int]) -> dict[int, Said]:
-        deadline, answers = Deadline(PATIENCE), dict[int, Said]()
+    def _ask(self, group: str, epoch: int, others: Sequence[int]) -> dict[int, CallHistoryMessage]:
+        deadline, answers = Deadline(PATIENCE), dict[int, CallHistoryMessage]()
         with self._changed:
             self._number += 1
             number = self._number
             self._answers[number] = answers
             try:
-                question = Said(group, epoch, asks=True, number=number)
+                question = CallHistoryMessage(group, epoch, asks=True, number=number)
                 self._engine.post(_TOPIC, msgspec.msgpack.encode(question), others)
                 while not answers.keys() >= set(others) and not deadline.expired:
                     self._changed.wait(deadline.remaining())
@@ -240,16 +251,16 @@ class Histories:
                 del self._answers[number]
         return answers
 
-    def _said(self, group: str, epoch: int) -> Said:
+    def _said(self, group: str, epoch: int) -> CallHistoryMessage:
         with self._changed:
             record = self._records.get(group)
             if record is None or record.epoch != epoch:
-                return Said(group, epoch)
-            return Said(group, epoch, record.count - len(record.calls), tuple(record.calls))
+                return CallHistoryMessage(group, epoch)
+            return CallHistoryMessage(group, epoch, record.count - len(record.calls), tuple(record.calls))
 
     def _on_mail(self, sender: int, body: bytes) -> None:
         """Handle another rank's request for calls, or its answer. Control thread."""
-        said = msgspec.msgpack.decode(body, type=Said)
+        said = msgspec.msgpack.decode(body, type=CallHistoryMessage)
         if said.asks:
             answer = msgspec.structs.replace(self._said(said.group, said.epoch), number=said.number)
             self._engine.post(_TOPIC, msgspec.msgpack.encode(answer), [sender])
@@ -259,3 +270,55 @@ class Histories:
             if answers is not None:
                 answers[sender] = said
                 self._changed.notify_all()
+
+
+class OptimizerSteps:
+    """Counts the steps of all optimizers together from now on, by torch's global hook.
+
+    OptimizerSteps that ``torch.compile`` compiles are not counted: the count would be a constant in the compiled code, which torch would
+    compile again each time that it has changed.
+
+    Attributes:
+        taken: The count.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        counts = weakref.ref(self)
+
+        def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling() and (steps := counts()) is not None:
+                steps.taken += 1
+
+        hook = register_optimizer_step_post_hook(count)
+        weakref.finalize(self, hook.remove)
+
+
+def keep_errors() -> None:
+    """Let ``backward()`` and ``torch.autograd.grad`` raise hvdlab's own errors, from now on in this process.
+
+    C++ keeps nothing of an error but its text. The one function of torch's through which all Python code runs the engine is replaced by one that
+    puts the error back. Where torch has no such function (before 2.3), only what ends a cell or a program is put back.
+    """
+    graph: Any = torch.autograd.graph
+    original = getattr(graph, "_engine_run_backward", None)
+    if not isinstance(original, FunctionType) or original.__globals__ is globals():
+        return
+    # Callers look it up in either module.
+    graph._engine_run_backward = torch.autograd._engine_run_backward = _with_own_errors(original)  # type: ignore[attr-defined]
+
+
+def _with_own_errors(original: Any) -> Any:
+    @functools.wraps(original)
+    @untraced_frame
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError as error:
+            own = own_error(error)
+            if own is error:
+                raise
+        # Not within the handler: the error that it replaces would be shown as what it came from.
+        raise own.with_traceback(None)
+
+    return run_backward

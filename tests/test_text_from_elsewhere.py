@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import torch
 
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.coordinator.server import log_to_file, log_to_stderr
 from hvdlab.collectives.coordinator.strangers import TurnedAway
 from hvdlab.collectives.dtypes import DType, OpKind
@@ -68,8 +69,7 @@ from hvdlab.runner.command import main, speaker
 from hvdlab.runner.events import Failure as JobFailure
 from hvdlab.runner.lines import Tail
 from hvdlab.runner.report import failure_lines, stall_line
-from hvdlab.torch import recording
-from hvdlab.torch.divergence import DivergenceError
+from hvdlab.torch import monitoring
 from hvdlab.widgets import metrics_picture, output, strip
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
@@ -89,7 +89,7 @@ def status(name: str) -> StatusTable:
 
 def measured(name: str) -> Recording:
     recording = Recording()
-    recording.feed(0, encode(0, [Metric(name, float(k), k, k * 1_000_000_000) for k in range(9)]))
+    monitoring.feed(0, encode(0, [Metric(name, float(k), k, k * 1_000_000_000) for k in range(9)]))
     return recording
 
 
@@ -104,8 +104,8 @@ def traced(name: str, directory: Path) -> Path:
     times = (when, when + 1000, when + 2000, when + 3000)
     span = Span(name, OpKind.ALLREDUCE, DType.F32, 0, 0, 0, 4096, *times, site=name)
     for rank in range(2):
-        recording.feed(rank, encode(rank, [Members(0, 0, 2, 0), span, Metric(name, 1.0, None, when)]))
-    recording.close()
+        monitoring.feed(rank, encode(rank, [Members(0, 0, 2, 0), span, Metric(name, 1.0, None, when)]))
+    monitoring.close()
     return save(recording, directory / "foreign.json")
 
 
@@ -276,7 +276,7 @@ def checked(name: str, directory: Path) -> str:
 
 
 def recorded_step(name: str) -> str:
-    with recording.Record(None, None, None, 1, 1 << 20) as record:
+    with monitoring.TorchRecord(None, None, None, 1, 1 << 20) as record:
         record.batch({name: torch.zeros(2)})
         (step,) = record.steps
     assert "\nforged" not in str(step)

@@ -16,8 +16,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.steps import StepMeter
 from hvdlab.collectives.timeline.events import Metric
 from hvdlab.collectives.timeline.records import decode
-from hvdlab.torch.late_values import MOST_WAITING, LateValues
-from hvdlab.torch.watch import gradient_norm
+from hvdlab.torch.monitoring import MOST_WAITING, LateValues, gradient_norm
 from metric_points import recorded_points
 from ranks import Ranks
 

@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.metrics.record import metric
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
@@ -40,7 +41,7 @@ from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import broadcast_global_variables
 from hvdlab.tensorflow.keras import DistributedOptimizer as _DistributedOptimizer
 from hvdlab.tensorflow.keras import PartialDistributedOptimizer, models, values
-from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
+from hvdlab.tensorflow.keras.divergence import watch_divergence
 from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.values import allgather, broadcast, reducescatter
 from hvdlab.tensorflow.keras.watch import watch

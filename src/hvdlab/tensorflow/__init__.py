@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hvdlab.bindings import arguments
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.metrics.export_from_rank import export
 from hvdlab.collectives.metrics.record import metric
@@ -72,7 +73,7 @@ from hvdlab.tensorflow.functions import (
     vars_to_refs,
 )
 from hvdlab.tensorflow.functions import _executing_eagerly as _executing_eagerly
-from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
+from hvdlab.tensorflow.keras.divergence import watch_divergence
 from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.watch import watch
 from hvdlab.tensorflow.mpi_ops import _allreduce as _allreduce

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlab.bindings.arguments import Average, Sum
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.metrics.record import metric
 from hvdlab.collectives.process_sets import (
@@ -44,7 +45,7 @@ from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import broadcast_global_variables
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras import callbacks, elastic, models
-from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
+from hvdlab.tensorflow.keras.divergence import watch_divergence
 from hvdlab.tensorflow.keras.optimizers import distributed
 from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter

@@ -4,47 +4,30 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from hvdlab.bindings.divergence import DivergenceError, tell_divergence
-from hvdlab.collectives import context
+from hvdlab.bindings.monitoring import DIVERGENCE_WATCH, ELEMENTS, MOST_SAMPLED, DivergenceWatch
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.fingerprint import SIZE, fingerprint, of_blocks, threads_for
+from hvdlab.collectives.fingerprint import SIZE, fingerprint, of_blocks
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.keras.fits import ATTRIBUTE_OF_WATCH, record_fits
+from hvdlab.tensorflow.keras.fits import record_fits
 from hvdlab.tensorflow.keras.models import package_of
 from hvdlab.tensorflow.ops import allgather
 
-__all__ = ["DivergenceError", "DivergenceWatch", "watch_divergence"]
-
-MOST_SAMPLED = 32
-"""Variables of which a few elements are remembered at each step, at most."""
-
-ELEMENTS = 8
-"""Elements that are remembered of each of them."""
 _NUMBERS = re.compile(r"_\d+(?=/|:|$)")
 
 
-class DivergenceWatch:
-    """What :func:`watch_divergence` returns. The comparisons end with :meth:`close`, or when the model is watched anew.
-
-    Attributes:
-        step: Steps that were seen.
-        checks: How often the whole models were compared.
-    """
+class KerasDivergenceWatch(DivergenceWatch):
+    """Comparison of the ranks' models, made by :func:`watch_divergence`."""
 
     def __init__(self, model: Any, every: int, buffers: bool, process_set: ProcessSet) -> None:
-        self.step = self.checks = 0
-        self._model, self._every, self._buffers, self._set = model, every, buffers, process_set
-        self._name = f"divergence.{type(model).__name__}"
-        self._samples: deque[tuple[int, list[Any]]] = deque(maxlen=every)
+        super().__init__(model, every, buffers, process_set)
         #: A ``tf.function`` that reads some elements of some variables; made after the first step, when the model has its variables.
         self._sampled: Any = None
 
@@ -66,64 +49,36 @@ class DivergenceWatch:
         if before // self._every != self.step // self._every:
             self.check()
 
-    def check(self) -> None:
-        """Compare the models now. All ranks must call it.
-
-        Raises:
-            DivergenceError: The models differ; on all ranks. Nothing is changed.
-            CollectiveError: Not all ranks called it.
-        """
-        digests = self._digests()
-        whole = fingerprint(*(part for name, d in digests.items() for part in (name.encode(), d)))
-        mine = np.frombuffer(whole, np.uint8).reshape(1, SIZE)
-        gathered = allgather(mine, self._name, process_set=self._set).numpy()
-        self.checks += 1
-        samples = [(step, fingerprint(*map(_of_array, rows))) for step, rows in self._samples]
-        self._samples.clear()
-        if not (gathered == gathered[0]).all():
-            tell_divergence(self._name, self._set, self.step, digests, samples)
-
     def close(self) -> None:
         """End the comparisons. Idempotent."""
-        self._samples.clear()
+        super().close()
         self._sampled = None
-        if vars(self._model).get(ATTRIBUTE_OF_WATCH) is self:
-            object.__delattr__(self._model, ATTRIBUTE_OF_WATCH)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return (
-            f"<DivergenceWatch of {type(self._model).__name__}, {self.step} steps, {self.checks} comparisons>"
-        )
 
     def _variables(self) -> Sequence[Any]:
         return self._model.weights if self._buffers else self._model.trainable_weights  # type: ignore[no-any-return]
 
-    def _digests(self) -> dict[str, bytes]:
-        found = {}
-        with ThreadPoolExecutor(threads_for(context.engine().local_size), "hvdlab-fingerprints") as pool:
-            for number, variable in enumerate(self._variables()):
-                # Keras numbers the names within each process, so a rank that has made another model before has other numbers.
-                label = _NUMBERS.sub("", getattr(variable, "path", None) or variable.name)
-                found[f"[{number}] {label}"] = _of_array(plain_variable(variable), pool)
-        return found
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        for number, variable in enumerate(self._variables()):
+            # Keras numbers the names within each process, so a rank that has made another model before has other numbers.
+            label = _NUMBERS.sub("", getattr(variable, "path", None) or variable.name)
+            yield f"[{number}] {label}", plain_variable(variable)
+
+    @staticmethod
+    def _digest(tensor: Any, pool: ThreadPoolExecutor | None = None) -> bytes:
+        array = np.ascontiguousarray(tensor.numpy())
+        raw = array.reshape(-1).view(np.uint8)
+        head = f"{array.dtype} {array.shape}".encode()
+        return fingerprint(head, of_blocks(raw.size, lambda at, length: raw[at : at + length], pool=pool))
+
+    def _is_equal_on_all_ranks(self, whole: bytes) -> bool:
+        mine = np.frombuffer(whole, np.uint8).reshape(1, SIZE)
+        gathered = allgather(mine, self._name, process_set=self._set).numpy()
+        return bool((gathered == gathered[0]).all())
 
     def _sample(self) -> list[Any]:
         variables = [plain_variable(each) for each in self._variables()]
         step = max(1, -(-len(variables) // MOST_SAMPLED))
         return [tf.reshape(each, [-1])[:ELEMENTS] for each in variables[::step]]
-
-
-def _of_array(tensor: Any, pool: ThreadPoolExecutor | None = None) -> bytes:
-    array = np.ascontiguousarray(tensor.numpy())
-    raw = array.reshape(-1).view(np.uint8)
-    head = f"{array.dtype} {array.shape}".encode()
-    return fingerprint(head, of_blocks(raw.size, lambda at, length: raw[at : at + length], pool=pool))
 
 
 def watch_divergence(
@@ -132,7 +87,7 @@ def watch_divergence(
     *,
     buffers: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> DivergenceWatch:
+) -> KerasDivergenceWatch:
     """Raise :class:`DivergenceError` on all ranks when their copies of a model are no longer the same, bit by bit.
 
     The ranks compare fingerprints of their models after every ``every`` steps. In between each rank remembers a few elements of its
@@ -161,9 +116,9 @@ def watch_divergence(
     if every < 1:
         raise InvalidRequestError(f"every= is a number of steps from 1, not {every}.")
     record_fits(sys.modules[package])
-    before: DivergenceWatch | None = vars(model).get(ATTRIBUTE_OF_WATCH)
+    before: KerasDivergenceWatch | None = vars(model).get(DIVERGENCE_WATCH)
     if before is not None:
         before.close()
-    made = DivergenceWatch(model, every, buffers, process_set)
-    object.__setattr__(model, ATTRIBUTE_OF_WATCH, made)
+    made = KerasDivergenceWatch(model, every, buffers, process_set)
+    object.__setattr__(model, DIVERGENCE_WATCH, made)
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from hvdlab.bindings.monitoring import DIVERGENCE_WATCH
 from hvdlab.collectives import context
 from hvdlab.collectives.metrics import names
 from hvdlab.tensorflow.functions import plain_variable
@@ -14,10 +15,7 @@ from hvdlab.tensorflow.keras.callbacks import learning_rate
 
 if TYPE_CHECKING:
     from hvdlab.collectives.metrics.steps import StepMeter
-    from hvdlab.tensorflow.keras.watch import Watch
-
-ATTRIBUTE_OF_WATCH = "_hvdlab_divergence"
-"""The attribute of a model that has its :class:`~hvdlab.tensorflow.keras.divergence.DivergenceWatch`."""
+    from hvdlab.tensorflow.keras.watch import KerasWatch
 
 _OF_VALIDATION = "val_"
 _KERAS_BATCH_SIZE = 32
@@ -112,7 +110,7 @@ def record_fits(package: Any) -> None:
     @functools.wraps(original)
     def initialize(self: Any, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
         model = kwargs.get("model")
-        meter, watch = _meter_of(model), getattr(model, ATTRIBUTE_OF_WATCH, None)
+        meter, watch = _meter_of(model), getattr(model, DIVERGENCE_WATCH, None)
         if (meter is not None or watch is not None) and "epochs" in kwargs:  # not an evaluation
             given = (
                 list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
@@ -164,8 +162,10 @@ def _meter_of(model: Any) -> StepMeter | None:
     return meter
 
 
-def _watch_of(model: Any) -> Watch | None:
-    found: Watch | None = getattr(_without_scaling(getattr(model, "optimizer", None)), "hvdlab_watch", None)
+def _watch_of(model: Any) -> KerasWatch | None:
+    found: KerasWatch | None = getattr(
+        _without_scaling(getattr(model, "optimizer", None)), "hvdlab_watch", None
+    )
     return found
 
 

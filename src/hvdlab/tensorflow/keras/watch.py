@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from hvdlab.bindings.training_watch import TrainingWatch, check_every, record
+from hvdlab.bindings.monitoring import TrainingWatch, check_every, record_metric
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics import names
 from hvdlab.collectives.metrics.steps import StepMeter
@@ -33,7 +33,7 @@ _NOTHING = -1.0
 """The value of the norm's variable until a norm has been computed."""
 
 
-class Watch(TrainingWatch):
+class KerasWatch(TrainingWatch):
     """What :func:`watch` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
 
     def __init__(self, model: Any, optimizer: Any, batch_size: float | None, every: int) -> None:
@@ -66,7 +66,7 @@ class Watch(TrainingWatch):
         self._meter.step(steps)
         rate = plain_variable(getattr(self._inner, "_learning_rate", None))
         if hasattr(rate, "assign") or self._measuring:  # a schedule would compute the rate at each step
-            record(names.LEARNING_RATE, learning_rate(self._inner), self.step, time.monotonic_ns())
+            record_metric(names.LEARNING_RATE, learning_rate(self._inner), self.step, time.monotonic_ns())
         self.counted(steps)
 
     def counted(self, steps: int) -> None:
@@ -75,9 +75,9 @@ class Watch(TrainingWatch):
         if self._measuring:
             norm = float(self._norm.numpy())
             if norm != _NOTHING:  # else loss scaling has skipped the step
-                record(names.GRADIENT_NORM, norm, self.step, now)
+                record_metric(names.GRADIENT_NORM, norm, self.step, now)
             if self._scale is not None:
-                record(names.LOSS_SCALE, self._scale, self.step, now)
+                record_metric(names.LOSS_SCALE, self._scale, self.step, now)
         self._prepare(steps)
 
     def _prepare(self, steps: int) -> None:
@@ -128,7 +128,7 @@ class Watch(TrainingWatch):
 class _Watched:
     """Methods in front of a watched optimizer's own class, but behind those of :class:`Distributed`: they see reduced gradients."""
 
-    hvdlab_watch: Watch | None = None
+    hvdlab_watch: KerasWatch | None = None
 
     def _hvdlab_observe(self, gradients: Sequence[Any]) -> None:
         if self.hvdlab_watch is not None:  # a clone of the optimizer has none
@@ -164,7 +164,9 @@ def _watched_class(kind: Any) -> Any:
     return type(kind.__name__, (*distributing, mixin, plain), members)
 
 
-def watch(model: Any, optimizer: Any = None, *, batch_size: float | None = None, every: int = 10) -> Watch:
+def watch(
+    model: Any, optimizer: Any = None, *, batch_size: float | None = None, every: int = 10
+) -> KerasWatch:
     """Record metrics of the training on this rank: step time, learning rate, norm of the gradients, loss scale.
 
     ``docs/reference/metrics.md`` has the names and what each costs. For a distributed optimizer ``fit`` records the first two without
@@ -198,7 +200,7 @@ def watch(model: Any, optimizer: Any = None, *, batch_size: float | None = None,
     check_every(every)
     StepMeter().batch_size = batch_size  # raises for a wrong one before anything is changed
     record_fits(sys.modules[package_of_optimizer(chosen)])
-    before: Watch | None = getattr(without_scaling(chosen), "hvdlab_watch", None)
+    before: KerasWatch | None = getattr(without_scaling(chosen), "hvdlab_watch", None)
     if before is not None:
         before.close()
-    return Watch(model, chosen, batch_size, every)
+    return KerasWatch(model, chosen, batch_size, every)

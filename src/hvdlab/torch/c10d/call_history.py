@@ -27,7 +27,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.uncaught import own_error
 from hvdlab.collectives.visible import visible
-from hvdlab.torch.compiling import untraced_frame
+from hvdlab.torch.dynamo import untraced_frame
 
 KEPT = 64
 """Calls of each group that a rank remembers."""

@@ -51,7 +51,7 @@ from hvdlab.torch.c10d.tensors import (
 )
 from hvdlab.torch.c10d.work import CoalescedWork, HvdlabWork
 from hvdlab.torch.c10d.world import World
-from hvdlab.torch.compiling import untraced_methods
+from hvdlab.torch.dynamo import untraced_methods
 
 _Types: Any = dist.ReduceOp.RedOpType
 _OPERATORS = (

@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import InvalidRequestError, format_ranks
 from hvdlab.collectives.fingerprint import fingerprint
 from hvdlab.collectives.visible import visible
 from hvdlab.torch.fingerprints import of_tensor
-from hvdlab.torch.optimizer_state import transfer_optimizer_state
+from hvdlab.torch.functions import transfer_optimizer_state
 
 _OPTIMIZER = "optimizer: "
 

@@ -21,7 +21,7 @@ from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Limit, Result
 from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.torch.c10d.operation_names import renamed
-from hvdlab.torch.compiling import untraced_methods
+from hvdlab.torch.dynamo import untraced_methods
 
 _profilers: Any = torch.autograd
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.bindings.training_watch import TrainingWatch, check_every
+from hvdlab.bindings.monitoring import TrainingWatch, check_every
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.steps import StepMeter
 

@@ -9,7 +9,6 @@ OWN = "hvdlab.horovod"
 STANDS_FOR = {
     "horovod.torch": "hvdlab.torch",
     "horovod.tensorflow": "hvdlab.tensorflow",
-    "horovod.tensorflow.gradient_aggregation": "hvdlab.tensorflow.aggregation",
     "horovod.tensorflow.util": "hvdlab.tensorflow.functions",
     "horovod.keras": "hvdlab.keras",
     "horovod.mxnet": "hvdlab.mxnet",

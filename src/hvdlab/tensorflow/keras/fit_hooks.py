@@ -1,25 +1,39 @@
-"""Records metrics of ``model.fit`` without a line in the user's code: Keras' own, learning rate, step time, samples per second."""
+"""Hooks in ``model.fit``: metrics of its steps without a line in the user's code, and steps for the watches of its model.
+
+The metrics are Keras' own, the learning rate, the step time, and samples per second.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.bindings.monitoring import DIVERGENCE_WATCH
 from hvdlab.collectives import context
 from hvdlab.collectives.metrics import names
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.keras.base import Callback
-from hvdlab.tensorflow.keras.callbacks import learning_rate
+from hvdlab.tensorflow.keras.callbacks import Callback, learning_rate
 
 if TYPE_CHECKING:
     from hvdlab.collectives.metrics.steps import StepMeter
-    from hvdlab.tensorflow.keras.watch import KerasWatch
 
 _OF_VALIDATION = "val_"
 _KERAS_BATCH_SIZE = 32
 """The size of the batches into which ``fit`` divides arrays by default."""
+
+
+class FitWatch(Protocol):
+    """Watch of an optimizer, to which ``fit`` reports its steps.
+
+    Attributes:
+        knows_batch_size: Whether the user has set the batch size, which ``fit`` then leaves as it is.
+    """
+
+    knows_batch_size: bool
+
+    def counted(self, steps: int) -> None:
+        """Record metrics of the last of ``steps`` more steps, which the meter has counted."""
 
 
 class RecordFit(Callback):
@@ -162,8 +176,8 @@ def _meter_of(model: Any) -> StepMeter | None:
     return meter
 
 
-def _watch_of(model: Any) -> KerasWatch | None:
-    found: KerasWatch | None = getattr(
+def _watch_of(model: Any) -> FitWatch | None:
+    found: FitWatch | None = getattr(
         _without_scaling(getattr(model, "optimizer", None)), "hvdlab_watch", None
     )
     return found

@@ -8,7 +8,7 @@ from typing import Any
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.functions import vars_to_refs
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.ops import size_op
+from hvdlab.tensorflow.mpi_ops import size_op
 
 
 class LocalGradientAggregationHelper:

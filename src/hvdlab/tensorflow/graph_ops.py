@@ -4,6 +4,14 @@ Outside of functions a collective runs at once; in functions and graphs it becom
 :func:`collectives` and :func:`exchange` decide which. In both cases gradients follow the rules of
 :mod:`hvdlab.bindings.gradients`: TensorFlow's tape records a collective that runs at once, and finds the gradient function of an
 operation by the operation's name.
+
+Reductions that are no sums are functions of all ranks' tensors in one, so that TensorFlow differentiates them. For Min and Max, the
+gradient goes to the rank whose element was the smallest or largest (ranks that tie share it evenly). For Product, each rank's is
+multiplied by the product of the other ranks' elements. For Adasum, it is the derivative of its formula.
+
+In a TensorFlow in which operations can't be registered, there is one ``numpy_function`` for each group. TensorFlow runs these one
+after the other, in the order in which they are in the function. So all ranks must have them in the same order, and each blocks one
+of TensorFlow's threads while it waits.
 """
 
 from __future__ import annotations
@@ -14,20 +22,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvdlab.bindings.arguments import row_counts
-from hvdlab.bindings.gradients import Differentiable, ForwardPass
+from hvdlab.bindings.gradients import Differentiable, ForwardPass, own_rows
 from hvdlab.bindings.operations import Operation
-from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.reduce.adasum import levels
 from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.sites import site_of_lines
 from hvdlab.tensorflow import kernels
 from hvdlab.tensorflow.adapter import BINDING, as_tensor, core_dtype
-from hvdlab.tensorflow.calls import Call, decoded
-from hvdlab.tensorflow.failures import JIT
-from hvdlab.tensorflow.fallback import grouped_numpy_function
+from hvdlab.tensorflow.errors import JIT
 from hvdlab.tensorflow.installed import internal, tf
-from hvdlab.tensorflow.nonlinear import reduced
+from hvdlab.tensorflow.kernels import Call, decoded
 
 _record = internal("eager.record")
 _stack = internal("util.tf_stack")
@@ -350,3 +359,110 @@ def refuse_compilation(reason: str) -> None:
             if getattr(function, "_jit_compile", None) is True:
                 raise UnsupportedError(reason)
         frame = frame.f_back
+
+
+def reduced(op: ReduceOp, stacked: Any, count: int, prescale: float, postscale: float) -> Any:
+    """The reduction of the tensors of ``count`` ranks, which are stacked along dimension 0; differentiable.
+
+    ``op`` is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
+    """
+    wide = tf.cast(stacked, tf.float32) if stacked.dtype in (tf.float16, tf.bfloat16) else stacked
+    if prescale != 1.0:
+        wide = wide * prescale
+    if op is ReduceOp.MIN:
+        result = tf.reduce_min(wide, 0)
+    elif op is ReduceOp.MAX:
+        result = tf.reduce_max(wide, 0)
+    elif op is ReduceOp.PRODUCT:
+        result = tf.reduce_prod(wide, 0)
+    else:
+        result = _adasum(tf.unstack(wide, count))
+    if postscale != 1.0:
+        result = result * postscale
+    return tf.cast(result, stacked.dtype)
+
+
+def _adasum(vectors: list[Any]) -> Any:
+    """The Adasum of the vectors, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
+    for pairs in levels(len(vectors)):
+        for a, b in pairs:
+            common = _dot(vectors[a], vectors[b])
+            vectors[a] = _share(vectors[a], common) + _share(vectors[b], common)
+    return vectors[0]
+
+
+def _share(vector: Any, common: Any) -> Any:
+    square = _dot(vector, vector)
+    # Divide by 1 where the square is 0: TensorFlow also differentiates the branch that tf.where does not choose, and a NaN there
+    # would get into the gradient.
+    factor = 1 - common / (2 * tf.where(square > 0, square, tf.ones_like(square)))
+    return vector * tf.cast(factor, vector.dtype)
+
+
+def _dot(a: Any, b: Any) -> Any:
+    return tf.reduce_sum(tf.cast(a, tf.float64) * tf.cast(b, tf.float64))
+
+
+Gradients = Callable[[Call, Sequence[Any], Any, Sequence[Any]], list[Any]]
+
+
+def grouped_numpy_function(
+    call: Call, tensors: list[Any], splits: Any, gradients_of: Gradients
+) -> tuple[list[Any], Any, Any]:
+    """Make one ``numpy_function`` that runs a collective on all these tensors.
+
+    Args:
+        call: The collective.
+        tensors: Tensors of a graph.
+        splits: For an alltoall: a tensor with the rows for each member, empty to divide them evenly; ``None`` for other collectives.
+        gradients_of: Computes the gradients of ``tensors`` from those of the outputs.
+
+    Returns:
+        The outputs; for an alltoall the number of rows received from each member, else ``None``; for an allgather the places of
+        this rank's rows, else ``None``.
+    """
+    kind, count = call.operation.kind, len(tensors)
+    extra = {OpKind.ALLGATHER: tf.int64, OpKind.ALLTOALL: tf.int32}.get(kind)
+    types = [tensor.dtype for tensor in tensors] + ([] if extra is None else [extra])
+
+    def run(*arrays: Any) -> list[Any]:
+        return _run(call, list(arrays))
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator,unused-ignore]
+    def recorded(*inputs: Any) -> Any:
+        given = [*inputs] if splits is None else [*inputs, splits]
+        outputs = list(tf.numpy_function(run, given, types, stateful=True))
+        found = Outputs(
+            outputs[:count],
+            outputs[count] if kind is OpKind.ALLTOALL else None,
+            outputs[count] if kind is OpKind.ALLGATHER else None,
+        )
+
+        def gradient(*gradients: Any) -> list[Any]:
+            return gradients_of(call, inputs, found, gradients[:count])
+
+        return outputs, gradient
+
+    outputs = recorded(*tensors)
+    received = outputs[count] if kind is OpKind.ALLTOALL else None
+    return list(outputs[:count]), received, outputs[count] if kind is OpKind.ALLGATHER else None
+
+
+def _run(call: Call, arrays: list[Any]) -> list[Any]:
+    operation = call.operation
+    if operation.kind is OpKind.ALLTOALL:
+        splits = tuple(int(rows) for rows in arrays.pop())
+        operation = operation._replace(splits=splits or None)
+    tensors = [tf.constant(array) for array in arrays]
+    if not call.grouped:
+        handle = BINDING.submit(operation, tensors[0], call.name, site=call.site)
+        found = handle.wait()
+        if operation.kind is OpKind.ALLTOALL:
+            return [found[0].numpy(), found[1].numpy()]
+        outputs = [found.numpy()]
+    else:
+        handle = BINDING.submit_group(operation, tensors, call.name, site=call.site)
+        outputs = [output.numpy() for output in handle.wait()]
+    if operation.kind is OpKind.ALLGATHER:
+        outputs.append(np.array(own_rows(handle.tables, operation.process_set), np.int64))
+    return outputs

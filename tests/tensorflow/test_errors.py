@@ -52,7 +52,7 @@ def disagreement() -> None:
     called_back = tf.function(lambda: tf.py_function(run, [], tf.float32))
     for call in (run, tf.function(run), tf.function(run, autograph=False), in_session, called_back):
         with pytest.raises(
-            MismatchError, match=r"`loss`: the ranks disagree. rank 0 \(test_failures.py:"
+            MismatchError, match=r"`loss`: the ranks disagree. rank 0 \(test_errors.py:"
         ) as caught:
             call()
         error = caught.value
@@ -93,9 +93,9 @@ def refusals() -> None:
 def without_threads() -> None:
     """Where no thread can be started, a kernel fails before the core gets its memory."""
     tf, hvd = _modules()
-    from hvdlab.tensorflow import waiting
+    from hvdlab.tensorflow import interrupts
 
-    while waiting._watch._looking is not None:  # it ends by itself soon after the last collective
+    while interrupts._watch._looking is not None:  # it ends by itself soon after the last collective
         time.sleep(0.01)
 
     def refused(thread: threading.Thread) -> None:
@@ -107,7 +107,7 @@ def without_threads() -> None:
         patch.setattr(threading.Thread, "start", refused)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             function()
-    assert not waiting._watch.sets()
+    assert not interrupts._watch.sets()
     assert function().numpy().tolist() == [1, 1, 1]
     works()
 
@@ -125,13 +125,13 @@ def test_what_fails_on_all_ranks(two: Ranks, function: Callable[[], None]) -> No
 def waits(how: str, press: bool) -> str:
     """Wait in C++ for a collective that the other rank does not call; with ``press``, interrupt this rank meanwhile."""
     tf, hvd = _modules()
-    from hvdlab.tensorflow import waiting
+    from hvdlab.tensorflow import interrupts
 
-    waiting.begin()
+    interrupts.begin()
     name = f"lonely{hvd.rank()}"
 
     def interrupt() -> None:
-        while not waiting._watch.sets():
+        while not interrupts._watch.sets():
             time.sleep(0.001)
         if press:
             os.kill(os.getpid(), signal.SIGINT)
@@ -176,12 +176,12 @@ def left_alone(called: Path) -> str:
         while not called.exists():
             time.sleep(0.001)
         os._exit(3)
-    from hvdlab.tensorflow import waiting
+    from hvdlab.tensorflow import interrupts
 
-    waiting.begin()
+    interrupts.begin()
 
     def watch() -> None:
-        while not waiting._watch.sets():
+        while not interrupts._watch.sets():
             time.sleep(0.001)
         called.touch()
 

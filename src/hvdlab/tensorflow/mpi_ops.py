@@ -5,7 +5,7 @@ collective runs at once. In a ``tf.function``, a graph of TensorFlow 1 or a ``tf
 operation: any number of them may wait, in any order on the ranks.
 
 All of them are differentiable; every rank must then run the backward pass.
-:func:`hvdlab.bindings.documentation.documented` adds to each docstring the text that all forms share.
+:func:`hvdlab.bindings.docstrings.documented` adds to each docstring the text that all forms share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from hvdlab.bindings import arguments
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.bindings.compression import all_compressed, compressed
-from hvdlab.bindings.documentation import documented
+from hvdlab.bindings.docstrings import documented
 from hvdlab.bindings.framework_hooks import devices_in_use
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives import basics, context

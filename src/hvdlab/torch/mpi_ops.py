@@ -4,7 +4,7 @@ Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType`` and on any devic
 tensors where they are, and contiguous CUDA tensors if the process set has a data plane for CUDA; it works on copies of others.
 
 The forms that wait and return new tensors are differentiable; every rank must then run the backward pass.
-:func:`hvdlab.bindings.documentation.documented` adds to each docstring the text that all forms share.
+:func:`hvdlab.bindings.docstrings.documented` adds to each docstring the text that all forms share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from hvdlab.bindings import arguments, handles
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum, checked_operator
 from hvdlab.bindings.compression import all_compressed, compressed
-from hvdlab.bindings.documentation import documented
+from hvdlab.bindings.docstrings import documented
 from hvdlab.bindings.framework_hooks import devices_in_use
 from hvdlab.bindings.handles import Handle, Part
 from hvdlab.bindings.operations import Operation

@@ -20,10 +20,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdlab.bindings.arguments import Adasum, Average, gradient_operator, predivide_factor
-from hvdlab.bindings.buckets import Groups, bucketed, check_unique
+from hvdlab.bindings.gradient_hooks import BackwardPassCounter, GradientHook, Groups, bucketed, check_unique
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.bindings.handles import Handle, wait_for_all
-from hvdlab.bindings.hooks import GradientHook, GradientWatcher
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.context import is_initialized
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
@@ -89,7 +88,7 @@ def DistributedOptimizer(
     given = optimizer._given if isinstance(optimizer, DistributedBase) else type(optimizer)
     mixin: type[DistributedMixin | AdasumMixin] = DistributedMixin
     gradients = TorchGradients(sparse_as_dense=sparse_as_dense)
-    watcher: GradientWatcher[torch.Tensor] = GradientReducer(BINDING, gradients, settings, passes)
+    watcher: BackwardPassCounter[torch.Tensor] = GradientReducer(BINDING, gradients, settings, passes)
     if settings.op is Adasum:
         mixin, watcher = AdasumMixin, ChangeReducer(compression, process_set, passes)
     kind: type[DistributedMixin | AdasumMixin]
@@ -298,7 +297,7 @@ class DistributedBase(torch.optim.Optimizer):
     """
 
     _given: type[torch.optim.Optimizer]
-    _watcher: GradientWatcher[torch.Tensor]
+    _watcher: BackwardPassCounter[torch.Tensor]
     _gradients: TorchGradients
     _settings: ReductionSettings
     _parameter_names: dict[torch.Tensor, str]  # programs that were written for Horovod read this attribute
@@ -386,7 +385,7 @@ class DistributedBase(torch.optim.Optimizer):
         self._watch(self._groups if self._groups is not None else 0)
 
     @abstractmethod
-    def _watcher_for(self, settings: ReductionSettings) -> GradientWatcher[torch.Tensor]:
+    def _watcher_for(self, settings: ReductionSettings) -> BackwardPassCounter[torch.Tensor]:
         """Return a watcher that reduces with these settings after as many passes as the present one."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -584,7 +583,7 @@ def checked_settings(
     return ReductionSettings(compression, chosen, predivide_factor(predivide), sparse_as_dense, process_set)
 
 
-class ChangeReducer(GradientWatcher[torch.Tensor]):
+class ChangeReducer(BackwardPassCounter[torch.Tensor]):
     """Combines the changes that the ranks' steps make to the parameters.
 
     Args:

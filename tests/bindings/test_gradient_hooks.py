@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 
 from fake_framework import FakeGradients, Parameter
-from hvdlab.bindings.hooks import GradientWatcher
+from hvdlab.bindings.gradient_hooks import BackwardPassCounter
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 
 
-class Recorder(GradientWatcher[Parameter]):
+class Recorder(BackwardPassCounter[Parameter]):
     """Writes down what is complete, and what was dropped."""
 
     def __init__(self, framework: FakeGradients, passes: int = 1) -> None:

@@ -1,14 +1,16 @@
-"""How far a training step has come, counted in backward passes by hooks on parameters' gradients.
+"""Hooks on parameters' gradients: they count the backward passes of a training step.
 
-What a framework brings is a :class:`HookRegistry`; what is done with the gradients of a step is for subclasses of
-:class:`GradientWatcher`.
+A framework brings a :class:`HookInstaller`; subclasses of :class:`BackwardPassCounter` reduce the gradients of a step. Which
+parameters' gradients are reduced together, and under which names, is decided here as well.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.collectives import context
@@ -26,10 +28,10 @@ class RemovableHook(Protocol):
         """Unregister the hook: the framework calls it no more. Idempotent."""
 
 
-class HookRegistry(Protocol[P_contra]):
+class HookInstaller(Protocol[P_contra]):
     """Where a framework registers hooks of parameters' gradients.
 
-    A framework without such hooks keeps a list of its own, and calls :meth:`GradientWatcher.accumulated` itself.
+    A framework without such hooks keeps a list of its own, and calls :meth:`BackwardPassCounter.accumulated` itself.
 
     Attributes:
         another_loss: What a user of this framework can do where it was another loss that made gradients once more than
@@ -57,7 +59,7 @@ class GradientHook:
 
     __slots__ = ("__weakref__", "_watcher")
 
-    def __init__(self, watcher: GradientWatcher[Any]) -> None:
+    def __init__(self, watcher: BackwardPassCounter[Any]) -> None:
         self._watcher = weakref.ref(watcher)
 
     def __call__(self, parameter: Any) -> None:
@@ -66,11 +68,11 @@ class GradientHook:
             watcher.accumulated(parameter)
 
     @property
-    def watcher(self) -> GradientWatcher[Any] | None:
+    def watcher(self) -> BackwardPassCounter[Any] | None:
         return self._watcher()
 
 
-class GradientWatcher(ABC, Generic[P]):
+class BackwardPassCounter(ABC, Generic[P]):
     """Counts the backward passes of a step.
 
     A parameter has one watcher: the last one whose :meth:`watch` named it. An earlier one then stops altogether, and
@@ -86,7 +88,7 @@ class GradientWatcher(ABC, Generic[P]):
         passes: As given, or as set since.
     """
 
-    def __init__(self, registry: HookRegistry[P], passes: int) -> None:
+    def __init__(self, registry: HookInstaller[P], passes: int) -> None:
         self.settled = self.stepped = False
         self.passes = passes
         self._registry = registry
@@ -113,7 +115,7 @@ class GradientWatcher(ABC, Generic[P]):
             self._left[parameter] = self.passes
             self._hooks.append(self._registry.register(parameter, GradientHook(self)))
 
-    def _watcher_of(self, parameter: P) -> GradientWatcher[Any] | None:
+    def _watcher_of(self, parameter: P) -> BackwardPassCounter[Any] | None:
         """The watcher of this parameter's gradient so far."""
         hooks = self._registry.registered(parameter)
         found = (hook.watcher for hook in hooks if isinstance(hook, GradientHook))
@@ -194,3 +196,75 @@ class GradientWatcher(ABC, Generic[P]):
         """A step that a failed cell left half done, or that was interrupted while it was synchronized, is void."""
         if self._unfinished or (self._touched and self._failed_cells != context.engine().failed_cells):
             self.drop()
+
+
+K = TypeVar("K")
+
+Groups = int | Sequence[Sequence[K]]
+"""Number of groups to form (0: none), or the groups themselves."""
+
+
+def check_unique(names: Sequence[str], argument: str) -> None:
+    """Check that no name comes twice; ``argument`` is the argument in which the user gave them, for the error's text.
+
+    Raises:
+        InvalidRequestError: A name comes twice.
+    """
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise InvalidRequestError(
+            f"Parameter names in {argument} must be unique; these are not: {', '.join(twice)}."
+        )
+
+
+def bucketed(
+    parameters: Sequence[P],
+    names: Mapping[P, str],
+    groups: Groups[P],
+    is_parameter: Callable[[Any], bool],
+) -> list[tuple[str, list[P]]]:
+    """Divide parameters into buckets, whose gradients are reduced together.
+
+    Args:
+        parameters: In the optimizer's order, which is the same on all ranks.
+        names: The tensor name of each one's gradient.
+        groups: A number of groups of about equal length, or lists of parameters; a parameter in no list gets a
+            bucket of its own.
+        is_parameter: Whether an object is a parameter; a group may hold nothing else.
+
+    Returns:
+        Of each bucket the name, which is that of its first gradient with the number of the others, and the parameters.
+
+    Raises:
+        InvalidRequestError: A parameter is in the lists more than once, a list has something else in it, or ``groups`` is
+            negative or neither a number nor lists.
+    """
+    together = _even(parameters, groups) if isinstance(groups, int) else _listed(groups)
+    members = [parameter for group in together for parameter in group]
+    if not all(map(is_parameter, members)):
+        raise InvalidRequestError("groups= takes a number, or a list of lists of parameters.")
+    if len(set(members)) != len(members):
+        raise InvalidRequestError("A parameter is in groups= more than once.")
+    chosen = set(parameters)
+    together = [kept for group in together if (kept := [p for p in group if p in chosen])]
+    grouped = {parameter for group in together for parameter in group}
+    together += [[parameter] for parameter in parameters if parameter not in grouped]
+    return [
+        (names[group[0]] if len(group) == 1 else f"{names[group[0]]}+{len(group) - 1}", group)
+        for group in together
+    ]
+
+
+def _even(parameters: Sequence[P], count: int) -> list[list[P]]:
+    """``count`` runs of neighbours whose lengths differ by at most one."""
+    if count < 0:
+        raise InvalidRequestError(f"groups= takes a number of groups, not {count}.")
+    count = min(count, len(parameters))
+    bounds = [len(parameters) * i // count for i in range(count + 1)] if count else [0]
+    return [list(parameters[a:b]) for a, b in pairwise(bounds)]
+
+
+def _listed(groups: Sequence[Sequence[P]]) -> list[list[P]]:
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise InvalidRequestError("groups= takes a number, or a list of lists of parameters.")
+    return [list(group) for group in groups if group]

@@ -21,7 +21,7 @@ import hvdlab.torch as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.metrics.export import Point, PointReader
 from hvdlab.collectives.metrics.sampler import ProcessUsage
-from hvdlab.torch.watch import gradient_norm
+from hvdlab.torch.monitoring import gradient_norm
 
 NARROW, WIDE = 64, 2048
 

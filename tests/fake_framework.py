@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdlab.bindings.gradient_hooks import GradientHook
 from hvdlab.bindings.gradient_reducer import ReductionSettings
 from hvdlab.bindings.handles import Handle
-from hvdlab.bindings.hooks import GradientHook
 
 Array = npt.NDArray[Any]
 

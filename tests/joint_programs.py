@@ -19,8 +19,7 @@ import numpy.typing as npt
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # it has no stubs
 
 from hvdlab.bindings.elastic import state as bindings_state
-from hvdlab.bindings.elastic.handlers import HandlerRegistry
-from hvdlab.bindings.elastic.state import HandledState
+from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import torch
 
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.coordinator.connections import RejectionLog
 from hvdlab.collectives.coordinator.server import log_to_file, log_to_stderr
 from hvdlab.collectives.dtypes import DType, OpKind
@@ -69,8 +70,7 @@ from hvdlab.runner.cli import main
 from hvdlab.runner.events import FailureReport as JobFailure
 from hvdlab.runner.output import failure_lines, speaker, stall_line
 from hvdlab.runner.run_function import RankFailedError
-from hvdlab.torch import recording
-from hvdlab.torch.divergence import DivergenceError
+from hvdlab.torch import monitoring
 from hvdlab.widgets import metrics_picture, output, strip
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
@@ -279,7 +279,7 @@ def checked(name: str, directory: Path) -> str:
 
 
 def recorded_step(name: str) -> str:
-    with recording.Record(None, None, None, 1, 1 << 20) as record:
+    with monitoring.TorchRecord(None, None, None, 1, 1 << 20) as record:
         record.batch({name: torch.zeros(2)})
         (step,) = record.steps
     assert "\nforged" not in str(step)

@@ -26,7 +26,7 @@ from hvdlab.bindings.framework_hooks import devices_in_use, set_environment
 from hvdlab.collectives import context, system
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.metrics.sampler import ask_frameworks
-from hvdlab.horovod.installing import offer
+from hvdlab.horovod.import_hook import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.join import join_controller
 from hvdlab.kernel_ext.rank.pipes import FdCapture

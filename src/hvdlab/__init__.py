@@ -15,7 +15,7 @@ from hvdlab._version import __version__
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from hvdlab.horovod.installing import install_as_horovod as install_as_horovod
+    from hvdlab.horovod.import_hook import install_as_horovod as install_as_horovod
     from hvdlab.kernel_ext.notebook.cells.failure import CellFailed as CellFailed
     from hvdlab.kernel_ext.notebook.cells.results import CellResults as CellResults
     from hvdlab.kernel_ext.notebook.pool import Pool as Pool
@@ -32,7 +32,7 @@ _LAZY = {
     "Pool": "hvdlab.kernel_ext.notebook.pool",
     "CellResults": "hvdlab.kernel_ext.notebook.cells.results",
     "CellFailed": "hvdlab.kernel_ext.notebook.cells.failure",
-    "install_as_horovod": "hvdlab.horovod.installing",
+    "install_as_horovod": "hvdlab.horovod.import_hook",
     "run": "hvdlab.runner",
     "pool": "hvdlab.magics.extension",
     "export": "hvdlab.widgets.views",

@@ -38,9 +38,9 @@ def _through_world(original: Any) -> Any:
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if "HVDLAB_COORDINATOR" in os.environ or "hvdlab.collectives.context" in sys.modules:
-            from hvdlab.torch.c10d.starting import init_process_group
+            from hvdlab.torch.c10d.rendezvous import init_process_group
 
-            init_process_group(original, *args, **kwargs)
+            init_process_group(NAME, original, *args, **kwargs)
         else:
             original(*args, **kwargs)
 
@@ -63,6 +63,6 @@ def _of_any_backend(original: Any) -> Any:
 
 def _create(options: Any, _: object) -> Any:
     """Torch's creator of a group. Only now are other modules of hvdlab's imported."""
-    from hvdlab.torch.c10d.creating import create
+    from hvdlab.torch.c10d.rendezvous import create
 
     return create(options)

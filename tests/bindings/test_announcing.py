@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from fake_framework import FakeGradients
-from hvdlab.bindings import announcing
-from hvdlab.bindings.announcing import ENOUGH_BYTES, Announcer
+from hvdlab.bindings import gradient_reducer
+from hvdlab.bindings.gradient_reducer import ENOUGH_BYTES, Announcer
 from hvdlab.collectives import context
 
 TURN = ["submit", "flush"]
@@ -54,7 +54,7 @@ def flushes() -> Iterator[list[str]]:
 @pytest.fixture
 def clock() -> Iterator[Clock]:
     fake = Clock()
-    with mock.patch.object(announcing, "time", fake):
+    with mock.patch.object(gradient_reducer, "time", fake):
         yield fake
 
 
@@ -88,7 +88,7 @@ def test_the_next_one_takes_along_what_has_waited(flushes: list[str], clock: Clo
     announcer = Owner(framework, flushes)
     with framework.backward():
         announcer.hold(1)
-        clock.now += 2 * announcing.LONGEST_SECONDS
+        clock.now += 2 * gradient_reducer.LONGEST_SECONDS
         announcer.hold(1)
         assert flushes == TURN
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fake_framework import FakeGradients, Parameter
-from hvdlab.bindings import announcing
-from hvdlab.bindings.buckets import bucketed
+from hvdlab.bindings import gradient_reducer
 from hvdlab.bindings.compression import Compressor, NoneCompressor
+from hvdlab.bindings.gradient_hooks import bucketed
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import ReduceOp
@@ -171,7 +171,7 @@ def submitted_in_turns() -> list[str]:
     """What is submitted by the end of each hook, where a turn takes two gradients."""
     framework, reducer, parameters = made([1] * 5, prefix="turn")
     seen = []
-    with mock.patch.object(announcing, "ENOUGH_BYTES", 8), framework.backward():
+    with mock.patch.object(gradient_reducer, "ENOUGH_BYTES", 8), framework.backward():
         for parameter in parameters:
             parameter.grad = np.ones(1, np.float32)
             parameter.hooks[0](parameter)

@@ -22,7 +22,7 @@ from hvdlab.collectives.engine.operations import run_small
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.base import KeyValue, PlaneContext
 from hvdlab.collectives.reduce.fold import conversion_of, register_conversion
-from hvdlab.torch.half_precision import register_conversions
+from hvdlab.torch.adapter import register_conversions
 
 MEMBERS = 8
 COUNTS = [40, 3, 5000]

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.horovod.conftest import Run
 
 from hvdlab.horovod import environment
-from hvdlab.horovod.installing import SHIM
+from hvdlab.horovod.import_hook import SHIM
 
 LINE = "hvdlab: `import horovod` means hvdlab"
 

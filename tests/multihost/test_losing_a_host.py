@@ -10,8 +10,7 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hosts import Network
-from hvdlab.bindings.elastic.handlers import HandlerRegistry
-from hvdlab.bindings.elastic.state import HandledState
+from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import AbortedError, CauseKind

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.bindings.elastic.place import first_rank
+from hvdlab.bindings.elastic.sampler import first_rank
 from hvdlab.collectives import context
 from patience import PATIENCE
 from ranks import RankGone, Ranks

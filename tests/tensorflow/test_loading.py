@@ -25,7 +25,7 @@ def _load(version: int) -> Callable[..., Any]:
     """The public ``load_model`` for Keras 3; for Keras 2, which is not ``tf.keras`` here, the function that it calls."""
     import hvdlab.tensorflow.keras as hvd_keras
     from hvdlab.tensorflow.compression import Compression
-    from hvdlab.tensorflow.keras.models import load_model
+    from hvdlab.tensorflow.keras.optimizers import load_model
 
     if version == 3:
         return hvd_keras.load_model

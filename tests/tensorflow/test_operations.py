@@ -304,7 +304,7 @@ def variables() -> None:
 
 def names() -> None:
     tf, hvd = _modules()
-    from hvdlab.tensorflow.calls import decoded
+    from hvdlab.tensorflow.kernels import decoded
 
     with tf.Graph().as_default() as graph, tf.name_scope("scope"):
         x = tf.constant(1.0, name="x")
@@ -486,10 +486,10 @@ def test_without_operations(two: Ranks) -> None:
 
 def not_found() -> None:
     """If TensorFlow's library lacks a function, the error names it; nothing crashes."""
-    from hvdlab.tensorflow import c_api
+    from hvdlab.tensorflow import kernels
 
-    found = c_api.CApi()
-    with pytest.raises(c_api.Unavailable, match="has no TF_Nothing"):
+    found = kernels.CApi()
+    with pytest.raises(kernels.Unavailable, match="has no TF_Nothing"):
         found._function("TF_Nothing", None)
 
 

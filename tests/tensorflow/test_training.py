@@ -476,8 +476,7 @@ def fits_are_recorded(version: int) -> None:
 def saves(version: int) -> None:
     keras, (_, hvd, hvd_keras) = _keras(version), _modules()
     import hvdlab.keras
-    from hvdlab.tensorflow.keras.models import load_model
-    from hvdlab.tensorflow.keras.optimizers import Distributed
+    from hvdlab.tensorflow.keras.optimizers import Distributed, load_model
 
     model = _fit(keras, hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.05)))
     path = os.path.join(os.environ["HVDLAB_TEST_FOLDER"], f"{version}-{hvd.rank()}.keras")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from hvdlab.bindings import announcing
+from hvdlab.bindings import gradient_reducer
 from hvdlab.collectives import context
 from hvdlab.collectives.protocol import messages as m
 from ranks import Ranks
@@ -34,8 +34,8 @@ def announcements(
     The coordinator is stopped meanwhile: each of its messages would make a rank announce all that waits.
     """
     with (
-        mock.patch.object(announcing, "LONGEST_SECONDS", seconds),
-        mock.patch.object(announcing, "ENOUGH_BYTES", 4 * 1000),
+        mock.patch.object(gradient_reducer, "LONGEST_SECONDS", seconds),
+        mock.patch.object(gradient_reducer, "ENOUGH_BYTES", 4 * 1000),
     ):
         parameters = [torch.nn.Parameter(torch.zeros(elements)) for _ in range(PARAMETERS)]
         optimizer = hvd.DistributedOptimizer(

@@ -20,7 +20,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
     UnsupportedError,
 )
-from hvdlab.torch.c10d import messages
+from hvdlab.torch.c10d import submission
 from ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -531,7 +531,7 @@ def _one_from_any_fails() -> None:
         dist.send(torch.full((2,), float(rank)), 0, tag=13)
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "writable_array", _lacks_memory)
+        patch.setattr(submission, "writable_array", _lacks_memory)
         with pytest.raises(MemoryError, match="no memory left"):
             dist.irecv(torch.zeros(2), tag=13).wait()  # type: ignore[union-attr]
     outputs = [torch.zeros(2) for _ in range(size - 1)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.divergence import DivergenceError
 from ranks import Ranks
 
 

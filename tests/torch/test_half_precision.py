@@ -8,7 +8,7 @@ import pytest
 
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.reduce import fold
-from hvdlab.torch.half_precision import register_conversions
+from hvdlab.torch.adapter import register_conversions
 
 EVERY_BIT_PATTERN = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 

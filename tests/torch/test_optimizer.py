@@ -20,7 +20,7 @@ from torch import nn
 import hvdlab.torch as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, DuplicateNameError, InvalidRequestError
-from hvdlab.torch.distributed import DistributedMixin
+from hvdlab.torch.optimizer import DistributedMixin
 from ranks import RankFailed, Ranks, meet
 
 BATCH = 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.parameter_names import checked_names, gradient_names
+from hvdlab.torch.optimizer import checked_names, gradient_names
 
 
 def parameters(count: int) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 import hvdlab.torch as hvd
 from hvdlab.bindings import step_record
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.recording import Record
+from hvdlab.torch.monitoring import TorchRecord
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def alone(world_of_one: None) -> None:
     """This process as the only rank."""
 
 
-def train(recorded: Record, model: torch.nn.Module, steps: int, bad: int = 0) -> None:
+def train(recorded: TorchRecord, model: torch.nn.Module, steps: int, bad: int = 0) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.register_step_pre_hook(recorded._before_step)
     generator = torch.Generator().manual_seed(1)

@@ -15,8 +15,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.tracing.record_format import Metric, decode
-from hvdlab.torch.late_values import MOST_WAITING, LateValues
-from hvdlab.torch.watch import gradient_norm
+from hvdlab.torch.monitoring import MOST_WAITING, LateValues, gradient_norm
 from metric_points import recorded_points
 from ranks import Ranks
 

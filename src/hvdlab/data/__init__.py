@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 # Horovod's package binds this submodule by its own imports.
-from hvdlab.data import loaders as data_loader_base
-from hvdlab.data.loaders import AsyncDataLoaderMixin, BaseDataLoader
+from hvdlab.data import data_loader_base
+from hvdlab.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 
 __all__ = ["AsyncDataLoaderMixin", "BaseDataLoader", "data_loader_base"]

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hvdlab import _version
-from hvdlab.horovod.installing import environment, install_as_horovod, offer, uninstall
+from hvdlab.horovod.import_hook import environment, install_as_horovod, offer, uninstall
 from hvdlab.horovod.modules import target
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-from hvdlab.horovod.installing import install_as_horovod
+from hvdlab.horovod.import_hook import install_as_horovod
 
 
 def main(arguments: list[str]) -> None:

@@ -9,7 +9,6 @@ OWN = "hvdlab.horovod"
 STANDS_FOR = {
     "horovod.torch": "hvdlab.torch",
     "horovod.tensorflow": "hvdlab.tensorflow",
-    "horovod.tensorflow.gradient_aggregation": "hvdlab.tensorflow.aggregation",
     "horovod.tensorflow.util": "hvdlab.tensorflow.functions",
     "horovod.keras": "hvdlab.keras",
     "horovod.mxnet": "hvdlab.mxnet",
@@ -18,7 +17,6 @@ STANDS_FOR = {
     "horovod.common.process_sets": "hvdlab.collectives.process_sets",
     "horovod.common.elastic": "hvdlab.collectives.elastic",
     "horovod.data": "hvdlab.data",
-    "horovod.data.data_loader_base": "hvdlab.data.loaders",
 }
 """Modules that are elsewhere in hvdlab, together with what is in them."""
 

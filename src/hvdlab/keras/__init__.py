@@ -9,11 +9,19 @@ import importlib
 from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.metrics.rank_metrics import metric
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.keras import callbacks, elastic
-from hvdlab.tensorflow.basics import (
+from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.functions import broadcast_global_variables
+from hvdlab.tensorflow.gradient_tape import Groups
+from hvdlab.tensorflow.keras import DistributedOptimizer as _DistributedOptimizer
+from hvdlab.tensorflow.keras import PartialDistributedOptimizer, optimizers, values
+from hvdlab.tensorflow.keras.monitoring import record, watch, watch_divergence
+from hvdlab.tensorflow.keras.values import allgather, broadcast, reducescatter
+from hvdlab.tensorflow.mpi_ops import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -36,15 +44,6 @@ from hvdlab.tensorflow.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlab.tensorflow.compression import Compression, Compressor
-from hvdlab.tensorflow.functions import broadcast_global_variables
-from hvdlab.tensorflow.keras import DistributedOptimizer as _DistributedOptimizer
-from hvdlab.tensorflow.keras import PartialDistributedOptimizer, models, values
-from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
-from hvdlab.tensorflow.keras.recording import record
-from hvdlab.tensorflow.keras.values import allgather, broadcast, reducescatter
-from hvdlab.tensorflow.keras.watch import watch
-from hvdlab.tensorflow.reduction import Groups
 
 __all__ = [
     "Adasum",
@@ -208,4 +207,4 @@ def load_model(
         ValueError: The file can't be read, or needs a class that is not known.
     """
     keras = importlib.import_module("keras")
-    return models.load_model(keras, filepath, custom_optimizers, custom_objects, compression)
+    return optimizers.load_model(keras, filepath, custom_optimizers, custom_objects, compression)

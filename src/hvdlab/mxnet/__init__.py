@@ -5,6 +5,7 @@ from __future__ import annotations
 from hvdlab.horovod.common.util import check_extension, split_list
 from hvdlab.mxnet.compression import Compression
 from hvdlab.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
+from hvdlab.mxnet.kvstore import install_kvstore, register_stores, uninstall_kvstore
 from hvdlab.mxnet.mpi_ops import (
     Adasum,
     Average,
@@ -51,7 +52,6 @@ from hvdlab.mxnet.mpi_ops import (
     stop_timeline,
 )
 from hvdlab.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
-from hvdlab.mxnet.stores import install_kvstore, register_stores, uninstall_kvstore
 
 register_stores()
 

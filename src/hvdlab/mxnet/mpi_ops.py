@@ -2,7 +2,7 @@
 
 Results are complete when a function returns. ``priority`` is accepted and changes nothing: calls wait, so none overtakes another.
 Collectives are not differentiated, as in Horovod. Each docstring is completed by
-:func:`hvdlab.bindings.documentation.documented` with what all forms have in common.
+:func:`hvdlab.bindings.docstrings.documented` with what all forms have in common.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdlab.bindings import arguments
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
-from hvdlab.bindings.documentation import documented
+from hvdlab.bindings.docstrings import documented
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.basics import (
     ccl_built,

@@ -3,7 +3,7 @@
 Arrays may be of any layout; what is not C-contiguous is copied. Results are numpy arrays, or arrays of the same GPU package. ``process_set`` is a
 ``ProcessSet``, its id, or another object with a ``process_set_id``. Scalars count as one row where rows are divided.
 
-Each docstring is completed by :func:`hvdlab.bindings.documentation.documented` with what all forms have in common.
+Each docstring is completed by :func:`hvdlab.bindings.docstrings.documented` with what all forms have in common.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hvdlab.bindings import arguments
 from hvdlab.bindings.arguments import Average
-from hvdlab.bindings.documentation import documented
+from hvdlab.bindings.docstrings import documented
 from hvdlab.bindings.handles import Handle
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives import context

@@ -157,7 +157,7 @@ class RunOptions:
         found = self.variables()
         found.pop("HVDLAB_SSH", None)
         if self.get("as_horovod"):
-            from hvdlab.horovod.installing import environment
+            from hvdlab.horovod.import_hook import environment
 
             found |= environment(self._environ, force=True)
         return found

@@ -1,6 +1,6 @@
 """Horovod's TensorFlow API on hvdlab's collective core: ``import hvdlab.tensorflow as hvd``.
 
-Names and signatures are Horovod's; :mod:`hvdlab.tensorflow.ops` says what the collectives do with shapes, dtypes, gradients and
+Names and signatures are Horovod's; :mod:`hvdlab.tensorflow.mpi_ops` says what the collectives do with shapes, dtypes, gradients and
 errors. It needs no compiler, and works with the TensorFlow that is installed.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hvdlab.bindings import arguments
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.metrics.rank_metrics import export, metric
 from hvdlab.collectives.process_sets import (
@@ -28,37 +29,11 @@ from hvdlab.horovod.common.util import (
 from hvdlab.horovod.common.util import (
     num_rank_is_power_2 as check_num_rank_power_of_2,
 )
-
-# Horovod's package binds these submodules by its own imports, and packages take the private names from it.
-from hvdlab.tensorflow import aggregation as gradient_aggregation
 from hvdlab.tensorflow import compression, elastic, functions, mpi_ops, sync_batch_norm
 from hvdlab.tensorflow import functions as util
-from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
-from hvdlab.tensorflow.basics import (
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+
+# Horovod's package binds these submodules by its own imports, and packages take the private names from it.
+from hvdlab.tensorflow import gradient_aggregation as gradient_aggregation
 from hvdlab.tensorflow.compression import Compression
 from hvdlab.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
@@ -71,30 +46,52 @@ from hvdlab.tensorflow.functions import (
     vars_to_refs,
 )
 from hvdlab.tensorflow.functions import _executing_eagerly as _executing_eagerly
-from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
-from hvdlab.tensorflow.keras.recording import record
-from hvdlab.tensorflow.keras.watch import watch
+from hvdlab.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from hvdlab.tensorflow.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+from hvdlab.tensorflow.keras.monitoring import record, watch, watch_divergence
 from hvdlab.tensorflow.mpi_ops import _allreduce as _allreduce
-from hvdlab.tensorflow.ops import (
+from hvdlab.tensorflow.mpi_ops import (
     allgather,
     allreduce,
     alltoall,
+    barrier,
     broadcast,
     broadcast_,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
     grouped_allgather,
     grouped_allreduce,
     grouped_reducescatter,
+    init,
+    is_homogeneous,
+    is_initialized,
     join,
+    local_rank,
     local_rank_op,
+    local_size,
     local_size_op,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     process_set_included_op,
+    rank,
     rank_op,
     reducescatter,
+    rocm_built,
+    shutdown,
+    size,
     size_op,
+    start_timeline,
+    stop_timeline,
 )
 from hvdlab.tensorflow.optimizer import DistributedAdasumOptimizer, DistributedOptimizer
 from hvdlab.tensorflow.sync_batch_norm import SyncBatchNormalization
-from hvdlab.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(arguments)
 

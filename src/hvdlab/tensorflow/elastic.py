@@ -18,14 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hvdlab.bindings.elastic.handlers import HandlerRegistry, SamplerStateHandler, StateHandler
 from hvdlab.bindings.elastic.sampler import ElasticSampler
-from hvdlab.bindings.elastic.state import HandledState
+from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry, SamplerStateHandler, StateHandler
 from hvdlab.bindings.objects import allgather_object
 from hvdlab.bindings.objects import broadcast_object as _broadcast
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt, ObjectState, State, run_fn
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
-from hvdlab.tensorflow.basics import init, is_initialized, rank, shutdown
 from hvdlab.tensorflow.functions import (
     broadcast_object,
     broadcast_object_fn,
@@ -35,6 +33,7 @@ from hvdlab.tensorflow.functions import (
     plain_variable,
 )
 from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.mpi_ops import init, is_initialized, rank, shutdown
 
 __all__ = [
     "HorovodInternalError",

@@ -7,9 +7,9 @@ from typing import Any
 
 from hvdlab.bindings import objects
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
-from hvdlab.tensorflow.failures import translated
+from hvdlab.tensorflow.errors import translated
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.ops import broadcast_
+from hvdlab.tensorflow.mpi_ops import broadcast_
 
 _v1 = tf.compat.v1
 

@@ -6,6 +6,9 @@ can wait, in any order, though TensorFlow has few threads. The core reads Tensor
 The operations are registered as *stateful*, and then added to TensorFlow's list of its own asynchronous collectives. If they were
 not stateful, TensorFlow would merge equal ones and fold those of constants. If they were not in the list, a function would run them
 one after the other, so that ranks that have them in different orders would wait for ever.
+
+They are registered by TensorFlow's C API for operations and kernels, which the wheel's library exports, through ctypes. ctypes keeps
+the GIL during each call but that of ``run_done``, in which TensorFlow may run the operations that wait for this one.
 """
 
 from __future__ import annotations
@@ -14,33 +17,190 @@ import ctypes
 import importlib
 import itertools
 import math
+import os
 import sys
 import threading
 from collections.abc import Sequence
-from ctypes import CFUNCTYPE, byref, c_int, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from hvdlab.bindings.arguments import row_counts
 from hvdlab.bindings.gradients import own_rows
 from hvdlab.bindings.handles import Handle
-from hvdlab.bindings.operations import Binding
+from hvdlab.bindings.operations import Binding, Operation
 from hvdlab.collectives import context as core
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.numbering import own_number, shown_number
 from hvdlab.collectives.process_sets import check_id
-from hvdlab.tensorflow import waiting
-from hvdlab.tensorflow.c_api import CApi, Done, Unavailable, is_function
-from hvdlab.tensorflow.calls import Call, decoded
-from hvdlab.tensorflow.failures import to_status
+from hvdlab.tensorflow import interrupts
+from hvdlab.tensorflow.errors import to_status
 from hvdlab.tensorflow.installed import internal, tf
+
+
+class Unavailable(Exception):
+    """This TensorFlow does not let operations be registered at run time; the text says why."""
+
+
+def _library() -> str:
+    if sys.platform != "linux":
+        raise Unavailable(f"the layout of std::function is known for Linux, and this is {sys.platform}")
+    return os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2")
+
+
+class CApi:
+    """The functions of the C API that hvdlab uses, with their types.
+
+    Raises:
+        Unavailable: The library, or one of its functions, is missing.
+    """
+
+    def __init__(self) -> None:
+        path = _library()
+        try:
+            self._held, self._released = ctypes.PyDLL(path), ctypes.CDLL(path)
+        except OSError as error:
+            raise Unavailable(f"TensorFlow's library can't be loaded: {error}") from None
+        P, S = c_void_p, c_char_p
+        f = self._function
+        self.new_status, self.delete_status = f("TF_NewStatus", P), f("TF_DeleteStatus", None, P)
+        self.code, self.message = f("TF_GetCode", c_int, P), f("TF_Message", S, P)
+        self.set_status = f("TF_SetStatus", None, P, c_int, S)
+        self.num_inputs = f("TF_NumInputs", c_int, P)
+        self.get_input = f("TF_GetInput", None, P, c_int, POINTER(P), P)
+        self.allocate_output = f(
+            "TF_AllocateOutput", P, P, c_int, c_int, POINTER(c_int64), c_int, c_size_t, P
+        )
+        self.delete_tensor = f("TF_DeleteTensor", None, P)
+        self.tensor_type, self.num_dims = f("TF_TensorType", c_int, P), f("TF_NumDims", c_int, P)
+        self.dim, self.data = f("TF_Dim", c_int64, P, c_int), f("TF_TensorData", P, P)
+        self.byte_size = f("TF_TensorByteSize", c_size_t, P)
+        self.fail = f("TF_OpKernelContext_Failure", None, P, P)
+        self.run_done = f("TF_RunAsyncOpKernelDoneCallback", None, P, library=self._released)
+        self.attr_size = f(
+            "TF_OpKernelConstruction_GetAttrSize", None, P, S, POINTER(c_int), POINTER(c_int), P
+        )
+        self.attr_string = f("TF_OpKernelConstruction_GetAttrString", None, P, S, P, c_size_t, P)
+        self.construction_fails = f("TF_OpKernelConstruction_Failure", None, P, P)
+        self.new_shape, self.delete_shape = f("TF_NewShapeHandle", P), f("TF_DeleteShapeHandle", None, P)
+        self.shape_inputs = f("TF_ShapeInferenceContextNumInputs", c_int64, P)
+        self.shape_input = f("TF_ShapeInferenceContextGetInput", None, P, c_int, P, P)
+        self.shape_output = f("TF_ShapeInferenceContextSetOutput", None, P, c_int, P, P)
+        self.unknown_shape = f("TF_ShapeInferenceContextSetUnknownShape", None, P, P)
+        self.shape_scalar = f("TF_ShapeInferenceContextScalar", P, P)
+        self.new_definition = f("TF_NewOpDefinitionBuilder", P, S)
+        self.add_attr = f("TF_OpDefinitionBuilderAddAttr", None, P, S)
+        self.add_input = f("TF_OpDefinitionBuilderAddInput", None, P, S)
+        self.add_output = f("TF_OpDefinitionBuilderAddOutput", None, P, S)
+        self.set_stateful = f("TF_OpDefinitionBuilderSetIsStateful", None, P, c_bool)
+        self.set_shape_function = f("TF_OpDefinitionBuilderSetShapeInferenceFunction", None, P, P)
+        self.register_definition = f("TF_RegisterOpDefinition", None, P, P)
+        self.new_kernel = f("TF_NewAsyncKernelBuilder", P, S, S, P, P, P)
+        self.host_memory = f("TF_KernelBuilder_HostMemory", None, P, S)
+        self.register_kernel = f("TF_RegisterKernelBuilder", None, S, P, P)
+
+    def _function(self, name: str, result: Any, *arguments: Any, library: Any = None) -> Any:
+        try:
+            function = getattr(library or self._held, name)
+        except AttributeError:
+            raise Unavailable(f"TensorFlow's library has no {name}") from None
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    def check(self, status: int) -> None:
+        """Raise ``RuntimeError`` with TensorFlow's message if a status is not OK."""
+        if self.code(status):
+            raise RuntimeError(self.message(status).decode(errors="replace"))
+
+
+# -- std::function<void()> --------------------------------------------------------------------------------------------
+
+_FUNCTION_BYTES, _MANAGER, _INVOKER, _DESTROY = 32, 16, 24, 3
+"""libstdc++'s ``std::function`` has 32 bytes: 16 for the functor, then the manager and the invoker. The manager destroys the functor
+when it is called with the operation 3."""
+
+_clone_or_destroy = CFUNCTYPE(c_bool, c_void_p, c_void_p, c_int)
+
+
+@cache
+def _manager(address: int) -> Any:
+    """A manager as a Python function. TensorFlow's executor has only a few, so all of them are kept."""
+    return _clone_or_destroy(address)
+
+
+class KernelDone:
+    """The callback that an asynchronous kernel has to call when it has finished; owns a ``std::function<void()>``.
+
+    TensorFlow gives the kernel a pointer to a function that is destroyed when the kernel returns. So this object moves the function
+    out of there, as libstdc++'s move constructor does: it copies the bytes, and leaves the original empty.
+
+    Args:
+        api: TensorFlow's functions.
+        pointer: The address of the ``std::function``.
+    """
+
+    def __init__(self, api: CApi, pointer: int) -> None:
+        self._api = api
+        self._buffer = ctypes.create_string_buffer(_FUNCTION_BYTES)
+        ctypes.memmove(self._buffer, pointer, _FUNCTION_BYTES)
+        ctypes.memset(pointer + _MANAGER, 0, _FUNCTION_BYTES - _MANAGER)
+
+    def __call__(self) -> None:
+        """Run the function and destroy it. Must be called exactly once."""
+        address = ctypes.addressof(self._buffer)
+        manager = ctypes.c_size_t.from_buffer(self._buffer, _MANAGER).value
+        self._api.run_done(address)
+        _manager(manager)(address, address, _DESTROY)
+
+
+def is_function(pointer: int) -> bool:
+    """Whether there are pointers to code at this address where libstdc++'s ``std::function`` has them."""
+    found = (ctypes.c_uint64 * (_FUNCTION_BYTES // 8)).from_address(pointer)
+    addresses = [found[_MANAGER // 8], found[_INVOKER // 8]]
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            area, permissions = line.split()[:2]
+            if "x" in permissions:
+                start, end = (int(number, 16) for number in area.split("-"))
+                addresses = [address for address in addresses if not start <= address < end]
+    return not addresses
+
+
+class Call(NamedTuple):
+    """A collective that an operation in a graph runs whenever it is executed.
+
+    Attributes:
+        operation: The collective.
+        name: Its name; ``None`` if the ranks' calls are matched in order.
+        grouped: Whether the tensors are a group, however many they are.
+        site: The user's line of code that made the operation, for error texts and the timeline.
+    """
+
+    operation: Operation
+    name: str | None
+    grouped: bool
+    site: str
+
+    def encoded(self) -> bytes:
+        """The call as the value of the operation's attribute."""
+        operation = [*self.operation[:-1]]  # splits are an input
+        return msgspec.json.encode([operation, self.name, self.grouped, self.site])
+
+
+def decoded(value: bytes | str) -> Call:
+    """The call in a value that :meth:`Call.encoded` made."""
+    (kind, op, prescale, postscale, root, process_set), name, grouped, site = msgspec.json.decode(value)
+    operation = Operation(OpKind(kind), ReduceOp(op), float(prescale), float(postscale), root, process_set)
+    return Call(operation, name, grouped, site)
+
 
 TYPES = {dtype: tf.dtypes.as_dtype(dtype.label) for dtype in DType}
 """TensorFlow's type for each type of the core."""
@@ -160,7 +320,7 @@ class Execution:
 
     __slots__ = ("_api", "_context", "_done", "_lock", "_status", "_tensors")
 
-    def __init__(self, api: CApi, context: int, done: Done) -> None:
+    def __init__(self, api: CApi, context: int, done: KernelDone) -> None:
         self._api, self._context, self._done = api, context, done
         self._status = api.new_status()
         #: The inputs and outputs whose memory the core may use; :meth:`end` releases them.
@@ -238,20 +398,20 @@ def _run(execution: Execution, call: Call) -> None:
         raise InvalidRequestError(f"{kind.label} splits dimension 0, which a 0-d tensor does not have.")
     # If no other kernel waits, this thread announces the collective itself, which costs less than to wake the control thread.
     # Otherwise the control thread announces it, together with others that come meanwhile.
-    alone, engine = waiting.idle(), core.engine(kind.label)
-    waiting.expect()
+    alone, engine = interrupts.idle(), core.engine(kind.label)
+    interrupts.expect()
     try:
         if call.grouped:
             handle = _BINDING.submit_group(operation, tensors, call.name, announce=not alone, site=call.site)
         else:
             handle = _BINDING.submit(operation, tensors[0], call.name, announce=not alone, site=call.site)
     except BaseException:
-        waiting.failed()
+        interrupts.failed()
         raise
     count = len(tensors)
 
     def finished(handle: Handle) -> None:
-        waiting.ended(handle)
+        interrupts.ended(handle)
         try:
             outputs = handle.wait()
             if kind is OpKind.ALLGATHER:
@@ -263,7 +423,7 @@ def _run(execution: Execution, call: Call) -> None:
         else:
             execution.end()
 
-    waiting.started(handle, operation.process_set)
+    interrupts.started(handle, operation.process_set)
     handle.add_done_callback(finished)
     if alone:
         engine.flush()
@@ -340,7 +500,7 @@ class _Kernels:
         #: The decoded collectives of the kernels that have been executed.
         self._decoded: dict[int, Call] = {}
         self._thread = _KeptThread()
-        #: Whether the self-test found TensorFlow's callback to have the layout that :class:`Done` expects; ``None`` before it.
+        #: Whether the self-test found TensorFlow's callback to have the layout that :class:`KernelDone` expects; ``None`` before it.
         self.tested: bool | None = None
         self.create = CFUNCTYPE(c_void_p, c_void_p)(self._create)
         self.compute = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self._compute)
@@ -374,7 +534,7 @@ class _Kernels:
             self.tested = False
             self._api.run_done(done)
             return
-        execution = Execution(self._api, context, Done(self._api, done))
+        execution = Execution(self._api, context, KernelDone(self._api, done))
         try:
             if call == SELF_TEST:
                 self._echo(execution)
@@ -389,7 +549,7 @@ class _Kernels:
             execution.end(error)
 
     def _start(self, call: Call, context: int, done: int) -> None:
-        execution = Execution(self._api, context, Done(self._api, done))
+        execution = Execution(self._api, context, KernelDone(self._api, done))
         try:
             _run(execution, call)
         except BaseException as error:  # noqa: BLE001  # must not leave a callback of C

@@ -10,13 +10,12 @@ from hvdlab.collectives import basics
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
-from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from hvdlab.tensorflow.gradient_tape import DistributedGradients, Groups, TensorFlowReducer, chosen_groups
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.optimizers import distributed, is_keras_optimizer
-from hvdlab.tensorflow.ops import allreduce
-from hvdlab.tensorflow.reduction import DistributedGradients, GradientReducer, Groups
-from hvdlab.tensorflow.tape import chosen_groups
+from hvdlab.tensorflow.mpi_ops import allreduce
 
 _v1 = tf.compat.v1
 _V1Optimizer: Any = _v1.train.Optimizer
@@ -47,7 +46,7 @@ class _DistributedOptimizer(DistributedGradients, _Wrapping):
         optimizer: Any,
         name: str | None,
         use_locking: bool,
-        reducer: GradientReducer,
+        reducer: TensorFlowReducer,
         helper: LocalGradientAggregationHelper | None,
     ) -> None:
         super().__init__(optimizer, name, use_locking)
@@ -278,7 +277,7 @@ def DistributedOptimizer(
             "This optimizer is distributed already: its gradients would be reduced twice."
         )
     chosen = gradient_operator(op)
-    reducer = GradientReducer(
+    reducer = TensorFlowReducer(
         name or f"Distributed{type(optimizer).__name__}",
         device_dense,
         device_sparse,

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.ops import allgather, size_op
+from hvdlab.tensorflow.mpi_ops import allgather, size_op
 
 _Base: Any = tf.keras.layers.BatchNormalization
 

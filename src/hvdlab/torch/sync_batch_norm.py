@@ -9,9 +9,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.torch.autograd import collective
-from hvdlab.torch.compiling import untraced
-from hvdlab.torch.process_sets import ProcessSet, global_process_set, set_id
+from hvdlab.torch.dynamo import untraced
 
 _HALVES = (torch.float16, torch.bfloat16)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.bindings.elastic import sampler as module
-from hvdlab.bindings.elastic.handlers import SamplerStateHandler
 from hvdlab.bindings.elastic.sampler import ElasticSampler
+from hvdlab.bindings.elastic.state import SamplerStateHandler
 from hvdlab.collectives.errors import NotInitializedError
 
 Place = Callable[[int, int], None]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import hvdlab.numpy as hvd
-from hvdlab.bindings.elastic.handlers import (
+from hvdlab.bindings.elastic.sampler import ElasticSampler
+from hvdlab.bindings.elastic.state import (
+    HandledState,
     HandlerRegistry,
     LoadableStateHandler,
     SamplerStateHandler,
     StateHandler,
 )
-from hvdlab.bindings.elastic.sampler import ElasticSampler
-from hvdlab.bindings.elastic.state import HandledState
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt
 from hvdlab.collectives.elastic.state import next_attempt
 from ranks import Ranks

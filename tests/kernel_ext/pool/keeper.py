@@ -35,7 +35,7 @@ ELASTIC = """
 import os, signal
 import hvdlab.numpy as hvd
 import numpy as np
-from hvdlab.bindings.elastic.handlers import HandlerRegistry
+from hvdlab.bindings.elastic.state import HandlerRegistry
 from hvdlab.bindings.elastic.state import HandledState
 from hvdlab.collectives.elastic import run_fn
 

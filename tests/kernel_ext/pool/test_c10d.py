@@ -179,7 +179,7 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
 
 BUCKETS = """
 from hvdlab.collectives import context
-from hvdlab.torch.c10d.calls import Calls
+from hvdlab.torch.c10d.submission import Calls
 torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(
     nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), bucket_cap_mb=1e-4

@@ -86,7 +86,7 @@ def test_the_stack_comes_while_the_main_thread_is_stuck(
 ) -> None:
     rank.shell.user_ns["go"] = go = threading.Event()
     rank.shell.user_ns["started"] = started = threading.Event()
-    namespace = {"__name__": "hvdlab.torch.ops", "go": go, "started": started}
+    namespace = {"__name__": "hvdlab.torch.mpi_ops", "go": go, "started": started}
     exec("def allreduce():\n    started.set()\n    go.wait()", namespace)  # noqa: S102
     rank.shell.user_ns["allreduce"] = namespace["allreduce"]
 

@@ -378,7 +378,7 @@ def test_a_mismatch_is_flagged(rank: Rank) -> None:
 
 
 def test_frames_below_the_users_call_are_hidden(rank: Rank) -> None:
-    namespace: dict[str, Any] = {"__name__": "hvdlab.torch.ops", "error": aborted()}
+    namespace: dict[str, Any] = {"__name__": "hvdlab.torch.mpi_ops", "error": aborted()}
     exec("def outer(f=None):\n    f() if f else inner()\ndef inner():\n    raise error", namespace)  # noqa: S102
     rank.shell.user_ns["allreduce"] = namespace["outer"]
     text = traceback_of(rank.run("def step():\n    allreduce()\nstep()", label="[7]"))
@@ -393,7 +393,7 @@ def test_frames_below_the_users_call_are_hidden(rank: Rank) -> None:
 def test_frames_stay_for_a_debugger(rank: Rank) -> None:
     import sys
 
-    namespace: dict[str, Any] = {"__name__": "hvdlab.torch.ops", "error": aborted()}
+    namespace: dict[str, Any] = {"__name__": "hvdlab.torch.mpi_ops", "error": aborted()}
     exec("def inner():\n    raise error", namespace)  # noqa: S102
     rank.shell.user_ns["allreduce"] = namespace["inner"]
     rank.run("allreduce()")

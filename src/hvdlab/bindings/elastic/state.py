@@ -1,14 +1,207 @@
-"""An elastic state whose attributes are taken care of by handlers: what a framework's own state is made of."""
+"""Elastic states whose attributes are saved, restored and synchronized by handlers, and the registry that finds an object's handler."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from hvdlab.bindings.elastic.handlers import HandlerRegistry, StateHandler
-from hvdlab.bindings.elastic.place import number_of
-from hvdlab.bindings.objects import broadcast_object
+from hvdlab.bindings.elastic.sampler import ElasticSampler, Share, number_of
+from hvdlab.bindings.objects import allgather_object, broadcast_object
 from hvdlab.collectives.basics import rank
 from hvdlab.collectives.elastic.state import News, ObjectState, elect, is_overtaken, merge_news, next_attempt
+
+T = TypeVar("T")
+
+
+class StateHandler(Generic[T]):
+    """Saves, restores and synchronizes an object that is more than a value.
+
+    Args:
+        value: The object.
+
+    Attributes:
+        value: The object.
+        root: The rank that :meth:`sync` takes the state of, as the core numbers it; ``None`` for the first that lives.
+    """
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self.root: int | None = None
+
+    def save(self) -> None:
+        """Keep a copy of its state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Give it the state that was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give it the state of the root, and save that; all ranks call it alike."""
+        raise NotImplementedError
+
+    def hand_over(self) -> bool:
+        """Ranks are about to leave: hand what only they know to the others; all ranks call it alike.
+
+        Returns:
+            Whether the object has to be synchronized after this.
+        """
+        return False
+
+    def reset(self) -> None:
+        """Training begins again with other ranks."""
+
+    def overtaken(self) -> None:
+        """The other ranks have begun again without this one: what only it knows counts no more. :meth:`sync` follows."""
+
+    def set_value(self, value: T) -> None:
+        """Take care of this object from now on."""
+        self.value = value
+        self.save()
+
+    @property
+    def root_rank(self) -> int:
+        """The rank that :meth:`sync` takes the state of, as scripts number it now."""
+        return number_of(self.root)
+
+
+class SamplerStateHandler(StateHandler[ElasticSampler]):
+    """The epoch of a sampler, and what all ranks together have processed in it."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        super().__init__(sampler)
+        self._saved = copy.deepcopy(sampler.state_dict())
+        self._share = sampler.share()
+        self._saves = 0
+        #: Whether training begins again: ranks may be lost, and with them what only they have recorded.
+        self._again = False
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+        self._share = self.value.share()
+        self._saves += 1
+        self._again = False
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+        self._again = True
+
+    def hand_over(self) -> bool:
+        """Unite the records of what was processed, as long as those of the ranks that leave are there."""
+        mine = (self.value.epoch, self.value.processed_indices)
+        every = allgather_object(mine)
+        self.value.processed_indices = set().union(*(its for epoch, its in every if epoch == mine[0]))
+        return True
+
+    def overtaken(self) -> None:
+        """Drop the record: the others go on from a state that need not have learnt from it, or have it already."""
+        self.value.processed_indices = set()
+        self._again = False
+
+    def sync(self) -> None:
+        state = broadcast_object(self.value.state_dict(), self.root_rank)
+        # What a rank has processed in another epoch than the root's says nothing about this one.
+        mine = self.value.processed_indices if self.value.epoch == state["epoch"] else set()
+        every = allgather_object(_Record(mine, self._share if self._again else None, self._saves))
+        processed = set().union(*(its.processed for its in every)) | _of_lost(every, state["epoch"])
+        self._saves = max(its.saves for its in every)
+        merge_news = {"processed_indices": processed, "processed_num": len(processed)}
+        self.value.load_state_dict({**state, **merge_news})
+        self.save()
+
+    def reset(self) -> None:
+        if not self._again:  # no commit was restored: what counts is what this rank has recorded by now
+            self._share, self._again = self.value.share(), True
+        self.value.reset()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a rank knows of the samples that were processed.
+
+    Attributes:
+        processed: Those that it has a record of.
+        share: What it had recorded at the point from which it begins again; ``None`` if it has just come, or has recorded
+            indices otherwise than by batches.
+        saves: How often it had saved by then.
+    """
+
+    processed: set[int]
+    share: Share | None
+    saves: int
+
+
+def _of_lost(records: Sequence[_Record], epoch: int) -> set[int]:
+    """What lost ranks had processed by the last commit, if all ranks have worked in step; else an empty set.
+
+    The model of a rank that is ahead by a commit was trained with what all others had processed for that commit, though
+    their own records lack it.
+    """
+    survivors = [record for record in records if record.share is not None]
+    if not survivors:
+        return set()
+    ahead = max(survivors, key=lambda record: record.saves)
+    assert ahead.share is not None
+    if ahead.share.epoch != epoch:
+        return set()
+    for record in survivors:
+        share = record.share
+        assert share is not None
+        if (share.epoch, share.replicas, share.remaining) != (
+            ahead.share.epoch,
+            ahead.share.replicas,
+            ahead.share.remaining,
+        ):
+            return set()
+        behind = record.saves < ahead.saves and share.places <= ahead.share.places
+        if share.places != ahead.share.places and not behind:
+            return set()
+    return ahead.share.of_all()
+
+
+class LoadableStateHandler(StateHandler[Any]):
+    """Anything else with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._saved = copy.deepcopy(value.state_dict())
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(copy.deepcopy(self.value.state_dict()), self.root_rank))
+        self.save()
+
+
+Kinds = type | tuple[type, ...]
+Entries = Sequence[tuple[Kinds, type[StateHandler[Any]]]]
+
+
+class HandlerRegistry:
+    """Which handler takes care of objects of which type; the first that fits is taken.
+
+    Args:
+        entries: Types, and the handler of their objects.
+
+    Attributes:
+        entries: The same.
+    """
+
+    def __init__(self, entries: Entries) -> None:
+        self.entries = list(entries)
+
+    def handler_for(self, value: object) -> StateHandler[Any] | None:
+        """A handler that takes care of this object; ``None`` if it is a mere value."""
+        for kinds, handler in self.entries:
+            if isinstance(value, kinds):
+                return handler(value)
+        return None
 
 
 class HandledState(ObjectState):

@@ -51,7 +51,7 @@ _SWITCHES = tuple(
 # torch from which that pass is started.
 _CALLED_BY_CPP = (
     os.path.join("hvdlab", "torch", "c10d", ""),
-    os.path.join("hvdlab", "torch", "compiling.py"),
+    os.path.join("hvdlab", "torch", "dynamo.py"),
     os.path.join("torch", "_jit_internal.py"),
 )
 _BACKWARD = "_engine_run_backward"

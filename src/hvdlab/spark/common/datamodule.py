@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.data.ahead import Ahead
+from hvdlab.data.data_loader_base import Ahead
 
 Batch = dict[str, npt.NDArray[Any]]
 

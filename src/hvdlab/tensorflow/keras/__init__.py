@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlab.bindings.arguments import Average, Sum
+from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.metrics.rank_metrics import metric
 from hvdlab.collectives.process_sets import (
@@ -17,7 +18,15 @@ from hvdlab.collectives.process_sets import (
     remove_process_set,
 )
 from hvdlab.horovod.common.util import is_version_greater_equal_than
-from hvdlab.tensorflow.basics import (
+from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.functions import broadcast_global_variables
+from hvdlab.tensorflow.gradient_tape import Groups, chosen_groups, local_variables
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.keras import callbacks, elastic, optimizers
+from hvdlab.tensorflow.keras.monitoring import record, watch, watch_divergence
+from hvdlab.tensorflow.keras.optimizers import distributed
+from hvdlab.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
+from hvdlab.tensorflow.mpi_ops import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -40,17 +49,6 @@ from hvdlab.tensorflow.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlab.tensorflow.compression import Compression, Compressor
-from hvdlab.tensorflow.functions import broadcast_global_variables
-from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.keras import callbacks, elastic, models
-from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
-from hvdlab.tensorflow.keras.optimizers import distributed
-from hvdlab.tensorflow.keras.recording import record
-from hvdlab.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
-from hvdlab.tensorflow.keras.watch import watch
-from hvdlab.tensorflow.reduction import Groups
-from hvdlab.tensorflow.tape import chosen_groups, local_variables
 
 __all__ = [
     "Average",
@@ -237,4 +235,4 @@ def load_model(
     Raises:
         ValueError: The file can't be read, or needs a class that is not known.
     """
-    return models.load_model(tf.keras, filepath, custom_optimizers, custom_objects, compression)
+    return optimizers.load_model(tf.keras, filepath, custom_optimizers, custom_objects, compression)

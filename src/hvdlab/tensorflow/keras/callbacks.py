@@ -14,8 +14,26 @@ from hvdlab.horovod.common.util import is_version_greater_equal_than
 from hvdlab.tensorflow.functions import broadcast_variables, optimizer_variables, vars_to_refs
 from hvdlab.tensorflow.functions import plain_variable as _plain
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.keras.base import Callback
-from hvdlab.tensorflow.ops import grouped_allreduce
+from hvdlab.tensorflow.mpi_ops import grouped_allreduce
+
+_Callback: Any = tf.keras.callbacks.Callback
+
+
+class Callback(_Callback):  # type: ignore[misc,unused-ignore]
+    """A callback of Keras 3 with the attributes and methods that Keras 2 expects of its own callbacks."""
+
+    _supports_tf_logs = False
+    _chief_worker_only: bool | None = None
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return True
+
+    def _implements_test_batch_hooks(self) -> bool:
+        return False
+
+    def _implements_predict_batch_hooks(self) -> bool:
+        return False
+
 
 __all__ = [
     "BestModelCheckpoint",

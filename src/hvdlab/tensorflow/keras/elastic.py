@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlab.tensorflow.elastic import TensorFlowKerasState, run
-from hvdlab.tensorflow.keras.base import Callback
+from hvdlab.tensorflow.keras.callbacks import Callback
 
 __all__ = [
     "CommitStateCallback",

@@ -1,17 +1,23 @@
 """Distributed optimizers of Keras 3 (on TensorFlow) and of Keras 2 (``tf_keras``): instances of a subclass of the given one's class.
 
-The subclass has the name and module of its base, so that a model that was saved with it can be loaded without hvdlab.
+The subclass has the name and module of its base, so that a model that was saved with it can be loaded without hvdlab. With hvdlab,
+:func:`load_model` loads a model and makes its optimizer distributed.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import json
+import os
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
@@ -20,13 +26,13 @@ from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
-from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.compression import Compression, Compressor
-from hvdlab.tensorflow.failures import JIT
+from hvdlab.tensorflow.errors import JIT
 from hvdlab.tensorflow.functions import plain_variable, vars_to_refs
+from hvdlab.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from hvdlab.tensorflow.gradient_tape import DistributedGradients, Groups, TensorFlowReducer
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.keras.fits import record_fits
-from hvdlab.tensorflow.reduction import DistributedGradients, GradientReducer, Groups
+from hvdlab.tensorflow.keras.fit_hooks import record_fits
 
 _PACKAGES = ("keras", "tf_keras")
 _OF_TF1 = "experimental_run_tf_function"
@@ -45,7 +51,7 @@ class Distributed(DistributedGradients):
         hvdlab_settings: The arguments of :func:`distributed` that it was made with.
     """
 
-    hvdlab_reducer: GradientReducer
+    hvdlab_reducer: TensorFlowReducer
     hvdlab_helper: LocalGradientAggregationHelper | None
     hvdlab_reduced: bool
     hvdlab_computed: bool
@@ -86,7 +92,7 @@ class Distributed(DistributedGradients):
         """Make a plain optimizer that is distributed with the default settings, as Keras does to clone one by its class."""
         super().__init__(*args, **kwargs)
         self._hvdlab_set(
-            reducer=GradientReducer(f"Distributed{type(self).__name__}"),
+            reducer=TensorFlowReducer(f"Distributed{type(self).__name__}"),
             helper=None,
             reduced=False,
             computed=False,
@@ -275,7 +281,7 @@ def is_keras_optimizer(value: Any) -> bool:
     )
 
 
-def reducer_of(optimizer: Any) -> GradientReducer | None:
+def reducer_of(optimizer: Any) -> TensorFlowReducer | None:
     """The reducer of an optimizer, also of one within loss scaling; ``None`` if the optimizer is not distributed."""
     found = without_scaling(optimizer)
     return found.hvdlab_reducer if isinstance(found, Distributed) else None
@@ -327,7 +333,7 @@ def distributed(
         )
     _refuse_other_backends(optimizer)
     label = name or f"Distributed{type(optimizer).__name__}"
-    reducer = GradientReducer(
+    reducer = TensorFlowReducer(
         label,
         device_dense,
         device_sparse,
@@ -594,3 +600,61 @@ def _reducing_first(original: Callable[..., Any], *, pairs: bool) -> Callable[..
 
     apply.hvdlab = True  # type: ignore[attr-defined]
     return apply
+
+
+def package_of(model: Any) -> str | None:
+    """The package that a model comes from, Keras 3 or Keras 2; ``None`` if it is no model of Keras."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    return next((name for name in _PACKAGES if name in packages and hasattr(model, "fit")), None)
+
+
+def load_model(
+    keras: Any, filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: type[Compressor]
+) -> Any:
+    """See :func:`hvdlab.tensorflow.keras.load_model`; ``keras`` is the module of Keras whose model it is."""
+    objects = {kind.__name__: kind for kind in custom_optimizers or ()}
+    objects.update(custom_objects or {})
+    name = _saved_optimizer(filepath)
+    if isinstance(objects.get(name), FunctionType):
+        objects[name] = _class_of(objects[name])
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    optimizer = without_scaling(getattr(model, "optimizer", None))
+    _build(optimizer, model.trainable_variables)
+    if is_keras_optimizer(optimizer) and not isinstance(optimizer, Distributed):
+        # In place: the model's functions, and the loss scaling around the optimizer, refer to this object.
+        distributed(optimizer, compression=compression, in_place=True)
+    return model
+
+
+def _build(optimizer: Any, variables: Any) -> None:
+    """Build an optimizer anew that Keras 3 has built without variables, as for an ``.h5`` file: it could not train the model."""
+    if (
+        getattr(optimizer, "built", False)
+        and variables
+        and not getattr(optimizer, "_trainable_variables", variables)
+    ):
+        optimizer.built = False
+        optimizer.build(variables)
+
+
+def _saved_optimizer(filepath: Any) -> str | None:
+    """The name of the optimizer's class in a file of Keras; ``None`` if the file does not have it."""
+    path = os.fspath(filepath) if isinstance(filepath, str | os.PathLike) else ""
+    found: Any = None
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            if "config.json" in file.namelist():  # else Keras raises an error for the file
+                found = (json.loads(file.read("config.json")).get("compile_config") or {}).get("optimizer")
+    elif os.path.isfile(path):
+        h5py: Any = importlib.import_module("h5py")
+        if h5py.is_hdf5(path):
+            with h5py.File(path) as file:
+                found = json.loads(file.attrs.get("training_config", "{}")).get("optimizer_config")
+    while isinstance(found, dict) and "inner_optimizer" in (found.get("config") or {}):
+        found = found["config"]["inner_optimizer"]
+    return found.get("class_name") if isinstance(found, dict) else None
+
+
+def _class_of(make: Callable[..., Any]) -> type:
+    """A class whose ``from_config`` calls a function that makes the optimizer: Keras accepts only a class there."""
+    return type(make.__name__, (), {"from_config": staticmethod(lambda config: make(**config))})

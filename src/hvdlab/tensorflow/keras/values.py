@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdlab.bindings.arguments import Average
 from hvdlab.collectives.dtypes import ReduceOp
-from hvdlab.tensorflow import ops
+from hvdlab.tensorflow import mpi_ops
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
@@ -40,7 +40,7 @@ def allreduce(
         NotInitializedError: ``init()`` was not called.
         MismatchError, AbortedError: The ranks disagree, or the reduction can't complete. ``value`` is untouched.
     """
-    return ops.allreduce(
+    return mpi_ops.allreduce(
         _tensor(value),
         average=average,
         op=op,
@@ -64,7 +64,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
     Raises:
         InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
     """
-    return ops.allgather(_tensor(value), name=name)
+    return mpi_ops.allgather(_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -81,7 +81,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     Raises:
         InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
     """
-    return ops.broadcast(_tensor(value), root_rank, name=name)
+    return mpi_ops.broadcast(_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp | int = Average) -> Any:
@@ -98,7 +98,7 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp | int = Aver
     Raises:
         InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
     """
-    return ops.reducescatter(_tensor(value), name=name, op=op)
+    return mpi_ops.reducescatter(_tensor(value), name=name, op=op)
 
 
 def _tensor(value: Any) -> Any:

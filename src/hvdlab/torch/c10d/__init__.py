@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch.distributed  # register() needs it  # noqa: F401
 
-from hvdlab.torch.c10d.agreeing import Agreement, agree
-from hvdlab.torch.c10d.group import HvdlabProcessGroup
+from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
+from hvdlab.torch.c10d.resync import Agreement, agree
 from hvdlab.torch_backend import register
 
 __all__ = ["Agreement", "HvdlabProcessGroup", "agree"]

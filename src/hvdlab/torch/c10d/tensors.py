@@ -1,20 +1,157 @@
 """Torch's tensors as memory of the core: their own memory if the core can read and write it, else a copy, or bytes.
 
+Checks of arguments that a rank can make by itself are here, too. Their errors use the words of torch's own backends, so that code
+that looks for these words in an error finds them.
+
 Where a ``device`` is given, it is the class of the memory that the core is to work in: the host's, or that of the tensor's device if the
 group has a data plane for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
 from hvdlab.collectives.engine.requests import Result
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
+
+Tensors = list[torch.Tensor]
+
+
+def listed(tensors: Any) -> Tensors:
+    """One tensor, or several, as a list."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def single(operation: str, tensors: Any, which: str = "") -> torch.Tensor:
+    """The only tensor of a list, or the tensor itself; raises ``InvalidRequestError`` if there are several or none.
+
+    ``which`` is ``input`` or ``output``, for the error of an operation that has both.
+    """
+    given = listed(tensors)
+    if len(given) != 1:
+        kind = f"{which} tensor list" if which else "tensor list"
+        raise InvalidRequestError(f"{operation}: requires a single-element {kind}, not one of {len(given)}.")
+    return given[0]
+
+
+def require_dense(tensor: torch.Tensor, operation: str) -> None:
+    """Raise ``UnsupportedError`` for a tensor that is sparse, or has no data."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise UnsupportedError(
+            f"{operation}: only supports dense tensors with data, not {tensor.layout} on {tensor.device}."
+        )
+
+
+def require_member(operation: str, rank: int, size: int, which: str = "rank") -> int:
+    """A rank's number in its group, such as a root's; raises ``InvalidRequestError`` if the group has no such number."""
+    if not 0 <= rank < size:
+        raise InvalidRequestError(f"{operation}: invalid {which}: {rank}; the group has {size} ranks.")
+    return rank
+
+
+def require_tag(operation: str, tag: int) -> None:
+    if tag < 0:
+        raise InvalidRequestError(f"{operation}: Tag must be nonnegative, not {tag}.")
+
+
+def require_outputs(
+    operation: str, outputs: Sequence[torch.Tensor], given: torch.Tensor, rank: int, size: int
+) -> None:
+    """Raise ``InvalidRequestError`` unless an all_gather has one output for each rank, all of the input's dtype.
+
+    This rank's own output must have as many elements as its input; other ranks' inputs may have other sizes.
+    """
+    if len(outputs) != size:
+        raise InvalidRequestError(
+            f"{operation}: invalid output tensor list at index 0 (expected length {size}, got {len(outputs)}): "
+            "one tensor for each rank."
+        )
+    for index, output in enumerate(outputs):
+        if output.dtype != given.dtype:
+            raise InvalidRequestError(
+                f"{operation}: invalid tensor type at index {index} (expected {given.dtype}, got {output.dtype})."
+            )
+    if outputs[rank].numel() != given.numel():
+        raise InvalidRequestError(
+            f"{operation}: invalid tensor size at index {rank} (expected {tuple(given.shape)}, got "
+            f"{tuple(outputs[rank].shape)}): this rank's own output gets its input."
+        )
+
+
+def parts_of_root(
+    operation: str, lists: Any, tensor: torch.Tensor, size: int, *, is_root: bool, which: str
+) -> Tensors:
+    """The root's list of tensors for a gather or scatter, one for each rank; an empty list on other ranks.
+
+    Args:
+        operation: ``gather`` or ``scatter``.
+        lists: As torch's caller gave it: the list in a list, the list itself, or nothing.
+        tensor: The rank's own tensor, whose dtype the parts must have.
+        size: Number of ranks.
+        is_root: Whether this rank is the root.
+        which: ``output`` for a gather, ``input`` for a scatter.
+
+    Raises:
+        InvalidRequestError: The list is missing on the root or given elsewhere, or has another length or dtype.
+    """
+    given = list(lists) if lists else []
+    if given and isinstance(given[0], (list, tuple)):
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"{operation}: requires a single-element {which} list containing a list with {size} tensors."
+            )
+        given = list(given[0])
+    if not is_root:
+        if given:
+            raise InvalidRequestError(f"{operation}: requires empty {which} on non-root ranks.")
+        return []
+    if not given:
+        raise InvalidRequestError(
+            f"{operation}: requires a single-element {which} list containing a list with {size} tensors."
+        )
+    if len(given) != size:
+        raise InvalidRequestError(
+            f"{operation}: Incorrect {which} list size {len(given)}. {which.capitalize()} list size should be {size}, same as "
+            "size of the process group."
+        )
+    for index, part in enumerate(given):
+        if part.dtype != tensor.dtype:
+            raise InvalidRequestError(
+                f"{operation}: invalid tensor type at index {index} (expected {tensor.dtype}, got {part.dtype})."
+            )
+    return given
+
+
+def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, which: str, size: int) -> list[int]:
+    """How many rows (of dimension 0) of an all_to_all_single's tensor belong to each member; without splits, equally many.
+
+    ``which`` is ``input`` or ``output``. Raises ``InvalidRequestError`` if the splits do not fit the tensor and the group.
+    """
+    rows = (tensor.shape or (1,))[0]
+    if not splits:
+        if rows % size:
+            raise InvalidRequestError(
+                f"all_to_all_single: Tensor's dim 0 does not divide equally across group size: the {which} has {rows} rows for "
+                f"{size} ranks; give the splits."
+            )
+        return [rows // size] * size
+    counts = [int(count) for count in splits]
+    if len(counts) != size:
+        raise InvalidRequestError(
+            f"all_to_all_single: Number of tensor splits not equal to group size: {len(counts)} {which} splits for {size} ranks."
+        )
+    if sum(counts) != rows or min(counts) < 0:
+        raise InvalidRequestError(
+            f"all_to_all_single: Split sizes doesn't match total dim 0 size: the {which} splits {counts} for {rows} rows."
+        )
+    return counts
+
 
 Copy = Callable[[Result], None]
 """Copies the result of one request to the user's tensor."""

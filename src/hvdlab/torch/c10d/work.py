@@ -20,8 +20,8 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Limit, Result
 from hvdlab.collectives.errors import CollectiveError, HvdlabError
-from hvdlab.torch.c10d.naming import renamed
-from hvdlab.torch.compiling import untraced_methods
+from hvdlab.torch.c10d.operation_names import renamed
+from hvdlab.torch.dynamo import untraced_methods
 
 _profilers: Any = torch.autograd
 

@@ -24,9 +24,8 @@ from hvdlab.collectives.rendezvous.backends import DirectoryBackend
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, host_backend, require_long_token
 from hvdlab.collectives.rendezvous.launchers import detect
 from hvdlab.collectives.settings import Settings
-from hvdlab.torch.c10d.history import Histories
-from hvdlab.torch.c10d.naming import is_local
-from hvdlab.torch.c10d.steps import Steps
+from hvdlab.torch.c10d.call_history import Histories, OptimizerSteps
+from hvdlab.torch.c10d.operation_names import is_local
 from hvdlab.torch.c10d.store import HvdlabStore, StoreLink
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class World:
         self.link = StoreLink(engine)
         self.store: HvdlabStore | None = None
         self.histories = Histories(engine)
-        self.steps = Steps()
+        self.steps = OptimizerSteps()
         self._with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         self._groups_lock = threading.Lock()
         engine.on_native_waits(self._on_interrupt)

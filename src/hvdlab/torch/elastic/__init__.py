@@ -24,9 +24,9 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt, ObjectState, State, run_fn
-from hvdlab.torch.basics import init, is_initialized, shutdown
 from hvdlab.torch.elastic.sampler import ElasticSampler
 from hvdlab.torch.elastic.state import TorchState
+from hvdlab.torch.mpi_ops import init, is_initialized, shutdown
 
 __all__ = [
     "ElasticSampler",

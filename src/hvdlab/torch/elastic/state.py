@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 
-from hvdlab.bindings.elastic.handlers import (
+from hvdlab.bindings.elastic.sampler import ElasticSampler
+from hvdlab.bindings.elastic.state import (
     Entries,
+    HandledState,
     HandlerRegistry,
     Kinds,
     LoadableStateHandler,
     SamplerStateHandler,
     StateHandler,
 )
-from hvdlab.bindings.elastic.sampler import ElasticSampler
-from hvdlab.bindings.elastic.state import HandledState
-from hvdlab.torch.functions import broadcast_parameters
-from hvdlab.torch.optimizer_state import broadcast_optimizer_state
+from hvdlab.torch.functions import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
     "LoadableStateHandler",

@@ -1,9 +1,9 @@
-"""Found as ``horovod`` where no other is: hands over to hvdlab. See ``hvdlab.horovod.installing``."""
+"""Found as ``horovod`` where no other is: hands over to hvdlab. See ``hvdlab.horovod.import_hook``."""
 
 import sys
 
 try:
-    from hvdlab.horovod.installing import stand_in
+    from hvdlab.horovod.import_hook import stand_in
 except ModuleNotFoundError as error:
     if error.name != "hvdlab":
         raise

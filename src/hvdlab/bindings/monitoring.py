@@ -1,0 +1,245 @@
+"""Watches of a training that all frameworks share: metrics of its steps, and comparison of the ranks' models.
+
+A framework's ``watch()`` and ``watch_divergence()`` check the model and the optimizer. Their classes bring the hooks by which steps
+are counted, and read the framework's tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Never, Self
+
+from hvdlab.bindings.objects import allgather_object
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
+from hvdlab.collectives.fingerprint import fingerprint, threads_for
+from hvdlab.collectives.metrics.rank_metrics import StepMeter
+from hvdlab.collectives.process_sets import ProcessSet
+from hvdlab.collectives.text import visible
+
+DIVERGENCE_WATCH = "_hvdlab_divergence"
+"""The attribute of a model that has its :class:`DivergenceWatch`."""
+
+MOST_SAMPLED = 32
+"""Tensors of which a few elements are remembered at each step, at most."""
+
+ELEMENTS = 8
+"""Elements that are remembered of each of them."""
+
+
+class TrainingWatch(ABC):
+    """What ``hvd.watch()`` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
+
+    def __init__(self, model: Any, meter: StepMeter, batch_size: float | None, every: int) -> None:
+        self._model = model
+        #: Counts the steps of the optimizer; a distributed one has it without a watch, too.
+        self._meter = meter
+        #: Whether the batch size is the user's, which what trains the model then leaves as it is.
+        self.knows_batch_size = batch_size is not None
+        #: After how many steps what costs something is recorded; 0 for never.
+        self._every = every
+
+    @property
+    def batch_size(self) -> float | None:
+        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
+
+        Raises:
+            InvalidRequestError: Set to a number that is not positive and finite.
+        """
+        return self._meter.batch_size
+
+    @batch_size.setter
+    def batch_size(self, samples: float | None) -> None:
+        self._meter.batch_size = samples
+        self.knows_batch_size = samples is not None
+
+    @property
+    def step(self) -> int:
+        """Steps that the optimizer has taken. Set it to continue the count of an earlier training."""
+        return self._meter.count
+
+    @step.setter
+    def step(self, count: int) -> None:
+        self._meter.count = count
+        self._step_set()
+
+    def _step_set(self) -> None:  # noqa: B027  (nothing depends on it in most frameworks)
+        """The user has set the number of steps."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Record no more of what only the watch records. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Watch of {type(self._model).__name__}, {self.step} steps>"
+
+
+def check_every(every: int) -> None:
+    """Refuse an ``every=`` of ``watch()`` that is no number of steps.
+
+    Raises:
+        InvalidRequestError: It is negative.
+    """
+    if every < 0:
+        raise InvalidRequestError(f"every= is a number of steps, not {every}.")
+
+
+def record_metric(name: str, value: float, step: int, time_ns: int) -> None:
+    """Record a number of a step at a time of the monotonic clock, if there is a world to record it in."""
+    if context.is_initialized():
+        context.engine().metric(name, value, step, time_ns)
+
+
+class DivergenceError(HvdlabError):
+    """The ranks' models differ. Raised on all ranks, with the same text; nothing was changed.
+
+    Attributes:
+        step: Steps that had been taken when it was noticed.
+        since: The step after which the models first differed, as far as that is known.
+        groups: Ranks whose models are alike, the most numerous first.
+        tensors: Names of the tensors that differ.
+    """
+
+    def __init__(
+        self, step: int, since: int | None, groups: Sequence[tuple[int, ...]], tensors: Sequence[str]
+    ) -> None:
+        self.step, self.since, self.groups, self.tensors = step, since, tuple(groups), tuple(tensors)
+        super().__init__(step, since, self.groups, self.tensors)
+
+    def _text(self) -> str:
+        most, *others = self.groups
+        if len(most) == 1:
+            who = f"all of {format_ranks([rank for group in self.groups for rank in group])} have models of their own"
+        else:
+            odd = sorted(rank for group in others for rank in group)
+            verb = "does" if len(odd) == 1 else "do"
+            who = f"{format_ranks(most)} agree and {format_ranks(odd)} {verb} not"
+        more = len(self.tensors) - 1
+        tensors = (
+            f"`{visible(self.tensors[0])}`" + (f" and {more} more" if more else "")
+            if self.tensors
+            else "its tensors"
+        )
+        if self.since == 0:
+            when = "before the first step; hvd.broadcast_parameters(), with Keras hvd.broadcast_variables(), makes them alike"
+        elif self.since is not None:
+            when = f"since step {self.since}"
+        else:
+            when = f"noticed after step {self.step}"
+        return f"the ranks' models differ in {tensors}, {when}: {who}. `%hvd_diff` shows by how much."
+
+
+class DivergenceWatch(ABC):
+    """Comparison of the ranks' models, made by ``hvd.watch_divergence()``. It ends with :meth:`close`, or when the model is watched again.
+
+    Attributes:
+        step: Steps that were seen.
+        checks: How often the whole models were compared.
+    """
+
+    def __init__(self, model: Any, every: int, buffers: bool, process_set: ProcessSet) -> None:
+        self.step = self.checks = 0
+        self._model, self._every, self._buffers, self._set = model, every, buffers, process_set
+        self._name = f"divergence.{type(model).__name__}"
+        #: Elements of some tensors after each of the last steps, with the number of the step.
+        self._samples: deque[tuple[int, list[Any]]] = deque(maxlen=every)
+
+    def check(self) -> None:
+        """Compare the models now. All ranks must call it.
+
+        Raises:
+            DivergenceError: The models differ; on all ranks. Nothing is changed.
+            CollectiveError: Not all ranks called it.
+        """
+        digests = self._digests()
+        whole = fingerprint(*(part for name, digest in digests.items() for part in (name.encode(), digest)))
+        alike = self._is_equal_on_all_ranks(whole)
+        self.checks += 1
+        samples = (
+            [] if alike else [(step, fingerprint(*map(self._digest, rows))) for step, rows in self._samples]
+        )
+        self._samples.clear()
+        if not alike:
+            raise_divergence(self._name, self._set, self.step, digests, samples)
+
+    def close(self) -> None:
+        """End the comparisons. Idempotent."""
+        self._samples.clear()
+        if vars(self._model).get(DIVERGENCE_WATCH) is self:
+            object.__delattr__(self._model, DIVERGENCE_WATCH)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<DivergenceWatch of {type(self._model).__name__}, {self.step} steps, {self.checks} comparisons>"
+        )
+
+    def _digests(self) -> dict[str, bytes]:
+        with ThreadPoolExecutor(threads_for(context.engine().local_size), "hvdlab-fingerprints") as pool:
+            return {name: self._digest(tensor, pool) for name, tensor in self._tensors()}
+
+    @abstractmethod
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        """Yield the compared tensors, with names that are the same on all ranks."""
+
+    @staticmethod
+    @abstractmethod
+    def _digest(tensor: Any, pool: ThreadPoolExecutor | None = None) -> bytes:
+        """Return the fingerprint of a tensor; a large one is divided among the threads of ``pool``."""
+
+    @abstractmethod
+    def _is_equal_on_all_ranks(self, whole: bytes) -> bool:
+        """Return whether all ranks passed these ``SIZE`` bytes; a collective of the watch's process set."""
+
+
+def raise_divergence(
+    name: str,
+    process_set: ProcessSet,
+    step: int,
+    digests: Mapping[str, bytes],
+    samples: Sequence[tuple[int, bytes]],
+) -> Never:
+    """Gather from all ranks what the error's text needs, and raise :class:`DivergenceError`; called by all ranks.
+
+    Args:
+        name: Name of the comparison, equal on all ranks.
+        process_set: The ranks whose models were compared.
+        step: Steps that had been taken.
+        digests: Fingerprint of each tensor of the model, by its name.
+        samples: Fingerprint of some elements after each of the last steps, with the number of the step.
+    """
+    rank = context.engine().rank
+    gathered = allgather_object((rank, dict(digests), list(samples)), f"{name}.detail", process_set)
+    groups: dict[bytes, list[int]] = {}
+    for rank, by_name, _ in gathered:
+        whole = fingerprint(*(part for label, d in by_name.items() for part in (label.encode(), d)))
+        groups.setdefault(whole, []).append(rank)
+    all_names = dict.fromkeys(label for _, by_name, _ in gathered for label in by_name)
+    odd = [label for label in all_names if len({by_name.get(label) for _, by_name, _ in gathered}) > 1]
+    ordered = sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks))
+    raise DivergenceError(step, _since([dict(each) for _, _, each in gathered], step), ordered, odd)
+
+
+def _since(samples: Sequence[dict[int, bytes]], step: int) -> int | None:
+    """The first step at which the samples differ; 0 if no step was taken, None if no step common to all ranks differs."""
+    if step == 0:
+        return 0
+    common = sorted(set(samples[0]).intersection(*samples[1:]))
+    differing = [n for n in common if len({sample[n] for sample in samples}) > 1]
+    if not differing:
+        return None
+    return differing[0]

@@ -1,0 +1,159 @@
+"""Horovod's data loader classes, and the iterator with a thread that loads a bounded number of batches ahead."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """An iterator over what a thread takes from an iterable; the thread starts with the first item that is asked for.
+
+    An exception of the iterable is raised after the items before it. The thread has ended when iteration has, in
+    whatever way: at the end, by an exception, by :meth:`close`.
+
+    Args:
+        make: Called in the thread; makes the iterable.
+        limit: Items that may be ahead, at least 1.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[T]], limit: int) -> None:
+        self._make = make
+        self._limit = limit
+        self._items: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._ended = False  # nothing more will come
+        self._stopped = False  # nothing more is wanted
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._thread is None and not self._stopped:
+            self._thread = threading.Thread(target=self._run, name="hvdlab-data-loader", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._ended or self._stopped)
+            if self._items and not self._stopped:
+                self._changed.notify_all()
+                return self._items.popleft()
+            error, self._error = self._error, None
+        self.close()
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread, as soon as the iterable lets it, and drop what it has loaded. Idempotent."""
+        with self._changed:
+            self._stopped = True
+            self._items.clear()
+            self._changed.notify_all()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            iterator = iter(self._make())
+            try:
+                for item in iterator:
+                    if not self._put(item):
+                        break
+            finally:
+                close = getattr(iterator, "close", None)
+                if close is not None:  # a generator's: what it holds is let go of in its own thread
+                    close()
+        except BaseException as raised:  # noqa: BLE001  (raised again where the items are consumed)
+            error = raised
+        with self._changed:
+            self._error, self._ended = error, True
+            self._changed.notify_all()
+
+    def _put(self, item: T) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._items) < self._limit or self._stopped)
+            if not self._stopped:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self._stopped
+
+
+logger = logging.getLogger("hvdlab.data")
+
+
+class BaseDataLoader:
+    """Iterates over batches; a subclass says over which."""
+
+    def __len__(self) -> int:
+        """Number of batches of one iteration."""
+        raise NotImplementedError
+
+    def _iterate(self) -> Iterable[Any]:
+        """The batches, as they are loaded."""
+        raise NotImplementedError
+
+    def _process_batch(self, batch: Any) -> Any:
+        """What is made of a batch before it is given out, on the thread that takes it; the batch itself by default."""
+        return batch
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._iterate():
+            yield self._process_batch(batch)
+
+
+class AsyncDataLoaderMixin:
+    """Loads batches ahead, in a thread that lives as long as an iteration does.
+
+    Put it in front of a :class:`BaseDataLoader`. ``_iterate`` runs in the thread; ``_process_batch`` (which may move
+    a batch to a device) where the batches are taken. What ``_iterate`` raises is raised there as well, after the batches
+    that came before it. The thread has ended when the iteration has: at its end, after an exception, and when it is
+    left early and forgotten, or :meth:`close_async_loader` is called.
+
+    Each iteration begins to load when its first batch is asked for. (Horovod's thread loads the next epoch during the
+    present one, with the sampler's old settings.)
+
+    Args:
+        async_loader_queue_size: Batches that may be loaded ahead; 0 loads each when it is asked for, without a thread.
+        debug_data_loader: Whether to log each batch at level ``DEBUG``.
+        args, kwargs: For the next class.
+    """
+
+    def __init__(
+        self, async_loader_queue_size: int = 64, debug_data_loader: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        self.async_loader_queue_size = async_loader_queue_size
+        self.debug_data_loader = debug_data_loader
+        self._running: weakref.WeakSet[Ahead[Any]] = weakref.WeakSet()
+        super().__init__(*args, **kwargs)
+
+    def close_async_loader(self) -> None:
+        """End all iterations at work, and their threads. A thread that takes the next batch of one finds its end."""
+        for ahead in list(self._running):
+            ahead.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.async_loader_queue_size <= 0:
+            return self._give_out(self._iterate())  # type: ignore[attr-defined]  # the class that this is mixed into
+        ahead: Ahead[Any] = Ahead(self._iterate, self.async_loader_queue_size)  # type: ignore[attr-defined]  # the same
+        self._running.add(ahead)
+        return self._give_out(ahead)
+
+    def _give_out(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
+        try:
+            for number, batch in enumerate(batches):
+                if self.debug_data_loader:
+                    logger.debug("batch %d of %s", number, type(self).__name__)
+                yield self._process_batch(batch)  # type: ignore[attr-defined]  # the class that this is mixed into
+        finally:
+            if isinstance(batches, Ahead):
+                batches.close()

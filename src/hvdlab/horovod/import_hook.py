@@ -1,0 +1,301 @@
+"""Hook for imports by which ``import horovod`` means hvdlab, in this process and in those it starts.
+
+Two ways lead there. :class:`HorovodFinder` answers every import of Horovod's names. The
+directory ``shim`` has a package ``horovod`` that puts the finder in place when it is imported: as the last entry of
+``sys.path`` it costs nothing until then, hides no Horovod that is installed, and reaches other processes by
+``PYTHONPATH``, however they are started.
+
+A module has one identity: ``horovod.torch`` *is* ``hvdlab.torch``, under two names in ``sys.modules``. So classes, ``isinstance``,
+monkeypatching and pickles agree, whichever name they were reached by.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from hvdlab._version import __version__
+from hvdlab.horovod.modules import OWN, ROOT, horovod_name, target, why_absent
+
+VARIABLE = "HVDLAB_AS_HOROVOD"
+SHIM = str(Path(__file__).with_name("shim"))
+
+_RANK_VARIABLES = (
+    "HVDLAB_RANK", "HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID",
+)  # fmt: skip
+
+_log = logging.getLogger("hvdlab")
+_said: set[str] = set()
+_environ_before: dict[str, str | None] = {}
+"""What the environment held before it was changed for the processes that are started from here."""
+
+
+class Mode(Enum):
+    """What ``HVDLAB_AS_HOROVOD`` says."""
+
+    OFF = "0"
+    IF_MISSING = ""
+    ALWAYS = "1"
+
+
+def mode(environ: Mapping[str, str]) -> Mode:
+    """``0`` is off, ``1`` always, and anything else if no Horovod is installed."""
+    text = environ.get(VARIABLE, "").strip().lower()
+    if text in ("0", "false", "no", "off"):
+        return Mode.OFF
+    return Mode.ALWAYS if text in ("1", "true", "yes", "on") else Mode.IF_MISSING
+
+
+def install_as_horovod(force: bool = False) -> bool:
+    """Let ``import horovod`` and ``import horovod.torch`` mean hvdlab in this process from now on.
+
+    One line that says so is logged. A Horovod that is installed stays what it is, unless ``force`` is true.
+
+    Args:
+        force: Whether to stand in for an installed Horovod as well.
+
+    Returns:
+        Whether the names mean hvdlab now.
+
+    Raises:
+        ImportError: ``force`` is true, and Horovod itself was imported already.
+    """
+    if _finders():
+        _announce()
+        return True
+    imported = _imported()
+    if imported is not None:
+        if force:
+            raise ImportError(
+                f"Horovod itself was imported already, from {getattr(imported, '__file__', None)}. "
+                "Call hvdlab.install_as_horovod(force=True) before anything imports horovod."
+            )
+        _say(f"`import horovod` stays Horovod, which was imported from {getattr(imported, '__file__', None)}")
+        return False
+    if not force:
+        there = installed()
+        if there is not None:
+            _say(f"`import horovod` stays the Horovod at {there.origin}; force=True makes it hvdlab")
+            return False
+    _activate()
+    if force:
+        _forced()
+    _announce()
+    return True
+
+
+def uninstall() -> None:
+    """Undo :func:`install_as_horovod` and :func:`offer`. What has been imported by Horovod's names stays usable."""
+    for finder in _finders():
+        sys.meta_path.remove(finder)
+    sys.path[:] = [entry for entry in sys.path if entry != SHIM]
+    for name, value in _environ_before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _environ_before.clear()
+    for name, module in list(sys.modules.items()):
+        if _of_horovod(name) and is_ours(module) and module.__name__ != name:
+            del sys.modules[name]
+    _said.clear()
+
+
+def offer(environ: Mapping[str, str] | None = None) -> None:
+    """Let ``import horovod`` mean hvdlab if nothing else is installed under that name: what a pool does in its ranks.
+
+    Costs next to nothing; the line is logged when ``horovod`` is first imported. ``HVDLAB_AS_HOROVOD=0`` prevents it,
+    ``HVDLAB_AS_HOROVOD=1`` also hides an installed Horovod.
+    """
+    chosen = mode(os.environ if environ is None else environ)
+    if chosen is Mode.OFF:
+        return
+    if chosen is Mode.ALWAYS and _imported() is None and not _finders():
+        _activate()
+        _forced()
+    elif SHIM not in sys.path:
+        sys.path.append(SHIM)
+
+
+def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, str]:
+    """Variables to set for a Python process in which ``import horovod`` is to mean hvdlab.
+
+    Args:
+        environ: The environment that the process would have otherwise.
+        force: Whether to hide an installed Horovod as well.
+
+    Returns:
+        ``PYTHONPATH``, and with ``force`` also ``HVDLAB_AS_HOROVOD``.
+    """
+    entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != SHIM]
+    entries.insert(0 if force else len(entries), SHIM)
+    found = {"PYTHONPATH": os.pathsep.join(entries)}
+    return {**found, VARIABLE: Mode.ALWAYS.value} if force else found
+
+
+def stand_in() -> None:
+    """What the package ``horovod`` of the shim does: become hvdlab's, or the one that it must not hide.
+
+    Raises:
+        ModuleNotFoundError: ``HVDLAB_AS_HOROVOD`` is 0, and no Horovod is installed.
+    """
+    chosen = mode(os.environ)
+    real = None if chosen is Mode.ALWAYS else installed()
+    if real is not None:
+        assert real.loader is not None
+        module = sys.modules[ROOT] = importlib.util.module_from_spec(real)
+        real.loader.exec_module(module)
+    elif chosen is Mode.OFF:
+        raise ModuleNotFoundError(f"No module named 'horovod' ({VARIABLE} is 0)", name=ROOT)
+    else:
+        _activate()
+        sys.modules[ROOT] = importlib.import_module(OWN)
+        _announce()
+
+
+def installed() -> ModuleSpec | None:
+    """The Horovod that is installed beside hvdlab, if there is one."""
+    path = [entry for entry in sys.path if entry != SHIM]
+    for finder in sys.meta_path:
+        if isinstance(finder, HorovodFinder):
+            continue
+        by_path = isinstance(finder, type) and issubclass(finder, PathFinder)
+        spec = finder.find_spec(ROOT, path if by_path else None)
+        # A directory that happens to be called horovod has no origin.
+        if spec is not None and spec.origin is not None and not spec.origin.startswith(SHIM):
+            return spec
+    return None
+
+
+def _activate() -> None:
+    sys.meta_path.insert(0, HorovodFinder(_announce))
+    if SHIM not in sys.path:  # for processes that multiprocessing spawns, which get this path
+        sys.path.append(SHIM)
+
+
+def _forced() -> None:
+    """Let processes that are started from here, with this path or this environment, do as this process does."""
+    sys.path.remove(SHIM)
+    sys.path.insert(1, SHIM)  # what is first is looked at, and replaced, by others
+    for name, value in environment(os.environ, force=True).items():
+        _environ_before[name] = os.environ.get(name)
+        os.environ[name] = value
+
+
+def _finders() -> list[HorovodFinder]:
+    return [finder for finder in sys.meta_path if isinstance(finder, HorovodFinder)]
+
+
+def _of_horovod(name: str) -> bool:
+    return name == ROOT or name.startswith((ROOT + ".", OWN + "."))
+
+
+def _imported() -> ModuleType | None:
+    """A module of Horovod itself."""
+    names = [name for name in sys.modules if name == ROOT or name.startswith(ROOT + ".")]
+    return next((sys.modules[name] for name in sorted(names) if not is_ours(sys.modules[name])), None)
+
+
+def _announce() -> None:
+    _say(f"`import horovod` means hvdlab {__version__} here")
+
+
+def _say(text: str) -> None:
+    """Log a line once in this process; shown even where logging was not set up, but not by every rank."""
+    if text in _said:
+        return
+    _said.add(text)
+    if _log.hasHandlers() and _log.isEnabledFor(logging.INFO):
+        _log.info(text)
+    elif all(os.environ.get(name, "0") in ("", "0") for name in _RANK_VARIABLES):
+        print(f"hvdlab: {text}", file=sys.stderr)
+
+
+class SameModule(InspectLoader):
+    """Loads a module by importing the module of which it is another name."""
+
+    def __init__(self, name: str, loaded: Callable[[str], None]) -> None:
+        self._name = name
+        self._loaded = loaded
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the other module in the place of the empty one that was made for it; the import returns that."""
+        assert module.__spec__ is not None
+        sys.modules[module.__spec__.name] = importlib.import_module(self._name)
+        self._loaded(module.__spec__.name)
+
+    def _loader(self) -> InspectLoader:
+        spec = importlib.util.find_spec(self._name)
+        if spec is None or not isinstance(spec.loader, InspectLoader):
+            raise ImportError(f"{self._name} can't be run", name=self._name)
+        return spec.loader
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For ``python -m``."""
+        return self._loader().get_code(self._name)
+
+    def get_source(self, fullname: str) -> str | None:
+        return self._loader().get_source(self._name)
+
+    def is_package(self, fullname: str) -> bool:
+        return self._loader().is_package(self._name)
+
+
+class HorovodFinder(MetaPathFinder):
+    """Finds ``horovod`` and its modules in hvdlab; Python must ask it before all other finders.
+
+    Args:
+        loaded: Called with ``horovod`` when it is imported.
+    """
+
+    def __init__(self, loaded: Callable[[], None]) -> None:
+        self._loaded = loaded
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target_module: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        """The specification of one of Horovod's modules; ``None`` for all others.
+
+        Raises:
+            ModuleNotFoundError: hvdlab does not have this module; the text says what to use.
+        """
+        name = horovod_name(fullname)
+        if name is None:
+            return None
+        why = why_absent(name)
+        if why is not None:
+            raise ModuleNotFoundError(why, name=name)
+        stands_for = target(name)
+        if stands_for == fullname:
+            return None
+        found = importlib.util.find_spec(stands_for)
+        if found is None:
+            return None
+        loader = SameModule(stands_for, self._on_load)
+        spec = ModuleSpec(
+            fullname,
+            loader,
+            origin=found.origin,
+            is_package=found.submodule_search_locations is not None,
+        )
+        if found.submodule_search_locations is not None:
+            spec.submodule_search_locations = list(found.submodule_search_locations)
+        return spec
+
+    def _on_load(self, fullname: str) -> None:
+        if fullname == ROOT:
+            self._loaded()
+
+
+def is_ours(module: ModuleType) -> bool:
+    """Whether a module that goes by one of Horovod's names is one of hvdlab's."""
+    return getattr(module, "__name__", "").startswith(OWN.partition(".")[0] + ".")

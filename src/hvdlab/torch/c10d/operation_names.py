@@ -1,0 +1,117 @@
+"""The names of a process group's operations in errors and recordings, such as ``all_reduce #17 of group dp``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NamedTuple
+
+from hvdlab.collectives.errors import AbortedError, MismatchError, compact_ranks
+
+_UNNAMED = ("", "undefined")
+_PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_PARAM_GROUP_FILE = os.path.join("_fully_shard", "_fsdp_param_group.py")
+_FRAMES = 20
+"""The most frames that lie between a collective of ``fully_shard`` and the object that knows the module."""
+_HASH = re.compile("[0-9a-f]{40}")
+
+
+class ModelPart(NamedTuple):
+    """The part of a model that an operation is for.
+
+    Attributes:
+        name: Its name in recordings, such as ``layers.3``.
+        about: What errors and stall lines add to the operation's name, such as `` for layers.3``.
+    """
+
+    name: str = ""
+    about: str = ""
+
+
+WHOLE = ModelPart()
+"""Of an operation that is for no known part of a model."""
+
+
+def is_local(name: str) -> bool:
+    """Whether torch made this name for a group that only its members make: a hash, which may differ from member to member.
+
+    It differs because torch also hashes how many groups the process has.
+    """
+    return _HASH.fullmatch(name) is not None
+
+
+def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
+    """A group's name for users: the description that they gave it, else torch's name, or its ranks if that is a hash.
+
+    Args:
+        name: Torch's name, such as ``0``.
+        description: The user's ``group_desc=``, or torch's word for none.
+        members: Its ranks.
+    """
+    if description not in _UNNAMED:
+        return f"group {description}"
+    return f"group of ranks {compact_ranks(members)}" if is_local(name) else f"group {name}"
+
+
+def label_in_recordings(
+    operation: str, name: str, description: str, members: Sequence[int], part: str = ""
+) -> str:
+    """An operation's name in timelines and traces: ``default_pg.all_reduce``, ``ranks 0-1.all_gather layers.3``.
+
+    Args:
+        operation: Its name in torch.
+        name, description, members: Those of the group, as for :func:`name_of_group`.
+        part: The part of a model that it is for, if that is known.
+    """
+    group = name_of_group(name, description, members).removeprefix("group ").removeprefix("of ")
+    return f"{group}.{operation} {part}".rstrip()
+
+
+def sharded_module() -> str:
+    """The module whose parameters ``fully_shard`` gathers, or whose gradients it reduces, in this call.
+
+    Returns:
+        Its name in the model, such as ``layers.3``, ``the root`` for the model itself, and an empty text for other calls.
+    """
+    if _PARAM_GROUP not in sys.modules:
+        return ""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_filename.endswith(_PARAM_GROUP_FILE):
+            name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+            return "" if name is None else str(name) or "the root"
+        frame = frame.f_back
+    return ""
+
+
+def renamed(error: Exception, operation: str, why: str = "", about: str = "") -> Exception:
+    """An error of the core, with c10d's name of the operation in place of the core's.
+
+    Args:
+        error: As a handle raised it. Errors that name no collective are returned as they are.
+        operation: Its name, such as ``all_reduce #17 of group dp``. The number is counted by the rank on which the error is raised.
+        why: What else is known of the error's cause, in a sentence.
+        about: The part of a model that ``operation`` ends with; it is taken off the call sites, where it would stand again.
+    """
+    if type(error) is AbortedError:
+        # With a name that ends so, the error's text shows only the collective.
+        sites = {rank: site.removesuffix(about) for rank, site in error.pending.sites.items()}
+        pending = dataclasses.replace(
+            error.pending, collective=operation, name=f"{operation}.noname", sites=sites
+        )
+        cause = error.cause
+        if why:
+            cause = dataclasses.replace(cause, text=f"{cause.text}; {why}")
+        return AbortedError(pending, cause, error.process_set, error.epoch)
+    if type(error) is MismatchError:
+        mismatch = MismatchError(operation, error.process_set, error.groups)
+        if why:
+            mismatch.add_note(why)
+        return mismatch
+    return error

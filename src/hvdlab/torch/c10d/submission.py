@@ -1,0 +1,391 @@
+"""Submits the operations of one group: gives them numbers and names, and remembers them.
+
+All collectives of a group have *one* name in the core, the group's, and are anonymous: the coordinator compares the n-th
+calls of all ranks, and finds at once if a rank has called another operation, or one with another shape, dtype, root or operator.
+
+Messages (send, receive, and receive from any rank) have names of their own: only their two ranks submit them, without the other
+ranks of the group. Messages of one direction and tag arrive in the order in which they are sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.requests import Request, Result
+from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, InvalidRequestError, MismatchError
+from hvdlab.collectives.text import call_site
+from hvdlab.torch.c10d.call_history import CallRecord
+from hvdlab.torch.c10d.ddp_buckets import Buckets
+from hvdlab.torch.c10d.operation_names import (
+    WHOLE,
+    ModelPart,
+    label_in_recordings,
+    name_of_group,
+    sharded_module,
+)
+from hvdlab.torch.c10d.tensors import (
+    Copy,
+    array_of,
+    core_dtype,
+    require_dense,
+    require_member,
+    require_tag,
+    single,
+    writable_array,
+)
+from hvdlab.torch.c10d.work import CoalescedWork, Deliver, HvdlabWork
+from hvdlab.torch.c10d.world import World
+
+_MAY_BE_SHIFTED = (
+    CauseKind.CELL_ENDED, CauseKind.CELL_FAILED, CauseKind.DEADLOCK, CauseKind.TIMEOUT, CauseKind.WITHDRAWN,
+)  # fmt: skip
+"""The causes that an operation may end with because a rank has skipped an earlier one."""
+_WRAPPERS_BEGIN_WITH = ("broadcast", "all_gather")
+"""The operations that ``DistributedDataParallel`` calls itself before it reduces gradients."""
+
+_HOME = os.path.join(os.path.dirname(__file__), "")
+
+
+class Submission:
+    """The requests of one operation, and where their results go.
+
+    Attributes:
+        requests: The requests for the core.
+        copies: For each request, what copies its result to the user's tensor; ``None`` if the core writes there itself.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.copies: list[Copy | None] = []
+
+    def add(self, request: Request, copy: Copy | None = None) -> None:
+        self.requests.append(request)
+        self.copies.append(copy)
+
+    def deliver(self) -> Deliver | None:
+        """A function that runs all copies; ``None`` if there are none."""
+        copies = self.copies
+        if not any(copies):
+            return None
+
+        def deliver(results: Sequence[Result]) -> None:
+            for copy, result in zip(copies, results, strict=True):
+                if copy is not None:
+                    copy(result)
+
+        return deliver
+
+
+class Calls:
+    """The operations that this rank calls in one group.
+
+    Args:
+        world: The world in which the group is.
+        name: Torch's name of the group.
+        members: The ranks of the world that are in it, by their numbers in the group.
+        seconds: Limit of each wait that gives none, in seconds.
+
+    Attributes:
+        engine: The rank's engine.
+        members, world, name: As above.
+        description: The name that the user gave the group, or torch's word for none.
+        seconds: As above; may be changed.
+        process_set: Id of the group's process set.
+        name_in_core: The core's name for the group's collectives.
+        name_in_mail: The group's name in mail between the ranks.
+        sequence: How many operations this rank has called.
+        closed: Whether the group takes no more operations.
+    """
+
+    def __init__(self, world: World, name: str, members: Sequence[int], seconds: float) -> None:
+        self.world, self.engine, self.members = world, world.engine, tuple(members)
+        self.name, self.description, self.seconds = name, "", seconds
+        self.sequence, self.closed = 0, False
+        #: The names of operations in recordings, by operation and part of the model.
+        self._labels: dict[tuple[str, str], str] = {}
+        self.process_set = world.process_set(members)
+        self.name_in_core = world.name_in_core(name, self.members)
+        self._epoch, self._processes = self._present()
+        # The store's space, which each init_process_group draws anew, is part of the name: the calls of a group that is made anew
+        # are not compared with those of the former one.
+        space = world.store.space if world.store is not None else ""
+        self.name_in_mail = f"{space}.{self.name_in_core}"
+        #: Operations for whose futures C++ may wait, where Ctrl-C has no effect: :meth:`interrupted` gives them up.
+        self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
+        #: Held while an operation is added to them, or all are looked at: by a user's thread, or by the control thread.
+        self._futures_lock = threading.Lock()
+        #: The models that ``DistributedDataParallel`` reduces in this group.
+        self._buckets = Buckets()
+        #: ``works`` is, for each thread, what it has submitted since it began to coalesce; ``None`` if it does not coalesce.
+        self._coalescing = threading.local()
+
+    # -- the group's names and ranks ----------------------------------------------------------------------------------
+
+    def rename(self, *, name: str | None = None, description: str | None = None) -> None:
+        """Change torch's name of the group, or the user's description of it."""
+        self.name = self.name if name is None else name
+        self.description = self.description if description is None else description
+        self._labels.clear()
+
+    def __str__(self) -> str:
+        """The group's name in errors."""
+        return name_of_group(self.name, self.description, self.members)
+
+    def _present(self) -> tuple[int, tuple[object, ...]]:
+        """The world's epoch, and the processes that are the group's ranks in this epoch."""
+        epoch, processes = self.engine.processes()
+        return epoch, tuple(process for process in processes if process[0] in self.members)
+
+    def has_its_ranks(self) -> bool:
+        """Whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
+        epoch, processes = self._present()
+        if processes == self._processes:
+            self._epoch = epoch
+            return True
+        return False
+
+    def require_usable(self, operation: str) -> None:
+        """Raise ``InvalidRequestError`` if the group was destroyed, or has lost ranks."""
+        if self.closed:
+            raise InvalidRequestError(f"{operation}: process group {self.name} was destroyed.")
+        if self.engine.epoch() != self._epoch and not self.has_its_ranks():
+            raise InvalidRequestError(
+                f"{operation}: {self} has lost ranks since it was made. "
+                'CallRecord dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
+            )
+
+    def close(self) -> None:
+        """Take no more operations. The process set stays, for later groups of the same ranks."""
+        self.closed = True
+        self.world.histories.forget(self.name_in_mail)
+
+    # -- submitting ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        operation: str,
+        outputs: Any,
+        submission: Submission,
+        *,
+        name: str | None = None,
+        source: int | None = -1,
+        opts: Any = None,
+        inputs: Any = None,
+    ) -> HvdlabWork:
+        """Submit an operation.
+
+        Args:
+            operation: Its name in torch.
+            outputs: The user's output tensors.
+            submission: Its requests for the core.
+            name: The core's name for a message; by default the group's, for collectives, which all members call in one order.
+            source: The sender's number in the group, for a receive; ``None`` for one from any rank.
+            opts: Torch's options. If they say that the caller waits at once, it is that wait that announces the operation, which is
+                quicker.
+            inputs: The tensors that profilers show, if not the outputs.
+
+        Returns:
+            The operation in flight.
+
+        Raises:
+            InvalidRequestError: The group was destroyed or has lost ranks, or an argument is wrong. Nothing was sent.
+        """
+        self.require_usable(operation)
+        part = self._part(operation, outputs)
+        work = HvdlabWork(
+            self.engine,
+            self.process_set,
+            self.label("recv from any rank" if source is None else operation, part),
+            outputs,
+            submission.deliver(),
+            self.seconds,
+            -1 if source is None else source,
+            self._has_future,
+            self.members if source is None else (),
+        )
+        work.about = part.about
+        at_once = not getattr(opts, "asyncOp", True)
+        recorded_as = self.recorded_as(operation, part)
+        for request in submission.requests:
+            request.label, request.about = recorded_as, part.about
+        profiled_as = "recvAnySource" if source is None else operation  # as torch calls it
+        work.record(f"hvdlab:{profiled_as}", outputs if inputs is None else inputs)
+        coalesced = getattr(self._coalescing, "works", None)
+        if coalesced is not None:
+            coalesced.append(work)
+            at_once = False
+        site = call_site(2)
+        self.begin(work, submission, name or self.name_in_core, site, at_once=at_once)
+        if name is None and work.handles:  # a collective, which all members call in one order
+            epoch = work.handles[0].epoch
+            call = CallRecord(self.sequence, operation, site + part.about, self.world.steps.taken)
+            self.world.histories.add(self.name_in_mail, epoch, call)
+            work.explain = functools.partial(self._explain, epoch)
+        return work
+
+    def begin(
+        self,
+        work: HvdlabWork,
+        submission: Submission,
+        name: str,
+        site: str,
+        *,
+        announce: bool = True,
+        at_once: bool = False,
+    ) -> None:
+        """Submit the requests of an operation that has its number already, and give ``work`` their handles."""
+        for request in submission.requests:
+            request.name, request.site, request.process_set = name, site, self.process_set
+            request.anonymous = True
+            work.handles.append(self.engine.submit(request, announce=announce, at_once=at_once))
+
+    def start_coalescing(self) -> None:
+        """From now on, until :meth:`end_coalescing`, gather this thread's operations of the group into one work."""
+        self._coalescing.works = []
+
+    def end_coalescing(self) -> CoalescedWork:
+        """Stop gathering; returns the operations since :meth:`start_coalescing` as one work."""
+        works, self._coalescing.works = self._coalescing.works, None
+        return CoalescedWork(works)
+
+    def interrupted(self) -> None:
+        """Give up the operations for which C++ may be waiting, since the user interrupts this rank. Control thread."""
+        if self.closed:
+            return
+        with self._futures_lock:
+            works = list(self._with_future)
+        for chosen in {work.process_set for work in works if not work.is_ended()}:
+            self._withdraw(chosen)
+
+    def _has_future(self, work: HvdlabWork) -> None:
+        """C++ may wait for this operation from now on."""
+        with self._futures_lock:
+            self._with_future.add(work)
+        # After the addition: either the control thread finds it and withdraws it, or the interrupt is seen to be held here.
+        if self.engine.interrupt_is_held():
+            self._withdraw(work.process_set)
+
+    def _withdraw(self, process_set: int) -> None:
+        self.engine.withdraw(f"rank {self.engine.rank} was interrupted", process_set, CauseKind.INTERRUPTED)
+
+    # -- the names of operations --------------------------------------------------------------------------------------
+
+    def label(self, operation: str, part: ModelPart = WHOLE) -> str:
+        """Give the next operation its number, and return its name for errors, such as ``all_reduce #17 of group dp``."""
+        self.sequence += 1
+        return f"{operation} #{self.sequence} of {self}{part.about}"
+
+    def recorded_as(self, operation: str, part: ModelPart = WHOLE) -> str:
+        """An operation's name in recordings."""
+        label = self._labels.get((operation, part.name))
+        if label is None:
+            label = label_in_recordings(operation, self.name, self.description, self.members, part.name)
+            self._labels[operation, part.name] = label
+        return label
+
+    def _part(self, operation: str, tensors: Any) -> ModelPart:
+        """The part of a model that an operation is for, as far as the stack and the tensors show it."""
+        if module := sharded_module():
+            return ModelPart(module, f" for {module}")
+        caller = _caller()
+        if operation in _WRAPPERS_BEGIN_WITH:
+            self._buckets.see(tensors[0] if operation == "broadcast" else None, caller)
+        one = operation == "all_reduce" and len(tensors) == 1
+        bucket = self._buckets.text_of(tensors[0] if one else None, caller)
+        return ModelPart(bucket, f", {bucket}") if bucket else WHOLE
+
+    def _explain(self, epoch: int, error: HvdlabError) -> str:
+        """A sentence on the rank that has skipped an earlier call, if this may be why an operation failed; else empty."""
+        if isinstance(error, AbortedError) and error.cause.kind in _MAY_BE_SHIFTED:
+            asked = error.pending.missing
+        elif isinstance(error, MismatchError):
+            asked = self.members
+        else:
+            return ""
+        return self.world.histories.explain(self.name_in_mail, epoch, asked)
+
+
+def _caller() -> FrameType | None:
+    """The frame that called the group; ``None`` if C++ called it, on a thread without Python frames."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_HOME):
+        frame = frame.f_back
+    return frame
+
+
+class Messages:
+    """Sends and receives one rank's messages in a group. Ranks are numbers in the group.
+
+    Args:
+        calls: The group's operations.
+        rank: This rank.
+    """
+
+    def __init__(self, calls: Calls, rank: int) -> None:
+        self._calls, self._rank = calls, rank
+        self._members = calls.members
+
+    def send(self, tensors: Any, target: int, tag: int) -> HvdlabWork:
+        """Send one tensor, which must not change until the message has been received."""
+        self._require_other("send", target, tag)
+        return self._submit("send", [single("send", tensors)], self._rank, target, tag)
+
+    def receive(self, tensors: Any, source: int, tag: int) -> HvdlabWork:
+        """Receive the next message with this tag from a rank, into a tensor."""
+        self._require_other("recv", source, tag)
+        return self._submit("recv", [single("recv", tensors)], source, self._rank, tag)
+
+    def receive_from_any(self, tensors: Any, tag: int) -> HvdlabWork:
+        """Receive the next message with this tag from any rank; the work's ``source_rank()`` says which, once it is there."""
+        require_tag("recv", tag)
+        given = [single("recv", tensors)]
+        submission = self._moved(given, None, self._rank, tag)
+        name = self._name("any", self._rank, tag)
+        return self._calls.submit("recv", given, submission, name=name, source=None)
+
+    def _require_other(self, operation: str, other: int, tag: int) -> None:
+        require_member(operation, other, len(self._members))
+        require_tag(operation, tag)
+        if other == self._rank:
+            raise InvalidRequestError(f"{operation}: rank {other} can't send to itself.")
+
+    def _submit(
+        self, operation: str, tensors: list[torch.Tensor], source: int, target: int, tag: int
+    ) -> HvdlabWork:
+        submission = self._moved(tensors, source, target, tag)
+        name = self._name(source, target, tag)
+        return self._calls.submit(operation, tensors, submission, name=name, source=source)
+
+    def _moved(self, tensors: list[torch.Tensor], source: int | None, target: int, tag: int) -> Submission:
+        """The requests that send or receive tensors; the ``source`` is ``None`` for any rank."""
+        submission, receiver = Submission(), self._members[target]
+        ranks = (receiver,) if source is None else (self._members[source], receiver)
+        sends = source == self._rank
+        for tensor in tensors:
+            require_dense(tensor, "send" if sends else "recv")
+            array, copy = (array_of(tensor), None) if sends else writable_array(tensor)
+            request = Request(
+                OpKind.SENDRECV,
+                input=array,
+                output=None if sends else array,
+                dtype=core_dtype(tensor),
+                root=-1 if source is None else ranks[0],
+                ranks=ranks,
+                channel=f"{self._calls.name_in_core}.{tag}",
+            )
+            submission.add(request, copy)
+        return submission
+
+    def _name(self, source: int | str, target: int, tag: int) -> str:
+        """The core's name for messages of one direction and tag, or for a rank's receives from any rank."""
+        return f"{self._calls.name_in_core}.{source}>{target}.{tag}"

@@ -1,13 +1,13 @@
 import type { ISessionContext } from '@jupyterlab/apputils';
 import type { Kernel, KernelMessage } from '@jupyterlab/services';
-import { type JSONObject, UUID } from '@lumino/coreutils';
+import { UUID, type JSONObject } from '@lumino/coreutils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
 import { Liveness } from '../../ui/src/model/liveness.ts';
 import { runs, Store } from '../../ui/src/model/store.ts';
-import { Stream } from '../../ui/src/widget/stream.ts';
-import { type FromKernel, OWN, type Pool, REQUESTS, STREAM, TARGET } from './protocol.ts';
+import { Stream } from '../../ui/src/model/stream.ts';
+import { OWN, REQUESTS, STREAM, TARGET, type FromKernel, type Pool } from './protocol.ts';
 import { Wire } from './subshell.ts';
 
 const RENEW = 20_000; // ms; the kernel forgets a page that was silent for a minute

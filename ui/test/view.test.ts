@@ -1,13 +1,11 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { Groups } from '../src/model/groups.ts';
-import { extentOf, Happenings } from '../src/model/happenings.ts';
 import { Overview, addCoverage } from '../src/model/overview.ts';
-import type { RankRow } from '../src/model/ranks.ts';
 import { statistics } from '../src/model/statistics.ts';
-import { ROW_BYTES, Store, readRows, type Mark } from '../src/model/store.ts';
-import { Track } from '../src/model/track.ts';
-import { Viewport } from '../src/model/viewport.ts';
+import { ROW_BYTES, Store, readRows, type RankRow, type Mark } from '../src/model/store.ts';
+import { extentOf, Happenings } from '../src/model/track_events.ts';
+import { Track } from '../src/model/tracks.ts';
+import { Groups, Viewport } from '../src/model/viewport.ts';
 import { Arrangement } from '../src/view/arrangement.ts';
 
 /** Rounds in which `ranks` ranks come one `step` after the other, wait for the last and are busy for `busy`. */

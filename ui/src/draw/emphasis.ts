@@ -1,8 +1,7 @@
-import type { Lane } from '../model/lane.ts';
-import { NOT_STARTED } from '../model/store.ts';
+import { NOT_STARTED, type Lane } from '../model/store.ts';
+import type { Place } from './lanes.ts';
 import { css } from './palette.ts';
 import { inPlot, type Surface } from './surface.ts';
-import type { Place } from './lanes.ts';
 
 /** A point at which a rank came to a collective; `error` is how far its clock may be off, in ns. */
 export interface Arrival {

@@ -1,10 +1,10 @@
-import type { Happenings } from '../model/happenings.ts';
 import type { Mark } from '../model/store.ts';
-import { firstAbove } from '../model/track.ts';
+import type { Happenings } from '../model/track_events.ts';
+import { firstAbove } from '../model/tracks.ts';
+import { t } from '../view/texts.ts';
 import { AXIS } from './axis.ts';
 import { css } from './palette.ts';
 import { inPlot, write, type Surface } from './surface.ts';
-import { t } from '../view/texts.ts';
 
 export const TRACK = 20;
 const DRAWN = 400;

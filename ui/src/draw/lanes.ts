@@ -1,11 +1,10 @@
-import type { Group } from '../model/groups.ts';
-import type { Lane } from '../model/lane.ts';
-import { KINDS, type Mark } from '../model/store.ts';
-import { firstAbove } from '../model/track.ts';
+import { KINDS, type Lane, type Mark } from '../model/store.ts';
+import { firstAbove } from '../model/tracks.ts';
+import type { Group } from '../model/viewport.ts';
+import { t } from '../view/texts.ts';
 import { duration, percent, ranks } from './format.ts';
 import { css, type Rgb } from './palette.ts';
 import { inPlot, write, type Surface } from './surface.ts';
-import { t } from '../view/texts.ts';
 
 const SPANS_NAMED = 1500;
 const LATE_MARKED = 300;

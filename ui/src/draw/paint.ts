@@ -1,5 +1,4 @@
-import type { Density } from '../model/density.ts';
-import { firstAbove, type Track } from '../model/track.ts';
+import { firstAbove, type Density, type Track } from '../model/tracks.ts';
 
 const ONE_BY_ONE = 48;
 

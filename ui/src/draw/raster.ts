@@ -1,5 +1,5 @@
-import type { Lane } from '../model/lane.ts';
-import type { Track } from '../model/track.ts';
+import type { Lane } from '../model/store.ts';
+import type { Track } from '../model/tracks.ts';
 import { paintTrack, type Scale } from './paint.ts';
 import { mixed, packed, type Palette } from './palette.ts';
 

@@ -1,6 +1,5 @@
+import type { Lane, Store } from '../model/store.ts';
 import type { Palette } from './palette.ts';
-import type { Lane } from '../model/lane.ts';
-import type { Store } from '../model/store.ts';
 
 export const FONT = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
 

@@ -1,4 +1,4 @@
-import { grown } from './growing.ts';
+import { grown } from './tracks.ts';
 
 const LARGEST = 1 << 19;
 

@@ -1,5 +1,5 @@
 import type { Store } from './store.ts';
-import type { Track } from './track.ts';
+import type { Track } from './tracks.ts';
 
 const LANES_AT_ONCE = 6;
 const EVERY = 400; // ms

@@ -1,5 +1,4 @@
-import { firstAbove } from './track.ts';
-import { grown } from './growing.ts';
+import { firstAbove, grown } from './tracks.ts';
 
 /** What one rank reports under one name. */
 export interface Definition {

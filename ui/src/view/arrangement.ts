@@ -1,6 +1,6 @@
 import type { Strip, Strips } from '../draw/raster.ts';
-import type { Group, Groups } from '../model/groups.ts';
-import type { Lane } from '../model/lane.ts';
+import type { Lane } from '../model/store.ts';
+import type { Group, Groups } from '../model/viewport.ts';
 
 const HEADING = 22;
 const SMALLEST = 4;

@@ -8,8 +8,8 @@ import { levels, levelTexts, logLevels, quantity } from '../draw/units.ts';
 import { bandOf, gapOf, gridOf, isolated, partsOf, SHARES, stackOf, widened, type Borders, type Chart, type Gaps, type Grid } from '../model/charts.ts';
 import type { Series, SeriesStore } from '../model/series.ts';
 import type { Viewport } from '../model/viewport.ts';
-import { button, h } from './dom.ts';
 import { titleOf } from './chart_texts.ts';
+import { button, h } from './dom.ts';
 import { t } from './texts.ts';
 
 /** With more ranks than this, a chart shows what all do, and single ranks only when they are chosen. */

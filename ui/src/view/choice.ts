@@ -1,8 +1,7 @@
 import { duration, ranks as ranksText } from '../draw/format.ts';
-import { search } from '../model/found.ts';
-import type { Group } from '../model/groups.ts';
-import { findNext } from '../model/statistics.ts';
+import { search, findNext } from '../model/statistics.ts';
 import { NOT_STARTED, type Store } from '../model/store.ts';
+import type { Group } from '../model/viewport.ts';
 import { sentence } from './details.ts';
 import { hitTest, indexOf, type Hit } from './hits.ts';
 import type { Overlay, Scene } from './scene.ts';

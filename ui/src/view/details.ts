@@ -1,9 +1,8 @@
 import { apart, bytes, count, duration, rate } from '../draw/format.ts';
 import { css, type Palette } from '../draw/palette.ts';
-import { slowestOf } from '../model/ranks.ts';
-import type { RankStatistics, Statistics } from '../model/statistics.ts';
 import type { Arrivals } from '../model/operations.ts';
-import { FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
+import type { RankStatistics, Statistics } from '../model/statistics.ts';
+import { slowestOf, FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
 import { button, h } from './dom.ts';
 import { indexOf, rowsOf, type Hit } from './hits.ts';
 import type { Actions } from './options.ts';
@@ -202,4 +201,3 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
   const heading = slowest ? t('Others waited for rank %1 most', slowest.rank) : found.ranks.some(one => one.heldUp > 0) ? t('No rank stands out') : t('No rank was waited for');
   return rows.length < 2 ? [left] : [left, h('section', {}, h('h4', {}, heading), ...longest(rows))];
 }
-

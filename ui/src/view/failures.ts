@@ -1,4 +1,4 @@
-import type { Failure } from '../model/failures.ts';
+import type { Failure } from '../model/store.ts';
 import { h } from './dom.ts';
 
 /** What a view says in itself about failures; nothing while there are none. */

@@ -1,6 +1,5 @@
-import type { Lane } from '../model/lane.ts';
 import { rowsBetween } from '../model/statistics.ts';
-import type { Store } from '../model/store.ts';
+import type { Lane, Store } from '../model/store.ts';
 
 const LOOKED_AT = 512;
 

@@ -1,12 +1,12 @@
 import { ranks as named } from '../draw/format.ts';
-import type { Failure } from '../model/failures.ts';
-import { type Change, endingBySize, lives, lost, type Member, type MembershipState, type Phase, type Stretch } from '../model/membership.ts';
 import type { Liveness } from '../model/liveness.ts';
+import { endingBySize, lives, lost, type Change, type Member, type MembershipState, type Phase, type Stretch } from '../model/membership.ts';
+import type { Failure } from '../model/store.ts';
 import { h } from './dom.ts';
 import { FailuresBox } from './failures.ts';
 import { standingText } from './standing.ts';
-import { watchTheme } from './theme.ts';
 import { t } from './texts.ts';
+import { watchTheme } from './theme.ts';
 
 /** What the user wants to be done; `ends` are the ranks of which the user knows that they end by it. */
 export type Wish = { what: 'resize'; np: number; ends: number[] } | { what: 'repair' } | { what: 'restart'; ranks: number[]; ends: number[] } | { what: 'sync' };

@@ -1,13 +1,11 @@
 import { count, duration, rate } from '../draw/format.ts';
-import type { Failure } from '../model/failures.ts';
 import type { Liveness } from '../model/liveness.ts';
-import { endedRow, type RankRow } from '../model/ranks.ts';
-import { STOPPED } from '../model/store.ts';
+import { endedRow, STOPPED, type Failure, type RankRow } from '../model/store.ts';
 import { h } from './dom.ts';
 import { FailuresBox } from './failures.ts';
 import { standingText } from './standing.ts';
-import { watchTheme } from './theme.ts';
 import { t } from './texts.ts';
+import { watchTheme } from './theme.ts';
 
 export type { RankRow };
 

@@ -5,13 +5,10 @@ import { drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, drawPaus
 import { css, type Palette } from '../draw/palette.ts';
 import { Raster } from '../draw/raster.ts';
 import type { Surface } from '../draw/surface.ts';
-import type { FoundTracks } from '../model/found.ts';
-import { Groups } from '../model/groups.ts';
-import { Happenings, type Cell } from '../model/happenings.ts';
-import type { Lane } from '../model/lane.ts';
-import { slowestOf } from '../model/ranks.ts';
-import type { Changed, Store } from '../model/store.ts';
-import type { Viewport } from '../model/viewport.ts';
+import type { FoundTracks } from '../model/statistics.ts';
+import { slowestOf, type Lane, type Changed, type Store } from '../model/store.ts';
+import { Happenings, type Cell } from '../model/track_events.ts';
+import { Groups, type Viewport } from '../model/viewport.ts';
 import { Arrangement, type Box, type Heading } from './arrangement.ts';
 import { indexOf, rowsOf, type Hit } from './hits.ts';
 

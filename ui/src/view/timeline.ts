@@ -1,8 +1,8 @@
 import { count } from '../draw/format.ts';
 import type { Palette } from '../draw/palette.ts';
 import type { Liveness } from '../model/liveness.ts';
-import { extentOf } from '../model/happenings.ts';
 import { runs, STOPPED, type Store } from '../model/store.ts';
+import { extentOf } from '../model/track_events.ts';
 import { Viewport } from '../model/viewport.ts';
 import { viewApi } from './api.ts';
 import { Choice } from './choice.ts';
@@ -17,10 +17,10 @@ import type { Actions, ChartsView, TimelineOptions } from './options.ts';
 import { Panel } from './panel.ts';
 import { Scene } from './scene.ts';
 import { standingText } from './standing.ts';
+import { t } from './texts.ts';
 import { watchTheme } from './theme.ts';
 import { Tip } from './tip.ts';
 import { Toolbar } from './toolbar.ts';
-import { t } from './texts.ts';
 
 const HEIGHT = 420;
 const SMOOTH = 0.28;

@@ -1,6 +1,6 @@
-import type { Cell } from '../model/happenings.ts';
 import { duration, ranks } from '../draw/format.ts';
 import type { Store } from '../model/store.ts';
+import type { Cell } from '../model/track_events.ts';
 import { tooltip } from './details.ts';
 import { h } from './dom.ts';
 import type { Hit } from './hits.ts';

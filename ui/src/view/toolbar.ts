@@ -1,7 +1,7 @@
 import { count, duration, ranks as ranksText } from '../draw/format.ts';
 import type { Store } from '../model/store.ts';
 import { button, h, menu } from './dom.ts';
-import { type Actions, PERFETTO } from './options.ts';
+import { PERFETTO, type Actions } from './options.ts';
 import { t } from './texts.ts';
 
 /** What the toolbar asks for. */

@@ -1,10 +1,10 @@
 import { Liveness } from '../model/liveness.ts';
 import { runs, Store } from '../model/store.ts';
+import { Stream, type Model } from '../model/stream.ts';
 import { Viewport } from '../model/viewport.ts';
 import { MetricsView } from '../view/metrics.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
-import { Stream, type Model } from './stream.ts';
 
 interface Shared {
   store: Store;

@@ -1,8 +1,8 @@
 import { Liveness } from '../model/liveness.ts';
+import type { Model } from '../model/stream.ts';
 import { StripView, type StripState } from '../view/strip.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
-import type { Model } from './stream.ts';
 
 /**
  * Shows an output below all others of its cell, wherever it is among them; returns what undoes that.

@@ -1,6 +1,7 @@
 import { bytes } from '../draw/format.ts';
 import { Liveness } from '../model/liveness.ts';
 import { runs, Store } from '../model/store.ts';
+import { Stream, type Model } from '../model/stream.ts';
 import { Viewport } from '../model/viewport.ts';
 import { Charts } from '../view/charts.ts';
 import type { Actions } from '../view/options.ts';
@@ -10,7 +11,6 @@ import { download } from './download.ts';
 import { canJump, jump } from './jump.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
-import { Stream, type Model } from './stream.ts';
 
 interface Shared {
   store: Store;

@@ -1,8 +1,6 @@
-import type { Failure } from '../model/failures.ts';
-import type { MembershipState } from '../model/membership.ts';
-import type { RankRow } from '../model/ranks.ts';
-import { readPoints, type Definition } from '../model/series.ts';
-import { readRows, type Mark, type Store } from '../model/store.ts';
+import type { MembershipState } from './membership.ts';
+import { readPoints, type Definition } from './series.ts';
+import { readRows, type Failure, type RankRow, type Mark, type Store } from './store.ts';
 
 /** What anywidget hands to a widget's script, as far as it is used here. */
 export interface Model {

@@ -5,15 +5,15 @@ import { INotebookTracker } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStatusBar } from '@jupyterlab/statusbar';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
-import { setTranslate } from '../../ui/src/view/texts.ts';
+import { setTranslate } from '../../ui/src/texts.ts';
 import { addCommands, COMMANDS, type TimelineWidget } from './commands.ts';
 import { Feeds } from './feed.ts';
 import { makeHost } from './host.ts';
-import { addOneRank, ONE_RANK } from './scope.ts';
 import { removeEndedPrompts } from './prompts.ts';
-import { keepStills } from './stills.ts';
+import { addOneRank, ONE_RANK } from './scope.ts';
 import { follow, type Settings } from './settings.ts';
 import { RanksItem, RanksModel } from './status.ts';
+import { keepStills } from './stills.ts';
 
 const ID = '@hvdlab/labextension:plugin';
 

@@ -1,8 +1,7 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { drawLabel } from '../src/draw/lanes.ts';
+import { drawLabel, type Surface } from '../src/draw/lanes.ts';
 import { paletteFor } from '../src/draw/palette.ts';
-import type { Surface } from '../src/draw/surface.ts';
 import { statistics } from '../src/model/statistics.ts';
 import { endedRow, slowestOf, ROW_BYTES, Store, readRows, type RankRow } from '../src/model/store.ts';
 

@@ -1,16 +1,13 @@
 import uPlot from 'uplot';
-import { drawDots } from '../draw/dots.ts';
-import { ticks } from '../draw/format.ts';
-import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
-import { fillBetween, fillLine, Layer } from '../draw/polyline.ts';
-import { rankColour, rankDash } from '../draw/ranks.ts';
-import { levels, levelTexts, logLevels, quantity } from '../draw/units.ts';
+import { ticks, levels, levelTexts, logLevels, quantity } from '../draw/format.ts';
+import { css, mixed, rankColour, rankDash, type Palette, type Rgb } from '../draw/palette.ts';
+import { drawDots, fillBetween, fillLine, Layer } from '../draw/polyline.ts';
 import { bandOf, gapOf, gridOf, isolated, partsOf, SHARES, stackOf, widened, type Borders, type Chart, type Gaps, type Grid } from '../model/charts.ts';
 import type { Series, SeriesStore } from '../model/series.ts';
 import type { Viewport } from '../model/viewport.ts';
+import { t } from '../texts.ts';
 import { titleOf } from './chart_texts.ts';
 import { button, h } from './dom.ts';
-import { t } from './texts.ts';
 
 /** With more ranks than this, a chart shows what all do, and single ranks only when they are chosen. */
 export const LINES = 8;

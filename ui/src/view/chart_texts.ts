@@ -1,4 +1,4 @@
-import { t } from './texts.ts';
+import { t } from '../texts.ts';
 
 const TITLES: Record<string, () => string> = {
   'hvdlab/step_time': () => t('Step time'),

@@ -1,12 +1,11 @@
-import { css, type Palette } from '../draw/palette.ts';
-import { rankColour } from '../draw/ranks.ts';
-import { number, quantity } from '../draw/units.ts';
+import { number, quantity } from '../draw/format.ts';
+import { css, rankColour, type Palette } from '../draw/palette.ts';
 import type { Chart } from '../model/charts.ts';
 import type { Series } from '../model/series.ts';
-import { titleOf } from './chart_texts.ts';
+import { t } from '../texts.ts';
 import { shareColours, shareName, type ChartView } from './chart.ts';
+import { titleOf } from './chart_texts.ts';
 import { h } from './dom.ts';
-import { t } from './texts.ts';
 
 const MOST = 12;
 const ENDS = 4;

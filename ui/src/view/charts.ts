@@ -1,9 +1,9 @@
 import { ticks } from '../draw/format.ts';
-import { css, type Palette } from '../draw/palette.ts';
-import { rankColour, rankDash } from '../draw/ranks.ts';
+import { css, rankColour, rankDash, type Palette } from '../draw/palette.ts';
 import { Borders, chartsOf, type Chart } from '../model/charts.ts';
 import type { Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
+import { t } from '../texts.ts';
 import { ChartView, LINES, type Look } from './chart.ts';
 import { listenToCharts } from './chart_input.ts';
 import { titleOf } from './chart_texts.ts';
@@ -11,7 +11,6 @@ import { tipFor, valuesAt } from './chart_tip.ts';
 import { button, h } from './dom.ts';
 import type { ChartsView } from './options.ts';
 import { Pace } from './pace.ts';
-import { t } from './texts.ts';
 import { watchTheme } from './theme.ts';
 
 export interface ChartsOptions {

@@ -2,10 +2,10 @@ import { duration, ranks as ranksText } from '../draw/format.ts';
 import { search, findNext } from '../model/statistics.ts';
 import { NOT_STARTED, type Store } from '../model/store.ts';
 import type { Group } from '../model/viewport.ts';
+import { t } from '../texts.ts';
 import { sentence } from './details.ts';
 import { hitTest, indexOf, type Hit } from './hits.ts';
 import type { Overlay, Scene } from './scene.ts';
-import { t } from './texts.ts';
 
 /** What is chosen and pointed at, and how one gets from one to the next. */
 export class Choice {

@@ -3,10 +3,10 @@ import { css, type Palette } from '../draw/palette.ts';
 import type { Arrivals } from '../model/operations.ts';
 import type { RankStatistics, Statistics } from '../model/statistics.ts';
 import { slowestOf, FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
+import { t } from '../texts.ts';
 import { button, h } from './dom.ts';
 import { indexOf, rowsOf, type Hit } from './hits.ts';
 import type { Actions } from './options.ts';
-import { t } from './texts.ts';
 
 const SHOWN = 8;
 /** With more ranks than this, only those are listed that others waited for most. */

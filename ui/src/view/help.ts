@@ -1,5 +1,5 @@
+import { t } from '../texts.ts';
 import { h } from './dom.ts';
-import { t } from './texts.ts';
 
 const lines = () => [
   [t('W S, + −, wheel'), t('zoom')],

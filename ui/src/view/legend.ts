@@ -1,7 +1,7 @@
 import { css, type Palette } from '../draw/palette.ts';
 import { KINDS, type Store } from '../model/store.ts';
+import { t } from '../texts.ts';
 import { h } from './dom.ts';
-import { t } from './texts.ts';
 
 const LOOKED_AT = 200;
 

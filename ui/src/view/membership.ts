@@ -2,10 +2,10 @@ import { ranks as named } from '../draw/format.ts';
 import type { Liveness } from '../model/liveness.ts';
 import { endingBySize, lives, lost, type Change, type Member, type MembershipState, type Phase, type Stretch } from '../model/membership.ts';
 import type { Failure } from '../model/store.ts';
+import { t } from '../texts.ts';
 import { h } from './dom.ts';
 import { FailuresBox } from './failures.ts';
 import { standingText } from './standing.ts';
-import { t } from './texts.ts';
 import { watchTheme } from './theme.ts';
 
 /** What the user wants to be done; `ends` are the ranks of which the user knows that they end by it. */

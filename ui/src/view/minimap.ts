@@ -2,8 +2,8 @@ import { css, packed, mixed, type Palette } from '../draw/palette.ts';
 import { Overview } from '../model/overview.ts';
 import type { Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
+import { t } from '../texts.ts';
 import { h } from './dom.ts';
-import { t } from './texts.ts';
 
 const HEIGHT = 30;
 const BAR = 4;

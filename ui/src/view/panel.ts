@@ -1,13 +1,13 @@
 import { count } from '../draw/format.ts';
 import type { Palette } from '../draw/palette.ts';
 import { statistics } from '../model/statistics.ts';
+import { t } from '../texts.ts';
 import type { Choice } from './choice.ts';
 import { operationPanel, statisticsPanel } from './details.ts';
 import { button, h } from './dom.ts';
 import { indexOf } from './hits.ts';
 import type { Actions } from './options.ts';
 import type { Scene } from './scene.ts';
-import { t } from './texts.ts';
 
 const LIVE_ROWS = 40_000;
 const PADDING = 12;

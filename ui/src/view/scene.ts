@@ -1,10 +1,6 @@
-import { AXIS, drawAxis, drawChosen, drawDropped } from '../draw/axis.ts';
-import { drawArrivals, drawFrame, type Arrival } from '../draw/emphasis.ts';
-import { drawCells, drawMoments, trackHeight } from '../draw/happenings.ts';
-import { drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, drawPauses, type Place } from '../draw/lanes.ts';
+import { AXIS, drawAxis, drawChosen, drawDropped, drawArrivals, drawFrame, drawCells, drawMoments, trackHeight, drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, drawPauses, type Arrival, type Place, type Surface } from '../draw/lanes.ts';
 import { css, type Palette } from '../draw/palette.ts';
 import { Raster } from '../draw/raster.ts';
-import type { Surface } from '../draw/surface.ts';
 import type { FoundTracks } from '../model/statistics.ts';
 import { slowestOf, type Lane, type Changed, type Store } from '../model/store.ts';
 import { Happenings, type Cell } from '../model/track_events.ts';

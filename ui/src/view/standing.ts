@@ -1,5 +1,5 @@
 import type { Liveness } from '../model/liveness.ts';
-import { t } from './texts.ts';
+import { t } from '../texts.ts';
 
 /** Says that what is shown is not of now, and of when it is; empty while it is of now. */
 export function standingText({ standing, at }: Liveness): string {

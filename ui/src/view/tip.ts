@@ -1,10 +1,10 @@
 import { duration, ranks } from '../draw/format.ts';
 import type { Store } from '../model/store.ts';
 import type { Cell } from '../model/track_events.ts';
+import { t } from '../texts.ts';
 import { tooltip } from './details.ts';
 import { h } from './dom.ts';
 import type { Hit } from './hits.ts';
-import { t } from './texts.ts';
 
 /** The box beside the pointer. */
 export class Tip {

@@ -1,8 +1,8 @@
 import { count, duration, ranks as ranksText } from '../draw/format.ts';
 import type { Store } from '../model/store.ts';
+import { t } from '../texts.ts';
 import { button, h, menu } from './dom.ts';
 import { PERFETTO, type Actions } from './options.ts';
-import { t } from './texts.ts';
 
 /** What the toolbar asks for. */
 export interface ToolbarCommands {

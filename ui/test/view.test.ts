@@ -6,7 +6,7 @@ import { ROW_BYTES, Store, readRows, type RankRow, type Mark } from '../src/mode
 import { extentOf, Happenings } from '../src/model/track_events.ts';
 import { Track } from '../src/model/tracks.ts';
 import { Groups, Viewport } from '../src/model/viewport.ts';
-import { Arrangement } from '../src/view/arrangement.ts';
+import { Arrangement } from '../src/view/scene.ts';
 
 /** Rounds in which `ranks` ranks come one `step` after the other, wait for the last and are busy for `busy`. */
 function rounds(store: Store, first: number, number: number, ranks: number, step: number, busy: number, name = 1): void {

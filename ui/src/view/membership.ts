@@ -3,10 +3,7 @@ import type { Liveness } from '../model/liveness.ts';
 import { endingBySize, lives, lost, type Change, type Member, type MembershipState, type Phase, type Stretch } from '../model/membership.ts';
 import type { Failure } from '../model/store.ts';
 import { t } from '../texts.ts';
-import { h } from './dom.ts';
-import { FailuresBox } from './failures.ts';
-import { standingText } from './standing.ts';
-import { watchTheme } from './theme.ts';
+import { h, FailuresBox, standingText, watchTheme } from './dom.ts';
 
 /** What the user wants to be done; `ends` are the ranks of which the user knows that they end by it. */
 export type Wish = { what: 'resize'; np: number; ends: number[] } | { what: 'repair' } | { what: 'restart'; ranks: number[]; ends: number[] } | { what: 'sync' };

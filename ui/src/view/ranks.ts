@@ -2,10 +2,7 @@ import { count, duration, rate } from '../draw/format.ts';
 import type { Liveness } from '../model/liveness.ts';
 import { endedRow, STOPPED, type Failure, type RankRow } from '../model/store.ts';
 import { t } from '../texts.ts';
-import { h } from './dom.ts';
-import { FailuresBox } from './failures.ts';
-import { standingText } from './standing.ts';
-import { watchTheme } from './theme.ts';
+import { h, FailuresBox, standingText, watchTheme } from './dom.ts';
 
 export type { RankRow };
 

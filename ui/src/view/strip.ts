@@ -1,8 +1,7 @@
 import { percent } from '../draw/format.ts';
 import type { Standing } from '../model/liveness.ts';
 import { t } from '../texts.ts';
-import { h } from './dom.ts';
-import { watchTheme } from './theme.ts';
+import { h, watchTheme } from './dom.ts';
 
 /** Shares of the last seconds, 0 to 1; `known` is false for a rank that has recorded nothing. */
 export interface RankShares {

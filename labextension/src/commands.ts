@@ -1,11 +1,14 @@
+import { LabIcon, Toolbar } from '@jupyterlab/ui-components';
 import type { ILabShell, JupyterFrontEnd } from '@jupyterlab/application';
 import { MainAreaWidget, type WidgetTracker } from '@jupyterlab/apputils';
-import { Toolbar } from '@jupyterlab/ui-components';
-import { ranksIcon } from './icon.ts';
-import { type Choice, type Host, TimelinePanel } from './panel.ts';
-import { OWN } from './protocol.ts';
+import svgstr from '../style/icon.svg';
+import { OWN } from './kernel_channel.ts';
+import { TimelinePanel, type Choice, type Host } from './panel.ts';
+import { HeadingText, SourceSelect } from './panel_toolbar.ts';
 import type { Settings } from './settings.ts';
-import { HeadingText, SourceSelect } from './source.ts';
+
+/** Lanes, of which one is late. */
+export const ranksIcon = new LabIcon({ name: 'hvdlab:ranks', svgstr });
 
 export type TimelineWidget = MainAreaWidget<TimelinePanel>;
 

@@ -7,8 +7,7 @@ import { Signal } from '@lumino/signaling';
 import { Liveness } from '../../ui/src/model/liveness.ts';
 import { runs, Store } from '../../ui/src/model/store.ts';
 import { Stream } from '../../ui/src/model/stream.ts';
-import { OWN, REQUESTS, STREAM, TARGET, type FromKernel, type Pool } from './protocol.ts';
-import { Wire } from './subshell.ts';
+import { OWN, REQUESTS, STREAM, TARGET, Wire, type FromKernel, type Pool } from './kernel_channel.ts';
 
 const RENEW = 20_000; // ms; the kernel forgets a page that was silent for a minute
 const ANSWER_WITHIN = 30_000;

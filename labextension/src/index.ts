@@ -7,12 +7,12 @@ import { IStatusBar } from '@jupyterlab/statusbar';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 import { setTranslate } from '../../ui/src/texts.ts';
 import { addCommands, COMMANDS, type TimelineWidget } from './commands.ts';
+import { addOneRank, ONE_RANK } from './debugger.ts';
 import { Feeds } from './feed.ts';
-import { makeHost } from './host.ts';
-import { removeEndedPrompts } from './prompts.ts';
-import { addOneRank, ONE_RANK } from './scope.ts';
+import { makeHost } from './files.ts';
+import { removeEndedPrompts } from './input_prompts.ts';
+import { RanksItem, RanksModel } from './panel_toolbar.ts';
 import { follow, type Settings } from './settings.ts';
-import { RanksItem, RanksModel } from './status.ts';
 import { keepStills } from './stills.ts';
 
 const ID = '@hvdlab/labextension:plugin';

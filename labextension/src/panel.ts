@@ -12,7 +12,7 @@ import { MembershipView, type Wish } from '../../ui/src/view/membership.ts';
 import { RanksView } from '../../ui/src/view/ranks.ts';
 import { Timeline } from '../../ui/src/view/timeline.ts';
 import type { Channel, Feed, Feeds } from './feed.ts';
-import { OWN } from './protocol.ts';
+import { OWN } from './kernel_channel.ts';
 
 const CHANGE_WITHIN = 600_000; // ms; ranks of a cluster may take that long to start
 

@@ -3,8 +3,8 @@ import type { ILabShell, JupyterFrontEnd } from '@jupyterlab/application';
 import { MainAreaWidget, type WidgetTracker } from '@jupyterlab/apputils';
 import svgstr from '../style/icon.svg';
 import { OWN } from './kernel_channel.ts';
-import { TimelinePanel, type Choice, type Host } from './panel.ts';
-import { HeadingText, SourceSelect } from './panel_toolbar.ts';
+import { TimelinePanel, type Choice, type LabServices } from './panel.ts';
+import { HeadingText, PoolSelect } from './panel_toolbar.ts';
 import type { Settings } from './settings.ts';
 
 /** Lanes, of which one is late. */
@@ -17,7 +17,7 @@ export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-e
 
 const MODES = { bottom: 'split-bottom', right: 'split-right', tab: 'tab-after', down: undefined } as const;
 
-function makeWidget(host: Host): TimelineWidget {
+function makeWidget(host: LabServices): TimelineWidget {
   const { trans } = host;
   const content = new TimelinePanel(host);
   const widget: TimelineWidget = new MainAreaWidget({ content });
@@ -32,14 +32,14 @@ function makeWidget(host: Host): TimelineWidget {
   };
   content.changed.connect(name);
   name();
-  widget.toolbar.addItem('source', new SourceSelect(content, host));
+  widget.toolbar.addItem('source', new PoolSelect(content, host));
   widget.toolbar.addItem('heading', new HeadingText(content, trans));
   widget.toolbar.addItem('spacer', Toolbar.createSpacerItem());
   return widget;
 }
 
 /** Adds the commands; returns what opens the panel. */
-export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTracker<TimelineWidget>, settings: Settings, labShell: ILabShell | null): (args?: object) => void {
+export function addCommands(app: JupyterFrontEnd, host: LabServices, tracker: WidgetTracker<TimelineWidget>, settings: Settings, labShell: ILabShell | null): (args?: object) => void {
   const { commands, shell } = app;
   const { trans, notebooks } = host;
   // One that was restored has not been in front yet.

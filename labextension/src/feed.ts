@@ -7,7 +7,7 @@ import { Signal } from '@lumino/signaling';
 import { Liveness } from '../../ui/src/model/liveness.ts';
 import { runs, Store } from '../../ui/src/model/store.ts';
 import { Stream } from '../../ui/src/model/stream.ts';
-import { OWN, REQUESTS, STREAM, TARGET, Wire, type FromKernel, type Pool } from './kernel_channel.ts';
+import { OWN, REQUESTS, STREAM, TARGET, SubshellChannel, type FromKernel, type Pool } from './kernel_channel.ts';
 
 const RENEW = 20_000; // ms; the kernel forgets a page that was silent for a minute
 const ANSWER_WITHIN = 30_000;
@@ -34,9 +34,9 @@ interface Wish {
 }
 
 /** What comes from the kernel of one notebook; goes on over restarts and lost connections. */
-export class Feed implements IDisposable {
+export class KernelFeed implements IDisposable {
   /** Something of this channel has changed; `null`: whether the kernel has anything for us at all. */
-  readonly changed = new Signal<Feed, Channel | null>(this);
+  readonly changed = new Signal<KernelFeed, Channel | null>(this);
   readonly session: ISessionContext;
   private readonly channels = new Map<string, Channel>();
   private readonly wishes = new Map<object, Wish>();
@@ -44,7 +44,7 @@ export class Feed implements IDisposable {
   /** What was run, by number: the notebook does not tell the number of a cell that still runs. */
   readonly sources = new Map<number, string>();
   private kernel: Kernel.IKernelConnection | null = null;
-  private wire: Wire | null = null;
+  private wire: SubshellChannel | null = null;
   private isHere = false;
   private isAway = false;
   private gone = false;
@@ -155,7 +155,7 @@ export class Feed implements IDisposable {
     this.lose();
     this.kernel = kernel;
     this.isAway = false;
-    this.wire = kernel && new Wire(kernel);
+    this.wire = kernel && new SubshellChannel(kernel);
     if (!kernel) return;
     kernel.iopubMessage.connect(this.receive, this);
     void this.seek(kernel);
@@ -193,7 +193,7 @@ export class Feed implements IDisposable {
 
   private status(_: ISessionContext, status: Kernel.Status): void {
     if (status === 'restarting' || status === 'autorestarting' || status === 'dead') {
-      if (this.kernel) this.wire = new Wire(this.kernel);
+      if (this.kernel) this.wire = new SubshellChannel(this.kernel);
       this.lose();
     }
   }
@@ -349,8 +349,8 @@ function settled(kernel: Kernel.IKernelConnection): Promise<void> {
 }
 
 /** The feeds of all notebooks that are open. */
-export class Feeds {
-  private readonly known = new Map<ISessionContext, Feed>();
+export class KernelFeeds {
+  private readonly known = new Map<ISessionContext, KernelFeed>();
   private most = 1_000_000;
   private readonly trans: TranslationBundle;
 
@@ -358,10 +358,10 @@ export class Feeds {
     this.trans = trans;
   }
 
-  of(session: ISessionContext): Feed {
+  of(session: ISessionContext): KernelFeed {
     let feed = this.known.get(session);
     if (!feed || feed.isDisposed) {
-      const made = new Feed(session, this.trans, this.most);
+      const made = new KernelFeed(session, this.trans, this.most);
       this.known.set(session, (feed = made));
       session.disposed.connect(() => {
         made.dispose();

@@ -5,8 +5,8 @@ import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { bytes } from '../../ui/src/draw/format.ts';
 import { PERFETTO } from '../../ui/src/view/options.ts';
-import type { Feed, Feeds } from './feed.ts';
-import type { Host } from './panel.ts';
+import type { KernelFeed, KernelFeeds } from './feed.ts';
+import type { LabServices } from './panel.ts';
 import type { Settings } from './settings.ts';
 
 const SAVE_WITHIN = 180_000; // ms; a million spans take half a minute
@@ -32,7 +32,7 @@ function progress(message: string): { ended(): Promise<string | null> } {
 }
 
 /** What JupyterLab does for a panel. */
-export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: Feeds, options: Settings, trans: TranslationBundle): Host {
+export function makeLabServices(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: KernelFeeds, options: Settings, trans: TranslationBundle): LabServices {
   /** A path beside a notebook, as the server's contents have it. */
   const beside = (notebook: NotebookPanel, path: string) => PathExt.join(PathExt.dirname(notebook.context.path), path);
 
@@ -54,7 +54,7 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
     if (commands.hasCommand('fileeditor:go-to-line')) await commands.execute('fileeditor:go-to-line', { line: place.line });
   }
 
-  async function save(notebook: NotebookPanel, feed: Feed, pool: string): Promise<void> {
+  async function save(notebook: NotebookPanel, feed: KernelFeed, pool: string): Promise<void> {
     const saving = progress(trans.__('Saving the timeline…'));
     try {
       const { name, size } = (await feed.ask({ type: 'save', pool }, SAVE_WITHIN)) as { name: string; size: number };

@@ -28,7 +28,7 @@ export type FromKernel =
 const PATIENCE = 6000; // ms; the page itself waits 3 s for the word of a kernel that is busy
 
 /** Says things to a kernel so that they arrive also while a cell runs, where the kernel can do that. */
-export class Wire {
+export class SubshellChannel {
   private subshell: Promise<string | null> | null = null;
   private readonly kernel: Kernel.IKernelConnection;
 

@@ -5,12 +5,12 @@ import { TextItem } from '@jupyterlab/statusbar';
 import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import * as React from 'react';
 import { h } from '../../ui/src/view/dom.ts';
-import type { Channel, Feed, Feeds } from './feed.ts';
+import type { Channel, KernelFeed, KernelFeeds } from './feed.ts';
 import { OWN, type Pool } from './kernel_channel.ts';
-import type { Host, TimelinePanel } from './panel.ts';
+import type { LabServices, TimelinePanel } from './panel.ts';
 
 /** What the ranks do, in a line; of a kernel that can't be heard only what is likely to be so still. */
-export function headingOf(feed: Feed, { store, liveness }: Channel, trans: TranslationBundle): string {
+export function headingOf(feed: KernelFeed, { store, liveness }: Channel, trans: TranslationBundle): string {
   const { heading } = store;
   const [ranks] = heading.split(' · ');
   if (feed.away && heading) return trans.__('%1 · connection lost', ranks);
@@ -21,15 +21,15 @@ const NOTEBOOK = 'notebook:';
 const POOL = 'pool:';
 
 /** Chooses whose ranks are shown: those of the notebook in front, of another one, or a pool that is kept. */
-export class SourceSelect extends Widget {
+export class PoolSelect extends Widget {
   private readonly select = h('select') as HTMLSelectElement;
   private readonly panel: TimelinePanel;
-  private readonly host: Host;
+  private readonly host: LabServices;
   private readonly trans: TranslationBundle;
   private pools: Pool[] = [];
   private key = '';
 
-  constructor(panel: TimelinePanel, host: Host) {
+  constructor(panel: TimelinePanel, host: LabServices) {
     super();
     this.panel = panel;
     this.host = host;
@@ -107,13 +107,13 @@ export class RanksModel extends VDomModel {
   text = '';
   lost = false;
   away = false;
-  private feed: Feed | null = null;
-  private readonly feeds: Feeds;
+  private feed: KernelFeed | null = null;
+  private readonly feeds: KernelFeeds;
   private readonly notebooks: INotebookTracker;
   private readonly trans: TranslationBundle;
   private wanted = true;
 
-  constructor(notebooks: INotebookTracker, feeds: Feeds, trans: TranslationBundle) {
+  constructor(notebooks: INotebookTracker, feeds: KernelFeeds, trans: TranslationBundle) {
     super();
     this.trans = trans;
     this.feeds = feeds;
@@ -146,7 +146,7 @@ export class RanksModel extends VDomModel {
     this.update();
   }
 
-  private update(_?: Feed, channel?: Channel | null): void {
+  private update(_?: KernelFeed, channel?: Channel | null): void {
     if (channel && channel.pool !== OWN) return;
     const own = this.feed?.here ? this.feed.channel(OWN) : null;
     const away = !!this.feed?.away;

@@ -1,5 +1,5 @@
 import { KINDS, NOT_STARTED, type Lane, type Store, type Mark } from '../model/store.ts';
-import type { Happenings } from '../model/track_events.ts';
+import type { TrackEvents } from '../model/track_events.ts';
 import { firstAbove } from '../model/tracks.ts';
 import type { Group } from '../model/viewport.ts';
 import { t } from '../texts.ts';
@@ -284,17 +284,17 @@ const SIGN = 10; // pixels
 const SIGNS: Record<Mark['kind'], string> = { cell: '', paused: '', waiting: '', joined: '▲', left: '✕', formed: '◇', abort: '◆' };
 
 /** Height of the tracks of cells and, if anything happened to them, of ranks. */
-export function trackHeight(happenings: Happenings): number {
-  return TRACK * (happenings.moments.length ? 2 : 1);
+export function trackHeight(events: TrackEvents): number {
+  return TRACK * (events.moments.length ? 2 : 1);
 }
 
 /** The track of cells: one bar each, over all ranks it ran on. */
-export function drawCells(surface: Surface, happenings: Happenings): void {
+export function drawCells(surface: Surface, events: TrackEvents): void {
   const { context: g, palette } = surface;
-  const y = AXIS + trackHeight(happenings) - TRACK;
+  const y = AXIS + trackHeight(events) - TRACK;
   write(surface, t('cells'), 10, y + TRACK / 2 - 2, css(palette.faint), '11px');
   inPlot(surface, () => {
-    for (const cell of happenings.cells.slice(-DRAWN)) {
+    for (const cell of events.cells.slice(-DRAWN)) {
       const from = Math.max(surface.gutter - 2, surface.x(cell.begin));
       const to = Math.min(surface.width + 2, surface.x(cell.end ?? surface.now));
       if (to < surface.gutter || from > surface.width) continue;
@@ -309,8 +309,8 @@ export function drawCells(surface: Surface, happenings: Happenings): void {
 }
 
 /** The track of ranks that join, leave or die, and of aborts; each with a line through the lanes. */
-export function drawMoments(surface: Surface, happenings: Happenings): void {
-  const { moments } = happenings;
+export function drawMoments(surface: Surface, events: TrackEvents): void {
+  const { moments } = events;
   if (!moments.length) return;
   const { context: g, palette } = surface;
   const middle = AXIS + TRACK / 2 - 2;

@@ -114,7 +114,7 @@ export function paintTrack(out: Uint32Array, track: Track, view: Scale, colours:
 }
 
 /** The rows of pixels of a lane: the first, how many, and how many of them on top show in full colour who was late. */
-export interface Strip {
+export interface LaneRows {
   lane: Lane;
   row: number;
   rows: number;
@@ -122,8 +122,8 @@ export interface Strip {
 }
 
 /** Where all lanes lie; another object whenever one of them moves. What no strip covers is background. */
-export interface Strips {
-  readonly strips: readonly Strip[];
+export interface LaneLayout {
+  readonly strips: readonly LaneRows[];
   readonly rows: number;
 }
 
@@ -162,10 +162,10 @@ export class Raster {
   private image: ImageData | null = null;
   private pixels = new Uint32Array(0);
   private inks: Inks | null = null;
-  private before: { palette: Palette; found: Found | null; where: Strips; scale: number; at: number } | null = null;
+  private before: { palette: Palette; found: Found | null; where: LaneLayout; scale: number; at: number } | null = null;
 
   /** Draws `where` at `x`, `y`; nothing before the time `changed` is other than it was at the last call. */
-  paint(context: CanvasRenderingContext2D, where: Strips, view: Scale, x: number, y: number, palette: Palette, found: Found | null, changed: number): void {
+  paint(context: CanvasRenderingContext2D, where: LaneLayout, view: Scale, x: number, y: number, palette: Palette, found: Found | null, changed: number): void {
     const { width } = view;
     if (width < 1 || where.rows < 1) return;
     const before = this.before;
@@ -195,7 +195,7 @@ export class Raster {
   }
 
   /** Draws some columns of all lanes. */
-  private columns(where: Strips, view: Scale, x: number, found: Found | null, dark: boolean): void {
+  private columns(where: LaneLayout, view: Scale, x: number, found: Found | null, dark: boolean): void {
     const { pixels, inks } = this;
     if (!inks) return;
     const stride = this.image!.width;

@@ -15,7 +15,7 @@ const STRETCHES = new Set<Mark['kind']>(['paused', 'waiting']);
 const APART = 1e9;
 
 /** Cells, and who joined and left, made of the store's marks when they are asked for and have changed. */
-export class Happenings {
+export class TrackEvents {
   cells: Cell[] = [];
   /** Ranks that joined or left, generations of other ranks, and aborts, in order of time. */
   moments: Mark[] = [];
@@ -55,7 +55,7 @@ const LEAST_OF_CELL = 1e8;
  * Rows and cells belong to it, and so do deaths and aborts up to `reach` (ns) after them: what happens to idle ranks later does not
  * push away what they did. A cell that runs and has no rows yet reaches to the last time at which anything was measured.
  */
-export function extentOf(store: Store, { cells, moments }: Happenings, reach: number): [begin: number, end: number] | null {
+export function extentOf(store: Store, { cells, moments }: TrackEvents, reach: number): [begin: number, end: number] | null {
   if (!store.count && !cells.length) return null;
   const begin = store.count ? store.begin : cells[0].begin;
   let end = store.count ? store.end : begin + LEAST_OF_CELL;

@@ -1,9 +1,9 @@
 import { AXIS, drawAxis, drawChosen, drawDropped, drawArrivals, drawFrame, drawCells, drawMoments, trackHeight, drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, drawPauses, type Arrival, type Place, type Surface } from '../draw/lanes.ts';
 import { css, type Palette } from '../draw/palette.ts';
-import { Raster, type Strip, type Strips } from '../draw/raster.ts';
+import { Raster, type LaneRows, type LaneLayout } from '../draw/raster.ts';
 import { rowsBetween, type FoundTracks } from '../model/statistics.ts';
 import { slowestOf, type Lane, type Store, type Changed } from '../model/store.ts';
-import { Happenings, type Cell } from '../model/track_events.ts';
+import { TrackEvents, type Cell } from '../model/track_events.ts';
 import { Groups, type Group, type Viewport } from '../model/viewport.ts';
 
 const LOOKED_AT = 512;
@@ -64,7 +64,7 @@ const SMALLEST = 4;
 const SMALL = 3;
 
 /** A lane's place. Pixels of the page from the top of the lanes; the strip is in pixels of the screen. */
-export interface Box extends Strip {
+export interface Box extends LaneRows {
   y: number;
   height: number;
   /** One of a collapsed host: has no texts. */
@@ -79,7 +79,7 @@ export interface Heading {
 }
 
 /** Where lanes and hosts lie. */
-export class Arrangement implements Strips {
+export class Arrangement implements LaneLayout {
   readonly strips: readonly Box[];
   readonly headings: readonly Heading[];
   readonly rows: number;
@@ -153,7 +153,7 @@ export class Scene implements Surface {
   height = 0;
   palette!: Palette;
   readonly groups = new Groups();
-  readonly happenings = new Happenings();
+  readonly events = new TrackEvents();
   arrangement: Arrangement;
   readonly canvas: HTMLCanvasElement;
   readonly context: CanvasRenderingContext2D;
@@ -183,9 +183,9 @@ export class Scene implements Surface {
   resize(width: number, height: number, highest?: number): void {
     this.ratio = Math.min(3, window.devicePixelRatio || 1);
     this.groups.update(this.store);
-    this.happenings.update(this.store);
+    this.events.update(this.store);
     this.gutter = width < 560 ? 64 : 132;
-    this.top = AXIS + trackHeight(this.happenings);
+    this.top = AXIS + trackHeight(this.events);
     const most = highest ?? (this.store.lanes.length <= 4 ? 44 : 36);
     const key = [height - this.top, this.ratio, most, this.groups.version].join();
     if (key !== this.arranged) {
@@ -233,7 +233,7 @@ export class Scene implements Surface {
 
   cellAt(x: number, y: number): Cell | null {
     if (x < this.gutter || y >= this.top || y < this.top - 20) return null;
-    return this.happenings.cellAt(this.time(x), this.pixel * 2, this.now);
+    return this.events.cellAt(this.time(x), this.pixel * 2, this.now);
   }
 
   /** Where a lane lies; `null` before it was drawn. */
@@ -256,8 +256,8 @@ export class Scene implements Surface {
     this.context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     drawAxis(this);
     drawDropped(this, this.store.forgotten + this.store.lostBefore);
-    drawCells(this, this.happenings);
-    drawMoments(this, this.happenings);
+    drawCells(this, this.events);
+    drawMoments(this, this.events);
     for (const box of this.arrangement.strips) this.lane(box, overlay.focus === box.lane);
     for (const { group, y, height } of this.arrangement.headings) {
       if (overlay.focus === group) this.focused(this.top + y, height - 2);
@@ -288,9 +288,9 @@ export class Scene implements Surface {
     const { lane, height } = box;
     const place = { y: this.top + box.y, height };
     if (focused) this.focused(place.y, height);
-    const absent = this.happenings.absent.get(lane.rank);
+    const absent = this.events.absent.get(lane.rank);
     if (absent) drawAbsence(this, absent, place);
-    const paused = this.happenings.paused.get(lane.rank);
+    const paused = this.events.paused.get(lane.rank);
     if (paused) drawPauses(this, paused, place);
     if (box.small) return;
     const { pitch } = this.arrangement;

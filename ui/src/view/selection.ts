@@ -10,7 +10,7 @@ import type { Actions } from './options.ts';
 import { hitTest, indexOf, type Hit, type Overlay, type Scene } from './scene.ts';
 
 /** What is chosen and pointed at, and how one gets from one to the next. */
-export class Choice {
+export class Selection {
   readonly overlay: Overlay = { hover: null, selected: null, range: null, found: null, focus: null };
   private readonly scene: Scene;
   private readonly store: Store;
@@ -177,13 +177,13 @@ const PADDING = 12;
 export class Panel {
   readonly root = h('div', { class: 'hvd-details' });
   private readonly scene: Scene;
-  private readonly choice: Choice;
+  private readonly selection: Selection;
   private readonly actions: Actions;
   private readonly act: (change: () => void) => void;
 
-  constructor(scene: Scene, choice: Choice, actions: Actions, act: (change: () => void) => void) {
+  constructor(scene: Scene, selection: Selection, actions: Actions, act: (change: () => void) => void) {
     this.scene = scene;
-    this.choice = choice;
+    this.selection = selection;
     this.actions = actions;
     this.act = act;
   }
@@ -203,11 +203,11 @@ export class Panel {
 
   private nodes(palette: Palette): Node[] {
     const { store, view } = this.scene;
-    const { selected, range, found } = this.choice.overlay;
+    const { selected, range, found } = this.selection.overlay;
     if (selected && indexOf(selected) >= 0) return operationPanel(store, selected, palette, this.actions);
     const names = found?.names;
     if (range) {
-      const zoom = this.button(t('Zoom (Z)'), t('Show only this'), () => this.choice.zoom());
+      const zoom = this.button(t('Zoom (Z)'), t('Show only this'), () => this.selection.zoom());
       return statisticsPanel(statistics(store, ...range, names), palette, t('Selection'), this.actions, [zoom]);
     }
     const rows = store.lanes.reduce((sum, lane) => sum + (lane.n ? lane.n * Math.min(1, view.length / Math.max(1, store.end - store.begin)) : 0), 0);
@@ -322,7 +322,7 @@ export interface KeyCommands {
 const SAME: Record<string, string> = { '+': 'w', '=': 'w', '-': 's', _: 's', arrowleft: 'a', arrowright: 'd' };
 
 /** What a key does; `undefined` if it does nothing here. */
-export function actionOf(key: string, shift: boolean, view: Viewport, choice: Choice, commands: KeyCommands): (() => void) | undefined {
+export function actionOf(key: string, shift: boolean, view: Viewport, selection: Selection, commands: KeyCommands): (() => void) | undefined {
   const far = shift ? 0.5 : 0.12;
   const keys: Record<string, () => void> = {
     w: () => view.zoom(1 / 1.25),
@@ -333,18 +333,18 @@ export function actionOf(key: string, shift: boolean, view: Viewport, choice: Ch
     home: () => view.toBegin(),
     end: () => view.toEnd(),
     ' ': () => view.follow(!view.following),
-    m: () => choice.between(...view.seen),
-    z: () => choice.zoom(),
-    x: () => choice.toggle(shift),
+    m: () => selection.between(...view.seen),
+    z: () => selection.zoom(),
+    x: () => selection.toggle(shift),
     o: () => commands.open(),
     g: () => commands.charts(),
     '/': () => commands.search(),
-    enter: () => choice.next(shift),
+    enter: () => selection.next(shift),
     escape: () => commands.forget(),
-    arrowup: () => choice.stepRow(-1),
-    arrowdown: () => choice.stepRow(1),
-    '[': () => choice.step(-1),
-    ']': () => choice.step(1),
+    arrowup: () => selection.stepRow(-1),
+    arrowdown: () => selection.stepRow(1),
+    '[': () => selection.step(-1),
+    ']': () => selection.step(1),
     '?': () => commands.help(),
   };
   const name = key.toLowerCase();

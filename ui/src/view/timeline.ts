@@ -11,7 +11,7 @@ import { h, FailuresBox, standingText, watchTheme } from './dom.ts';
 import { Minimap } from './minimap.ts';
 import type { Actions, ChartsView, TimelineOptions } from './options.ts';
 import { Scene } from './scene.ts';
-import { Choice, listen, actionOf, Panel } from './selection.ts';
+import { Selection, listen, actionOf, Panel } from './selection.ts';
 import { helpBox, Legend, Toolbar } from './toolbar.ts';
 
 const HEIGHT = 420;
@@ -43,7 +43,7 @@ export class Timeline {
   private readonly options: TimelineOptions;
   private readonly actions: Actions;
   private readonly scene: Scene;
-  private readonly choice: Choice;
+  private readonly selection: Selection;
   private readonly toolbar: Toolbar;
   private readonly minimap: Minimap;
   private readonly chartsPlace = h('div', { class: 'hvd-charts', hidden: '' });
@@ -84,8 +84,8 @@ export class Timeline {
     }) as HTMLCanvasElement;
     this.wantsCharts = options.withCharts;
     this.scene = new Scene(canvas, store, this.view);
-    this.choice = new Choice(this.scene, text => (this.spoken.textContent = text));
-    this.panel = new Panel(this.scene, this.choice, this.actions, change => this.act(change));
+    this.selection = new Selection(this.scene, text => (this.spoken.textContent = text));
+    this.panel = new Panel(this.scene, this.selection, this.actions, change => this.act(change));
     this.minimap = new Minimap(store, this.view, change => this.act(change));
     this.toolbar = this.makeToolbar();
     canvas.setAttribute('aria-describedby', this.toolbar.status.id);
@@ -104,7 +104,7 @@ export class Timeline {
     this.failures.update(store.failures);
     if (this.cleared !== store.cleared) {
       this.cleared = store.cleared;
-      this.choice.forget();
+      this.selection.forget();
       this.hover(-1, -1);
     }
     const extent = this.extent();
@@ -132,9 +132,9 @@ export class Timeline {
   /** What there is to see, and whether the view leaves room behind it: nothing moves then that would need it. */
   private extent(): [number, number] | null {
     const { store, view, scene } = this;
-    scene.happenings.update(store);
+    scene.events.update(store);
     view.room = this.gone || !runs(store) ? ROOM : 0;
-    return extentOf(store, scene.happenings, view.span / 2);
+    return extentOf(store, scene.events, view.span / 2);
   }
 
   /** Why nothing more comes, now or ever: the ranks are gone, or the kernel can't be heard. */
@@ -160,7 +160,7 @@ export class Timeline {
   }
 
   private makeToolbar(): Toolbar {
-    const { view, choice } = this;
+    const { view, selection } = this;
     const commands = {
       follow: () => this.act(() => view.follow(!view.following)),
       zoom: (factor: number) => this.act(() => view.zoom(factor)),
@@ -168,11 +168,11 @@ export class Timeline {
       help: () => this.toggleHelp(),
       charts: this.options.charts && (() => this.toggleCharts()),
       search: (text: string) => {
-        const names = choice.search(text);
+        const names = selection.search(text);
         this.toolbar.matches(names < 0 ? '' : names === 1 ? t('1 name') : t('%1 names', count(names)));
         this.schedule();
       },
-      next: (back: boolean) => this.act(() => choice.next(back)),
+      next: (back: boolean) => this.act(() => selection.next(back)),
       leave: () => this.scene.canvas.focus(),
     };
     return new Toolbar(this.options.title ?? t('Timeline'), commands, this.actions);
@@ -183,7 +183,7 @@ export class Timeline {
   }
 
   private listen(): void {
-    const { scene, view, choice } = this;
+    const { scene, view, selection } = this;
     this.ends.push(
       listen(scene, {
         zoom: (factor, x) => this.act(() => view.zoom(factor, x === undefined ? undefined : scene.time(x))),
@@ -192,12 +192,12 @@ export class Timeline {
         leave: () => this.hover(-1, -1),
         click: (x, y) => {
           scene.canvas.focus({ preventScroll: true });
-          this.act(() => choice.at(x, y));
+          this.act(() => selection.at(x, y));
         },
         range: (from, to) =>
           this.act(() => {
             view.following = false;
-            choice.between(scene.time(Math.max(scene.gutter, Math.min(from, to))), scene.time(Math.max(from, to)));
+            selection.between(scene.time(Math.max(scene.gutter, Math.min(from, to))), scene.time(Math.max(from, to)));
           }),
         key: (key, shift) => this.key(key, shift),
       }),
@@ -228,13 +228,13 @@ export class Timeline {
   }
 
   private key(key: string, shift: boolean): boolean {
-    const act = actionOf(key, shift, this.view, this.choice, {
+    const act = actionOf(key, shift, this.view, this.selection, {
       search: () => this.toolbar.search.focus(),
       help: () => this.toggleHelp(),
       charts: () => this.options.charts && this.toggleCharts(),
-      open: () => this.choice.site && this.actions.open?.(this.choice.site),
+      open: () => this.selection.site && this.actions.open?.(this.selection.site),
       forget: () => {
-        this.choice.forget();
+        this.selection.forget();
         this.toggleHelp(false);
       },
     });
@@ -253,13 +253,13 @@ export class Timeline {
   }
 
   private get chosen() {
-    const { selected, range } = this.choice.overlay;
+    const { selected, range } = this.selection.overlay;
     return [selected, range];
   }
 
   private hover(x: number, y: number): void {
-    const { overlay } = this.choice;
-    const hit = this.choice.hitAt(x, y);
+    const { overlay } = this.selection;
+    const hit = this.selection.hitAt(x, y);
     const cell = hit ? null : this.scene.cellAt(x, y);
     const before = overlay.hover;
     overlay.hover = hit;
@@ -288,7 +288,7 @@ export class Timeline {
     this.advance();
     if (this.options.fill) this.scene.resize(width, (this.room ||= this.measure()), HIGHEST_LANE);
     else this.scene.resize(width, this.options.height ?? HEIGHT);
-    this.scene.draw(this.palette, this.choice.overlay);
+    this.scene.draw(this.palette, this.selection.overlay);
     if (this.minimap.draw(this.palette, width, this.scene.gutter)) this.schedule();
     this.drawCharts();
     if (this.timings.on) this.timings.draw.push(performance.now() - begun);
@@ -355,7 +355,7 @@ export class Timeline {
 
   /** Says who joined, left or died since the last time. */
   private tellMoments(): void {
-    const { moments } = this.scene.happenings;
+    const { moments } = this.scene.events;
     const news = this.toldMoments < 0 ? [] : moments.slice(this.toldMoments);
     this.toldMoments = moments.length;
     if (news.length) this.spoken.textContent = news.map(mark => mark.text).join('; ');

@@ -38,7 +38,7 @@ function makeWidget(host: LabServices): TimelineWidget {
   return widget;
 }
 
-/** Adds the commands; returns what opens the panel. */
+/** Add the commands; return a function that opens the panel. */
 export function addCommands(app: JupyterFrontEnd, host: LabServices, tracker: WidgetTracker<TimelineWidget>, settings: Settings, labShell: ILabShell | null): (args?: object) => void {
   const { commands, shell } = app;
   const { trans, notebooks } = host;

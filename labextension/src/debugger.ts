@@ -5,7 +5,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import { Signal } from '@lumino/signaling';
 import type { KernelFeed, KernelFeeds } from './feed.ts';
 
-/** A debug request, and the event that tells of changes; the kernel's side is kernel_ext/debugger/choosing.py. */
+/** A debug request, and the event of its changes; the kernel's side is kernel_ext/debugger/choosing.py. */
 export const SCOPE = 'hvdlab/scope';
 export const ONE_RANK = 'hvdlab:debug-one-rank';
 
@@ -67,7 +67,7 @@ export class StoppedRanks {
     void this.ask({});
   }
 
-  /** From the first answer on the kernel tells of changes by itself. */
+  /** From the first answer on the kernel sends changes by itself. */
   private async ask(choice: { alone?: boolean }): Promise<void> {
     const { kernel } = this;
     if (!kernel) return;

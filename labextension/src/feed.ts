@@ -33,7 +33,7 @@ interface Wish {
   rows: boolean;
 }
 
-/** What comes from the kernel of one notebook; goes on over restarts and lost connections. */
+/** Feed of messages from the kernel of one notebook; goes on over restarts and lost connections. */
 export class KernelFeed implements IDisposable {
   /** Something of this channel has changed; `null`: whether the kernel has anything for us at all. */
   readonly changed = new Signal<KernelFeed, Channel | null>(this);
@@ -41,7 +41,7 @@ export class KernelFeed implements IDisposable {
   private readonly channels = new Map<string, Channel>();
   private readonly wishes = new Map<object, Wish>();
   private readonly questions = new Map<string, { resolve(answer: JSONObject): void; reject(reason: Error): void }>();
-  /** What was run, by number: the notebook does not tell the number of a cell that still runs. */
+  /** Sources of cells by their number: the notebook does not show the number of a cell that still runs. */
   readonly sources = new Map<number, string>();
   private kernel: Kernel.IKernelConnection | null = null;
   private wire: SubshellChannel | null = null;
@@ -116,11 +116,11 @@ export class KernelFeed implements IDisposable {
     return found;
   }
 
-  /** From now on `who` wants to know of a pool how its ranks are, or all rows; `null`: nothing any more. */
-  want(who: object, wish: Wish | null): void {
-    const before = this.wishes.get(who);
-    if (wish) this.wishes.set(who, wish);
-    else this.wishes.delete(who);
+  /** Subscribe `owner` to a pool's rank table, or to all rows; `null` unsubscribes. */
+  want(owner: object, wish: Wish | null): void {
+    const before = this.wishes.get(owner);
+    if (wish) this.wishes.set(owner, wish);
+    else this.wishes.delete(owner);
     if (wish && (before?.pool !== wish.pool || before.rows !== wish.rows)) this.hello(this.channel(wish.pool));
   }
 
@@ -232,14 +232,14 @@ export class KernelFeed implements IDisposable {
     }
   }
 
-  /** Whether anybody wants its rows; `null` if nobody wants anything. */
+  /** Return whether any owner subscribes to the pool's rows; `null` without subscribers. */
   private wanted(channel: Channel): boolean | null {
     const wishes = [...this.wishes.values()].filter(wish => wish.pool === channel.pool);
     return wishes.length ? wishes.some(wish => wish.rows) : null;
   }
 
   private hello(channel: Channel): void {
-    // When it is connected again it says hello anyway.
+    // A new connection says hello by itself.
     if (this.isHere && !this.isAway && this.wanted(channel) !== null) channel.stream.hello();
   }
 
@@ -313,7 +313,7 @@ export class KernelFeed implements IDisposable {
     const { store, stream } = channel;
     if (this.wanted(channel)) stream.receive(data as never, buffers.map(view) as never);
     else {
-      // Another page wants these rows; of them only what is said about the ranks is for us.
+      // Another page asked for these rows; only the rank table among them is ours.
       const { ranks, heading, membership } = data as { ranks?: typeof store.ranks; heading?: string; membership?: typeof store.membership };
       if (!ranks && !membership) return channel.liveness.heard(runs(store));
       if (ranks) {

@@ -31,7 +31,7 @@ function progress(message: string): { ended(): Promise<string | null> } {
   };
 }
 
-/** What JupyterLab does for a panel. */
+/** Return the services of JupyterLab for a panel. */
 export function makeLabServices(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: KernelFeeds, options: Settings, trans: TranslationBundle): LabServices {
   /** A path beside a notebook, as the server's contents have it. */
   const beside = (notebook: NotebookPanel, path: string) => PathExt.join(PathExt.dirname(notebook.context.path), path);

@@ -1,7 +1,7 @@
 import type { JSONObject } from '@lumino/coreutils';
 import { KernelMessage, type Kernel } from '@jupyterlab/services';
 
-// What kernel and page say to each other; the kernel's side is widgets/panel.py and magics/panel.py.
+// Messages between kernel and page; the kernel's side is widgets/panel.py and magics/panel.py.
 
 export const TARGET = 'hvdlab';
 export const STREAM = 'hvdlab-stream';
@@ -64,7 +64,7 @@ export class SubshellChannel {
   /** A subshell that an earlier page of this tab made, or a new one; `null` if the kernel has none. */
   private async open(): Promise<string | null> {
     const { kernel } = this;
-    // A busy kernel does not tell what it can do: then it is tried, over the channel that is never busy.
+    // A busy kernel does not report its features: try a subshell over the control channel, which is never busy.
     const idle = kernel.status === 'idle';
     if (idle && !(await kernel.info).supported_features?.includes('kernel subshells')) return null;
     if (!idle && (await kernel.spec)?.language !== 'python') return null;

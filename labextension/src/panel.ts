@@ -16,7 +16,7 @@ import { OWN } from './kernel_channel.ts';
 
 const CHANGE_WITHIN = 600_000; // ms; ranks of a cluster may take that long to start
 
-/** What the user has set; live. */
+/** Settings of the user; live. */
 export interface Options {
   follow: boolean;
   ranks: boolean;
@@ -101,7 +101,7 @@ export class TimelinePanel extends Widget {
     return this.timeline;
   }
 
-  /** Takes the settings in anew. */
+  /** Apply the settings again. */
   refresh(): void {
     this.ranks();
     this.changeable();
@@ -238,7 +238,7 @@ export class TimelinePanel extends Widget {
     return String((await feed.ask({ type: 'change', pool: channel.pool, ...wish }, CHANGE_WITHIN)).text);
   }
 
-  /** Tells screen readers who came and who was lost. */
+  /** Announce to screen readers the ranks that joined and were lost. */
   private announce(): void {
     const { trans } = this.host;
     const now = new Map(this.channel!.store.ranks.map(row => [row.rank, row.state === 'lost' || row.state === 'left' ? row.state : 'here']));

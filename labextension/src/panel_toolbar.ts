@@ -84,7 +84,7 @@ export class PoolSelect extends Widget {
   }
 }
 
-/** What the ranks do, in a line. */
+/** Text of the panel's heading: the state of the ranks in one line. */
 export class HeadingText extends Widget {
   private readonly text = h('span');
 
@@ -122,7 +122,7 @@ export class RanksModel extends VDomModel {
     this.look();
   }
 
-  /** Whether it is shown at all: what nobody sees, the kernel need not tell. */
+  /** Whether the item is shown: the kernel need not send data for a hidden one. */
   set shown(shown: boolean) {
     this.wanted = shown;
     this.look();

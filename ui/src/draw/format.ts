@@ -145,7 +145,7 @@ export function logLevels(low: number, high: number): number[] {
   return levels(low, high, '', 2.5);
 }
 
-/** About `most` round values between two, and at least two, for the lines behind a chart: one tells nothing of how high anything is. */
+/** About `most` round values between two, and at least two, for the lines behind a chart: one line alone gives no scale. */
 export function levels(low: number, high: number, unit: string, most: number): number[] {
   const wanted = (high - low) / most;
   if (!(wanted > 0) || !Number.isFinite(wanted)) return [];

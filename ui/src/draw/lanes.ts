@@ -8,7 +8,7 @@ import { css, type Palette, type Rgb } from './palette.ts';
 
 export const FONT = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
 
-/** What parts of the picture draw on. Pixels are those of the page; times are ns. */
+/** Surface that all parts of the picture draw on. Pixels are those of the page; times are ns. */
 export interface Surface {
   readonly context: CanvasRenderingContext2D;
   readonly store: Store;
@@ -23,7 +23,7 @@ export interface Surface {
   readonly plotWidth: number;
   /** The last time of what there is: where cells that run end. */
   readonly now: number;
-  /** The stretch of time that the figures in the labels are of: the chosen one, or else that in view. */
+  /** The stretch of time that the figures in the labels are of: the chosen one, or that in view if none is chosen. */
   readonly told: readonly [from: number, to: number];
   /** The rank that slows the others down in that stretch, if one does. */
   readonly slowest: Lane | null;

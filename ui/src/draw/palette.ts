@@ -95,8 +95,8 @@ export function paletteFor(background: Rgb): Palette {
   return { ...base, background, lane: mixed(base.text, background, dark ? 0.055 : 0.035), grid: mixed(base.text, background, 0.12) };
 }
 
-// Eight colours that people with any kind of colour blindness tell apart, by hue or by lightness; whoever comes after them
-// has the same ones with a dashed line.
+// Eight colours that people with any kind of colour blindness tell apart, by hue or by lightness; ranks after the eighth
+// have the same ones with a dashed line.
 const RANKS_ON_LIGHT: readonly Rgb[] = [
   [0, 114, 178],
   [230, 159, 0],

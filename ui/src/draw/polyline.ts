@@ -11,7 +11,7 @@ export class Layer {
   private whole = new Uint32Array(0);
   private readonly canvas = typeof document === 'undefined' ? null : document.createElement('canvas');
 
-  /** Begins anew, with nothing. */
+  /** Clear the layer. */
   clear(width: number, height: number): void {
     if (this.width === width && this.height === height) this.whole.fill(0);
     else {

@@ -113,7 +113,7 @@ export function paintTrack(out: Uint32Array, track: Track, view: Scale, colours:
   }
 }
 
-/** The rows of pixels of a lane: the first, how many, and how many of them on top show in full colour who was late. */
+/** The rows of pixels of a lane: the first, how many, and how many of them on top show in full colour which rank was late. */
 export interface LaneRows {
   lane: Lane;
   row: number;
@@ -156,7 +156,7 @@ class Inks {
  * Draws all lanes into an image, each row of pixels once per lane.
  *
  * The view is drawn at whole pixels of the time axis, so that what was drawn can be moved when the view moves, and only what
- * comes into sight or has changed is drawn anew.
+ * comes into sight or has changed is drawn again.
  */
 export class Raster {
   private image: ImageData | null = null;

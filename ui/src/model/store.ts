@@ -3,13 +3,13 @@ import { Operations } from './operations.ts';
 import { SeriesStore } from './series.ts';
 import { grown, roomAtFirst, Track } from './tracks.ts';
 
-/** Something that the kernel could not bring up to date: a sentence, and the traceback for whoever is to mend it. */
+/** Part of a view that the kernel could not bring up to date: a sentence, and the traceback for its developer. */
 export interface Failure {
   text: string;
   trace: string;
 }
 
-/** One rank as the kernel tells of it; times in ns. */
+/** One rank as the kernel reports it; times in ns. */
 export interface RankRow {
   rank: number;
   host: string;
@@ -32,7 +32,7 @@ export interface RankRow {
   bandwidth: number;
 }
 
-/** The row of a rank whose kernel has ended: no rank is there any more, as widgets/rank_rows.py says where the kernel could. */
+/** Return the row of a rank whose kernel has ended: the rank has, too. A living kernel sends this itself (widgets/rank_rows.py). */
 export function endedRow(row: RankRow): RankRow {
   const there = ['starting', 'running', 'idle'].includes(row.state);
   return there ? { ...row, state: 'ended', cell: '', paused: '' } : row;
@@ -44,7 +44,7 @@ const TIMES_THE_NEXT = 2;
 
 /**
  * The rank that slows the others down: they waited for it for 5 % of a stretch of time at least, and twice as long as for any other.
- * `null` where no rank stands out: between equal ranks, who was waited for longest is chance.
+ * `null` where no rank stands out: which of equal ranks was waited for longest is chance.
  */
 export function slowestOf<T extends { readonly heldUp: number }>(ranks: readonly T[], length: number): T | null {
   const [first, next] = [...ranks].sort((a, b) => b.heldUp - a.heldUp);
@@ -67,7 +67,7 @@ export class Lane {
   op: Uint32Array;
   kind: Uint8Array;
   flags: Uint8Array;
-  /** What the executor did; what this rank waited for others; what others waited for this rank. */
+  /** The executor's work; this rank's waits for others; waits of others for this rank. */
   readonly work: Track;
   readonly wait: Track;
   readonly late: Track;
@@ -107,7 +107,7 @@ export class Lane {
     for (const track of [this.work, this.wait, this.late]) track.clear();
   }
 
-  /** Forgets the oldest `count` rows and what was drawn of them. */
+  /** Forget the oldest `count` rows and their tracks. */
   drop(count: number): void {
     const k = Math.min(count, this.n);
     if (!k) return;
@@ -144,7 +144,7 @@ export interface Rows {
 
 export const ROW_BYTES = 46;
 
-/** What the kernel says of a pool that has ended. */
+/** State that the kernel sends for a pool that has ended. */
 export const STOPPED = 'stopped';
 
 /** Takes the columns out of one buffer, in which they lie one after the other. */
@@ -183,7 +183,7 @@ export interface Mark {
   ok: boolean;
 }
 
-/** From which time on something has changed; whoever looks sets it back to infinity. */
+/** Time from which on rows have changed; the reader resets it to infinity. */
 export interface Changed {
   from: number;
   end(): void;
@@ -196,12 +196,12 @@ export class Store {
   readonly names: string[] = [''];
   /** Where in the code the collectives of each name were called, as people read it; empty or missing where it is not known. */
   readonly sites: string[] = [];
-  /** The ranks and a line about all of them, as the kernel last told; empty until it has. */
+  /** The ranks and a line about all of them, as the kernel last sent them; empty until it has. */
   ranks: RankRow[] = [];
   heading = '';
   /** Which ranks there are and what became of others; `null` where the pool is only watched. */
   membership: MembershipState | null = null;
-  /** What the kernel could not bring up to date. */
+  /** Parts that the kernel could not bring up to date. */
   failures: Failure[] = [];
   readonly marks = new Map<number, Mark>();
   readonly series = new SeriesStore();
@@ -215,7 +215,7 @@ export class Store {
   end = -Infinity;
   /** Grows with each change. */
   version = 0;
-  /** How often everything was forgotten since somebody wanted that. */
+  /** Number of times that a user cleared the store. */
   cleared = 0;
   private byRank: Lane[] = [];
   private droppedBefore = 0;
@@ -337,7 +337,7 @@ export class Store {
     return came.lead > (this.clockError.get(came.lastRank) ?? 0) + largest;
   }
 
-  /** How much later than the first rank a row's rank came; NaN if nobody else's arrival is known. */
+  /** How much later than the first rank a row's rank came; NaN if no other rank's arrival is known. */
   lateness(lane: Lane, k: number): number {
     const came = this.operations.get(lane.op[k]);
     return came && came.count > 1 ? lane.arrival[k] - came.first : NaN;

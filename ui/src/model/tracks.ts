@@ -6,7 +6,7 @@ export function roomAtFirst(rank: number): number {
   return 256 + 16 * (rank % 16);
 }
 
-/** Grows a typed array to hold at least `size` elements, keeping what is in it. */
+/** Grow a typed array to hold at least `size` elements, keeping its content. */
 export function grown<T extends Float64Array | Float32Array | Uint32Array | Uint16Array | Uint8Array>(array: T, size: number): T {
   if (array.length >= size) return array;
   const Make = array.constructor as new (length: number) => T;
@@ -91,7 +91,7 @@ export class Density {
     this.width *= 2;
   }
 
-  /** Forgets what was before `time`; true if so little is left that it is better made anew. */
+  /** Forget all before `time`; return whether so little is left that rebuilding is cheaper. */
   clearBefore(time: number): boolean {
     this.covered.fill(0, 0, Math.max(0, Math.floor((time - this.begin) / this.width)));
     this.cleared = Math.max(this.cleared, time - this.begin);
@@ -198,7 +198,7 @@ export class Track {
     this.rows = grown(this.rows, size);
   }
 
-  /** Adds what comes after everything else. What overlaps the last interval is cut; true if something is left. */
+  /** Append an interval after all others, cut where it overlaps the last one; return whether any of it is left. */
   push(start: number, end: number, kind: number, row: number): boolean {
     const last = this.n ? this.end[this.n - 1] : -Infinity;
     const from = start < last ? last : start;
@@ -253,7 +253,7 @@ export class Track {
     if (!density && this.n >= DENSE && this.n >= this.tried * 1.25) this.begin();
   }
 
-  /** Forgets what ended before `time`. */
+  /** Forget all intervals that ended before `time`. */
   dropBefore(time: number): void {
     const k = firstAbove(this.end, time, 0, this.n);
     if (!k) return;

@@ -44,7 +44,7 @@ const DOT = 2.25; // its radius in pixels
 // Lines of a band: its upper edge, its middle and its lower edge; those of chosen ranks follow.
 const [MIDDLE, LAST_OF_BAND] = [1, 2];
 
-/** What all charts show alike. */
+/** State that all charts share. */
 export interface Look {
   palette: Palette;
   /** Pixels left of the time axis, and those of it. */
@@ -53,7 +53,7 @@ export interface Look {
   height: number;
   /** All ranks that report anything: their places give them their colours. */
   ranks: number[];
-  /** Ranks that are pointed at or chosen; nobody if it is empty. */
+  /** Ranks that are pointed at or chosen; none if it is empty. */
   chosen: ReadonlySet<number>;
   borders: Borders;
 }
@@ -167,7 +167,7 @@ export class ChartView {
     }
     const plot = this.plot!;
     if (plot.width !== look.width || plot.height !== look.height) plot.setSize({ width: look.width, height: look.height });
-    // Now, not when the script has ended: whoever counts how long it takes must see it.
+    // Draw now, not when the script has ended: the pace must measure it.
     plot.batch(() => plot.setData([this.grid.x, ...this.grid.lines] as uPlot.AlignedData, true));
     const { style } = plot.ctx.canvas;
     [style.transform, style.visibility] = ['', ''];
@@ -347,7 +347,7 @@ export class ChartView {
     });
   }
 
-  /** At the left: the median of the newest values in view and who is furthest from it, or all of a stack's parts. */
+  /** At the left: the median of the newest values in view and the rank furthest from it, or all of a stack's parts. */
   private texts(): void {
     const { chart, look, view } = this;
     const short = look.gutter < 90;

@@ -15,7 +15,7 @@ export interface ChartsOptions {
   height?: number;
   /** Whether to draw a time axis on top; not if there is one already, over the lanes. */
   axis?: boolean;
-  /** The view was moved from here; by default the element `hvd-moved` tells whoever listens. */
+  /** The view was moved from here; by default the element dispatches `hvd-moved`. */
   moved?: () => void;
 }
 
@@ -167,7 +167,7 @@ export class Charts implements ChartsView {
     const begun = performance.now();
     const still = begun - this.changed > STILL;
     if (still) this.pace.hurry();
-    // Of one frame, both whoever shows the lanes and this may ask.
+    // The timeline and the charts may both ask in one frame.
     const frame = Number(document.timeline.currentTime);
     if (frame !== this.budgetOf) [this.budgetOf, this.budget] = [frame, BUDGET];
     let done = 0;
@@ -366,7 +366,7 @@ const TRUSTED = 8;
 
 /**
  * How many pictures may be drawn in a frame, and when. What a script gives to a canvas takes most of its time after the
- * script has ended, so only the length of whole frames tells what it costs.
+ * script has ended, so only the length of whole frames measures its cost.
  */
 export class Pace {
   /** Pictures in one frame. */

@@ -20,7 +20,7 @@ export function title(store: Store, hit: Hit): string {
   return hit.rows > 1 ? t('%1 + %2 fused', name, hit.rows - 1).trim() : name;
 }
 
-/** What happened, in one sentence; what a screen reader says. */
+/** Describe a row in one sentence, which screen readers speak. */
 export function sentence(store: Store, hit: Hit): string {
   const { lane } = hit;
   const k = indexOf(hit);
@@ -35,7 +35,7 @@ export function sentence(store: Store, hit: Hit): string {
   return parts.join(', ');
 }
 
-/** Who came last, if the clocks are good enough to tell. */
+/** Name the rank that came last, if the clocks are exact enough. */
 function lastText(store: Store, came: Arrivals): string {
   if (!store.certain(came)) return t('who came last is within the error of the clocks');
   return t('rank %1 came last, %2 after the first', came.lastRank, duration(came.last - came.first));

@@ -81,7 +81,7 @@ export function backgroundOf(element: Element): Rgb {
   return [255, 255, 255];
 }
 
-/** Calls back with the palette whenever the page's theme has changed; returns what ends that. */
+/** Call back with the palette whenever the page's theme has changed; return a function that ends that. */
 export function watchTheme(element: HTMLElement, changed: (palette: Palette) => void): () => void {
   let timer = 0;
   let frame = 0;

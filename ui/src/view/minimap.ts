@@ -11,7 +11,7 @@ const EDGE = 6;
 const NARROWEST = 5;
 
 /**
- * All there is on one line: how much of the time the ranks were in collectives and waited, where somebody was late, and
+ * All there is on one line: how much of the time the ranks were in collectives and waited, where a rank was late, and
  * which part is in view. A pointer moves that part; keys have the timeline itself for it.
  */
 export class Minimap {

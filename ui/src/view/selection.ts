@@ -9,14 +9,14 @@ import { button, h } from './dom.ts';
 import type { Actions } from './options.ts';
 import { hitTest, indexOf, type Hit, type Overlay, type Scene } from './scene.ts';
 
-/** What is chosen and pointed at, and how one gets from one to the next. */
+/** Selection and pointer of a timeline, with the steps from one to the next. */
 export class Selection {
   readonly overlay: Overlay = { hover: null, selected: null, range: null, found: null, focus: null };
   private readonly scene: Scene;
   private readonly store: Store;
   private readonly say: (text: string) => void;
 
-  /** `say` is called with what a screen reader should tell. */
+  /** `say` is called with the text for screen readers. */
   constructor(scene: Scene, say: (text: string) => void) {
     this.scene = scene;
     this.store = scene.store;
@@ -173,7 +173,7 @@ function hostText(group: Group): string {
 const LIVE_ROWS = 40_000;
 const PADDING = 12;
 
-/** What is said below the lanes about what is chosen, or else about what is in view. */
+/** Panel below the lanes: details of the selection, or statistics of the view without one. */
 export class Panel {
   readonly root = h('div', { class: 'hvd-details' });
   private readonly scene: Scene;
@@ -189,7 +189,7 @@ export class Panel {
   }
 
   update(palette: Palette): void {
-    // Who has the keyboard here goes on with it.
+    // Keep the focus of the keyboard where it was.
     if (this.root.matches(':focus-within')) return;
     this.root.replaceChildren(...(this.scene.store.count ? this.nodes(palette) : []));
   }
@@ -238,7 +238,7 @@ export interface Commands {
 
 const CLICK = 4; // pixels that a click may move
 
-/** Listens on the canvas; returns what ends it. */
+/** Listen on the canvas; return a function that ends it. */
 export function listen(scene: Scene, commands: Commands): () => void {
   const { canvas } = scene;
   const end = new AbortController();

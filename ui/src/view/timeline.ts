@@ -115,7 +115,7 @@ export class Timeline {
     this.schedule();
   }
 
-  /** Stops drawing while nobody can see it, or goes on. */
+  /** Stop drawing while the timeline is out of sight, or resume. */
   hide(hidden: boolean): void {
     this.hidden = hidden;
     this.schedule();
@@ -324,7 +324,7 @@ export class Timeline {
     return Math.max(all * LOWEST, readable, all - others - Math.min(this.panel.contentHeight, below));
   }
 
-  /** While following, glides to what came last. */
+  /** Glide to the newest rows while following. */
   private advance(): void {
     const { view } = this;
     const extent = this.extent();
@@ -337,7 +337,7 @@ export class Timeline {
     if (!near) this.schedule();
   }
 
-  /** What need not change with every frame. */
+  /** Update the parts that need not change with every frame. */
   private texts(): void {
     this.slow = 0;
     const { store } = this;
@@ -353,7 +353,7 @@ export class Timeline {
     this.room = room;
   }
 
-  /** Says who joined, left or died since the last time. */
+  /** Announce the ranks that joined, left or died since the last call. */
   private tellMoments(): void {
     const { moments } = this.scene.events;
     const news = this.toldMoments < 0 ? [] : moments.slice(this.toldMoments);
@@ -370,7 +370,7 @@ export function viewApi<T>(timeline: T, store: Store, view: Viewport, scene: Sce
     timeline,
     summary: () => ({ spans: store.count, forgotten: store.forgotten, lost: store.lostBefore, lanes: store.lanes.map(lane => lane.rank), begin: store.begin, end: store.end }),
     statistics: (from = -Infinity, to = Infinity): Statistics => statistics(store, from, to),
-    /** Of each collective of a name: who came last and how long after the first, in ns. */
+    /** Return for each collective of a name which rank came last and how long after the first, in ns. */
     lateness: (name: string) => {
       const seen = new Map<number, { last: number; ns: number; ranks: number }>();
       for (const lane of store.lanes)

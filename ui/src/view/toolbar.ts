@@ -5,7 +5,7 @@ import { t } from '../texts.ts';
 import { button, h, menu } from './dom.ts';
 import { PERFETTO, type Actions } from './options.ts';
 
-/** What the toolbar asks for. */
+/** Commands of the toolbar. */
 export interface ToolbarCommands {
   follow(): void;
   zoom(factor: number): void;

@@ -9,14 +9,14 @@ import { hideStill } from './still.ts';
 interface Shared {
   store: Store;
   view: Viewport;
-  /** What each view does when something has come. */
+  /** Handlers of the views for new data. */
   views: Set<() => void>;
   liveness: Liveness;
 }
 
 const shared = new WeakMap<Model, Shared>();
 
-/** What all views of one widget share; it outlives each of them. */
+/** State that all views of one widget share; it outlives each of them. */
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {

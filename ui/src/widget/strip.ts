@@ -7,7 +7,7 @@ import { hideStill } from './still.ts';
 /**
  * Shows an output below all others of its cell, wherever it is among them; returns what undoes that.
  *
- * Text that is printed after the strip was made would else stand below it. Only the look changes: the notebook keeps the order.
+ * Otherwise text that is printed after the strip was made would stand below it. Only the look changes: the notebook keeps the order.
  */
 function keepLast(element: HTMLElement): () => void {
   let undo = () => undefined as void;

@@ -15,13 +15,13 @@ interface Shared {
   view: Viewport;
   views: Set<Timeline>;
   liveness: Liveness;
-  /** Called once the kernel has said anything; `null` when it has. */
+  /** Called at the kernel's first message; `null` from then on. */
   waiting: Set<() => void> | null;
 }
 
 const shared = new WeakMap<Model, Shared>();
 
-/** What all views of one widget share; it outlives each of them. */
+/** State that all views of one widget share; it outlives each of them. */
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {

@@ -44,7 +44,7 @@ class View:
     next_point: int = 0
 
     def take(self, message: dict[str, Any], buffers: list[Any]) -> None:
-        """Take a message of rows in, as ``ui/src/widget/stream.ts`` does."""
+        """Take a message of rows in, as ``ui/src/model/stream.ts`` does."""
         self.megabytes += sum(len(one) for one in buffers) / 1e6
         self.lost = message["lost"]
         if self.kind == "timeline":

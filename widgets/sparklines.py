@@ -16,7 +16,7 @@ from hvdlab.collectives.tracing.recording import Recording
 Picture = NDArray[np.uint8]
 Values = NDArray[np.float64]
 
-# Middle tones that can be seen on white and on black; the hues are those of ui/src/draw/ranks.ts.
+# Middle tones that can be seen on white and on black; the hues are those of ui/src/draw/palette.ts.
 RANKS = (
     (30, 130, 196),
     (224, 160, 30),

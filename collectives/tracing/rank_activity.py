@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SECONDS = 5.0
 ROWS_LOOKED_AT = 16_000
 STEPS_LOOKED_AT = 512
-# The same as in ui/src/model/ranks.ts, so that no view names a rank that another one does not.
+# The same as in ui/src/model/store.ts, so that no view names a rank that another one does not.
 NOTABLE = 0.05
 TIMES_THE_NEXT = 2
 

@@ -1,11 +1,14 @@
+import { LabIcon, Toolbar } from '@jupyterlab/ui-components';
 import type { ILabShell, JupyterFrontEnd } from '@jupyterlab/application';
 import { MainAreaWidget, type WidgetTracker } from '@jupyterlab/apputils';
-import { Toolbar } from '@jupyterlab/ui-components';
-import { ranksIcon } from './icon.ts';
-import { type Choice, type Host, TimelinePanel } from './panel.ts';
-import { OWN } from './protocol.ts';
+import svgstr from '../style/icon.svg';
+import { OWN } from './kernel_channel.ts';
+import { TimelinePanel, type Choice, type LabServices } from './panel.ts';
+import { HeadingText, PoolSelect } from './panel_toolbar.ts';
 import type { Settings } from './settings.ts';
-import { HeadingText, SourceSelect } from './source.ts';
+
+/** Lanes, of which one is late. */
+export const ranksIcon = new LabIcon({ name: 'hvdlab:ranks', svgstr });
 
 export type TimelineWidget = MainAreaWidget<TimelinePanel>;
 
@@ -14,7 +17,7 @@ export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-e
 
 const MODES = { bottom: 'split-bottom', right: 'split-right', tab: 'tab-after', down: undefined } as const;
 
-function makeWidget(host: Host): TimelineWidget {
+function makeWidget(host: LabServices): TimelineWidget {
   const { trans } = host;
   const content = new TimelinePanel(host);
   const widget: TimelineWidget = new MainAreaWidget({ content });
@@ -29,14 +32,14 @@ function makeWidget(host: Host): TimelineWidget {
   };
   content.changed.connect(name);
   name();
-  widget.toolbar.addItem('source', new SourceSelect(content, host));
+  widget.toolbar.addItem('source', new PoolSelect(content, host));
   widget.toolbar.addItem('heading', new HeadingText(content, trans));
   widget.toolbar.addItem('spacer', Toolbar.createSpacerItem());
   return widget;
 }
 
-/** Adds the commands; returns what opens the panel. */
-export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTracker<TimelineWidget>, settings: Settings, labShell: ILabShell | null): (args?: object) => void {
+/** Add the commands; return a function that opens the panel. */
+export function addCommands(app: JupyterFrontEnd, host: LabServices, tracker: WidgetTracker<TimelineWidget>, settings: Settings, labShell: ILabShell | null): (args?: object) => void {
   const { commands, shell } = app;
   const { trans, notebooks } = host;
   // One that was restored has not been in front yet.

@@ -1,14 +1,13 @@
 import type { ISessionContext } from '@jupyterlab/apputils';
 import type { Kernel, KernelMessage } from '@jupyterlab/services';
-import { type JSONObject, UUID } from '@lumino/coreutils';
+import { UUID, type JSONObject } from '@lumino/coreutils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
 import { Liveness } from '../../ui/src/model/liveness.ts';
 import { runs, Store } from '../../ui/src/model/store.ts';
-import { Stream } from '../../ui/src/widget/stream.ts';
-import { type FromKernel, OWN, type Pool, REQUESTS, STREAM, TARGET } from './protocol.ts';
-import { Wire } from './subshell.ts';
+import { Stream } from '../../ui/src/model/stream.ts';
+import { OWN, REQUESTS, STREAM, TARGET, SubshellChannel, type FromKernel, type Pool } from './kernel_channel.ts';
 
 const RENEW = 20_000; // ms; the kernel forgets a page that was silent for a minute
 const ANSWER_WITHIN = 30_000;
@@ -34,18 +33,18 @@ interface Wish {
   rows: boolean;
 }
 
-/** What comes from the kernel of one notebook; goes on over restarts and lost connections. */
-export class Feed implements IDisposable {
+/** Feed of messages from the kernel of one notebook; goes on over restarts and lost connections. */
+export class KernelFeed implements IDisposable {
   /** Something of this channel has changed; `null`: whether the kernel has anything for us at all. */
-  readonly changed = new Signal<Feed, Channel | null>(this);
+  readonly changed = new Signal<KernelFeed, Channel | null>(this);
   readonly session: ISessionContext;
   private readonly channels = new Map<string, Channel>();
   private readonly wishes = new Map<object, Wish>();
   private readonly questions = new Map<string, { resolve(answer: JSONObject): void; reject(reason: Error): void }>();
-  /** What was run, by number: the notebook does not tell the number of a cell that still runs. */
+  /** Sources of cells by their number: the notebook does not show the number of a cell that still runs. */
   readonly sources = new Map<number, string>();
   private kernel: Kernel.IKernelConnection | null = null;
-  private wire: Wire | null = null;
+  private wire: SubshellChannel | null = null;
   private isHere = false;
   private isAway = false;
   private gone = false;
@@ -117,11 +116,11 @@ export class Feed implements IDisposable {
     return found;
   }
 
-  /** From now on `who` wants to know of a pool how its ranks are, or all rows; `null`: nothing any more. */
-  want(who: object, wish: Wish | null): void {
-    const before = this.wishes.get(who);
-    if (wish) this.wishes.set(who, wish);
-    else this.wishes.delete(who);
+  /** Subscribe `owner` to a pool's rank table, or to all rows; `null` unsubscribes. */
+  want(owner: object, wish: Wish | null): void {
+    const before = this.wishes.get(owner);
+    if (wish) this.wishes.set(owner, wish);
+    else this.wishes.delete(owner);
     if (wish && (before?.pool !== wish.pool || before.rows !== wish.rows)) this.hello(this.channel(wish.pool));
   }
 
@@ -156,7 +155,7 @@ export class Feed implements IDisposable {
     this.lose();
     this.kernel = kernel;
     this.isAway = false;
-    this.wire = kernel && new Wire(kernel);
+    this.wire = kernel && new SubshellChannel(kernel);
     if (!kernel) return;
     kernel.iopubMessage.connect(this.receive, this);
     void this.seek(kernel);
@@ -194,7 +193,7 @@ export class Feed implements IDisposable {
 
   private status(_: ISessionContext, status: Kernel.Status): void {
     if (status === 'restarting' || status === 'autorestarting' || status === 'dead') {
-      if (this.kernel) this.wire = new Wire(this.kernel);
+      if (this.kernel) this.wire = new SubshellChannel(this.kernel);
       this.lose();
     }
   }
@@ -233,14 +232,14 @@ export class Feed implements IDisposable {
     }
   }
 
-  /** Whether anybody wants its rows; `null` if nobody wants anything. */
+  /** Return whether any owner subscribes to the pool's rows; `null` without subscribers. */
   private wanted(channel: Channel): boolean | null {
     const wishes = [...this.wishes.values()].filter(wish => wish.pool === channel.pool);
     return wishes.length ? wishes.some(wish => wish.rows) : null;
   }
 
   private hello(channel: Channel): void {
-    // When it is connected again it says hello anyway.
+    // A new connection says hello by itself.
     if (this.isHere && !this.isAway && this.wanted(channel) !== null) channel.stream.hello();
   }
 
@@ -314,7 +313,7 @@ export class Feed implements IDisposable {
     const { store, stream } = channel;
     if (this.wanted(channel)) stream.receive(data as never, buffers.map(view) as never);
     else {
-      // Another page wants these rows; of them only what is said about the ranks is for us.
+      // Another page asked for these rows; only the rank table among them is ours.
       const { ranks, heading, membership } = data as { ranks?: typeof store.ranks; heading?: string; membership?: typeof store.membership };
       if (!ranks && !membership) return channel.liveness.heard(runs(store));
       if (ranks) {
@@ -350,8 +349,8 @@ function settled(kernel: Kernel.IKernelConnection): Promise<void> {
 }
 
 /** The feeds of all notebooks that are open. */
-export class Feeds {
-  private readonly known = new Map<ISessionContext, Feed>();
+export class KernelFeeds {
+  private readonly known = new Map<ISessionContext, KernelFeed>();
   private most = 1_000_000;
   private readonly trans: TranslationBundle;
 
@@ -359,10 +358,10 @@ export class Feeds {
     this.trans = trans;
   }
 
-  of(session: ISessionContext): Feed {
+  of(session: ISessionContext): KernelFeed {
     let feed = this.known.get(session);
     if (!feed || feed.isDisposed) {
-      const made = new Feed(session, this.trans, this.most);
+      const made = new KernelFeed(session, this.trans, this.most);
       this.known.set(session, (feed = made));
       session.disposed.connect(() => {
         made.dispose();

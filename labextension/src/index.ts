@@ -5,15 +5,15 @@ import { INotebookTracker } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStatusBar } from '@jupyterlab/statusbar';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
-import { setTranslate } from '../../ui/src/view/texts.ts';
+import { setTranslate } from '../../ui/src/texts.ts';
 import { addCommands, COMMANDS, type TimelineWidget } from './commands.ts';
-import { Feeds } from './feed.ts';
-import { makeHost } from './host.ts';
-import { addOneRank, ONE_RANK } from './scope.ts';
-import { removeEndedPrompts } from './prompts.ts';
-import { keepStills } from './stills.ts';
+import { addOneRank, ONE_RANK } from './debugger.ts';
+import { KernelFeeds } from './feed.ts';
+import { makeLabServices } from './files.ts';
+import { removeEndedPrompts } from './input_prompts.ts';
+import { RanksItem, RanksModel } from './panel_toolbar.ts';
 import { follow, type Settings } from './settings.ts';
-import { RanksItem, RanksModel } from './status.ts';
+import { keepStills } from './stills.ts';
 
 const ID = '@hvdlab/labextension:plugin';
 
@@ -36,9 +36,9 @@ const plugin: JupyterFrontEndPlugin<void> = {
   ) => {
     const trans = (translator ?? nullTranslator).load('hvdlab');
     setTranslate((text, ...values) => trans.__(text, ...values));
-    const feeds = new Feeds(trans);
+    const feeds = new KernelFeeds(trans);
     const settings: Settings = { area: 'bottom', openWithRanks: false, follow: true, ranks: false, membership: false, status: true, spans: feeds.limit };
-    const host = makeHost(app, notebooks, feeds, settings, trans);
+    const host = makeLabServices(app, notebooks, feeds, settings, trans);
     const tracker = new WidgetTracker<TimelineWidget>({ namespace: 'hvdlab' });
     const open = addCommands(app, host, tracker, settings, labShell);
     addOneRank(app, notebooks, feeds, trans);

@@ -11,26 +11,26 @@ import { h } from '../../ui/src/view/dom.ts';
 import { MembershipView, type Wish } from '../../ui/src/view/membership.ts';
 import { RanksView } from '../../ui/src/view/ranks.ts';
 import { Timeline } from '../../ui/src/view/timeline.ts';
-import type { Channel, Feed, Feeds } from './feed.ts';
-import { OWN } from './protocol.ts';
+import type { Channel, KernelFeed, KernelFeeds } from './feed.ts';
+import { OWN } from './kernel_channel.ts';
 
 const CHANGE_WITHIN = 600_000; // ms; ranks of a cluster may take that long to start
 
-/** What the user has set; live. */
+/** Settings of the user; live. */
 export interface Options {
   follow: boolean;
   ranks: boolean;
   membership: boolean;
 }
 
-export interface Host {
-  feeds: Feeds;
+export interface LabServices {
+  feeds: KernelFeeds;
   notebooks: INotebookTracker;
   options: Options;
   trans: TranslationBundle;
   /** Shows where a collective was asked for. */
   open(notebook: NotebookPanel, site: string): Promise<void>;
-  save(notebook: NotebookPanel, feed: Feed, pool: string): Promise<void>;
+  save(notebook: NotebookPanel, feed: KernelFeed, pool: string): Promise<void>;
 }
 
 /** Which notebook is shown, and which of its pools: by default the one that is in front, and its own. */
@@ -44,10 +44,10 @@ export interface Choice {
 export class TimelinePanel extends Widget {
   /** What is shown has changed. */
   readonly changed = new Signal<TimelinePanel, void>(this);
-  private readonly host: Host;
+  private readonly host: LabServices;
   private chosen: Choice = { notebook: '', pool: OWN };
   private notebook: NotebookPanel | null = null;
-  private feed: Feed | null = null;
+  private feed: KernelFeed | null = null;
   private channel: Channel | null = null;
   private timeline: Timeline | null = null;
   private table: RanksView | null = null;
@@ -63,7 +63,7 @@ export class TimelinePanel extends Widget {
   private heard = new Map<number, string>();
   private wasAway = false;
 
-  constructor(host: Host) {
+  constructor(host: LabServices) {
     super();
     this.host = host;
     this.addClass('jp-HvdlabPanel');
@@ -92,7 +92,7 @@ export class TimelinePanel extends Widget {
   }
 
   /** The notebook whose ranks are shown, how its kernel is reached, and what came. */
-  get shown(): { notebook: NotebookPanel; feed: Feed; channel: Channel } | null {
+  get shown(): { notebook: NotebookPanel; feed: KernelFeed; channel: Channel } | null {
     const { notebook, feed, channel } = this;
     return notebook && feed && channel ? { notebook, feed, channel } : null;
   }
@@ -101,7 +101,7 @@ export class TimelinePanel extends Widget {
     return this.timeline;
   }
 
-  /** Takes the settings in anew. */
+  /** Apply the settings again. */
   refresh(): void {
     this.ranks();
     this.changeable();
@@ -158,7 +158,7 @@ export class TimelinePanel extends Widget {
     this.show_();
   }
 
-  private update_(_: Feed, channel: Channel | null): void {
+  private update_(_: KernelFeed, channel: Channel | null): void {
     if (channel && channel !== this.channel) return;
     this.show_();
   }
@@ -238,7 +238,7 @@ export class TimelinePanel extends Widget {
     return String((await feed.ask({ type: 'change', pool: channel.pool, ...wish }, CHANGE_WITHIN)).text);
   }
 
-  /** Tells screen readers who came and who was lost. */
+  /** Announce to screen readers the ranks that joined and were lost. */
   private announce(): void {
     const { trans } = this.host;
     const now = new Map(this.channel!.store.ranks.map(row => [row.rank, row.state === 'lost' || row.state === 'left' ? row.state : 'here']));

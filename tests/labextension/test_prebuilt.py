@@ -64,7 +64,7 @@ def test_the_lock_names_no_host() -> None:
 
 
 def test_page_and_kernel_call_things_by_the_same_names() -> None:
-    source = (EXTENSION / "src" / "protocol.ts").read_text()
+    source = (EXTENSION / "src" / "kernel_channel.ts").read_text()
     names = dict(re.findall(r"export const (\w+) = '([^']*)'", source))
     assert names == {"TARGET": panel.TARGET, "STREAM": panel.STREAM, "REQUESTS": panel.REQUESTS, "OWN": ""}
-    assert f"export const SCOPE = '{multiplexer.SCOPE}'" in (EXTENSION / "src" / "scope.ts").read_text()
+    assert f"export const SCOPE = '{multiplexer.SCOPE}'" in (EXTENSION / "src" / "debugger.ts").read_text()

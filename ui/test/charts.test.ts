@@ -1,11 +1,9 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { rate } from '../src/draw/format.ts';
-import { levels, levelTexts, logLevels, number, quantity } from '../src/draw/units.ts';
+import { rate, levels, levelTexts, logLevels, number, quantity } from '../src/draw/format.ts';
 import { bandOf, Borders, chartsOf, gapOf, gridOf, partsOf, select, stackOf, isolated, newestEvent, widened, type Gaps, type Grid } from '../src/model/charts.ts';
-import type { RankRow } from '../src/model/ranks.ts';
 import { POINT_BYTES, readPoints, Series, SeriesStore } from '../src/model/series.ts';
-import { Store, type Mark } from '../src/model/store.ts';
+import { Store, type RankRow, type Mark } from '../src/model/store.ts';
 
 const SECOND = 1e9;
 

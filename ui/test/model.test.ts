@@ -2,12 +2,11 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { apart, duration, ranks, ticks } from '../src/draw/format.ts';
 import { paletteFor, type Rgb } from '../src/draw/palette.ts';
-import { paintTrack } from '../src/draw/paint.ts';
+import { paintTrack } from '../src/draw/raster.ts';
 import { Operations } from '../src/model/operations.ts';
-import { search } from '../src/model/found.ts';
-import { findNext, quantile, statistics } from '../src/model/statistics.ts';
+import { search, findNext, quantile, statistics } from '../src/model/statistics.ts';
 import { FAILED, NOT_STARTED, ROW_BYTES, Store, readRows, type Rows } from '../src/model/store.ts';
-import { Track } from '../src/model/track.ts';
+import { Track } from '../src/model/tracks.ts';
 import { Viewport } from '../src/model/viewport.ts';
 
 interface One {

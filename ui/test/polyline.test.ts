@@ -1,7 +1,7 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { fillBetween, fillLine, Layer } from '../src/draw/polyline.ts';
-import { Pace } from '../src/view/pace.ts';
+import { Pace } from '../src/view/charts.ts';
 
 const INK = [200, 0, 0] as const;
 

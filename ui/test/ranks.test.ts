@@ -1,11 +1,9 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { drawLabel } from '../src/draw/lanes.ts';
+import { drawLabel, type Surface } from '../src/draw/lanes.ts';
 import { paletteFor } from '../src/draw/palette.ts';
-import type { Surface } from '../src/draw/surface.ts';
-import { endedRow, slowestOf, type RankRow } from '../src/model/ranks.ts';
 import { statistics } from '../src/model/statistics.ts';
-import { ROW_BYTES, Store, readRows } from '../src/model/store.ts';
+import { endedRow, slowestOf, ROW_BYTES, Store, readRows, type RankRow } from '../src/model/store.ts';
 
 /** Collectives, one a millisecond, to which each rank comes as many ns late as `late` says. */
 function rounds(store: Store, number: number, late: (round: number, rank: number) => number, ranks = 3): void {

@@ -1,8 +1,8 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { ROW_BYTES, Store } from '../src/model/store.ts';
 import { POINT_BYTES, readPoints } from '../src/model/series.ts';
-import { Stream, type Model } from '../src/widget/stream.ts';
+import { ROW_BYTES, Store } from '../src/model/store.ts';
+import { Stream, type Model } from '../src/model/stream.ts';
 
 const NO_POINTS = { seriesFrom: 0, series: [], points: 0, pointsFrom: 0, pointsTo: 0, pointsLost: 0 };
 

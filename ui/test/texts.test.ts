@@ -65,8 +65,8 @@ function offenders(name: string, source: string): string[] {
 }
 
 test('each text that a reader sees can be translated', () => {
-  const all = PLACES.flatMap(place => files(join(ROOT, place)));
-  assert.ok(all.length > 40);
+  const all = [...PLACES.flatMap(place => files(join(ROOT, place))), join(ROOT, 'ui/src/model/stream.ts')];
+  assert.ok(all.length > 35);
   assert.deepEqual(all.flatMap(path => offenders(relative(ROOT, path), readFileSync(path, 'utf8'))), []);
 });
 

@@ -1,14 +1,12 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { Groups } from '../src/model/groups.ts';
-import { extentOf, Happenings } from '../src/model/happenings.ts';
 import { Overview, addCoverage } from '../src/model/overview.ts';
-import type { RankRow } from '../src/model/ranks.ts';
 import { statistics } from '../src/model/statistics.ts';
-import { ROW_BYTES, Store, readRows, type Mark } from '../src/model/store.ts';
-import { Track } from '../src/model/track.ts';
-import { Viewport } from '../src/model/viewport.ts';
-import { Arrangement } from '../src/view/arrangement.ts';
+import { ROW_BYTES, Store, readRows, type RankRow, type Mark } from '../src/model/store.ts';
+import { extentOf, TrackEvents } from '../src/model/track_events.ts';
+import { Track } from '../src/model/tracks.ts';
+import { Groups, Viewport } from '../src/model/viewport.ts';
+import { Arrangement } from '../src/view/scene.ts';
 
 /** Rounds in which `ranks` ranks come one `step` after the other, wait for the last and are busy for `busy`. */
 function rounds(store: Store, first: number, number: number, ranks: number, step: number, busy: number, name = 1): void {
@@ -87,16 +85,16 @@ test('the same cell on many ranks is one; the same number a second later is anot
   marks.push({ kind: 'left', rank: 0, begin: 2000, end: 2000, text: 'rank 0 left', ok: false });
   marks.forEach((mark, i) => store.marks.set(i, mark));
   store.version++;
-  const happenings = new Happenings();
-  happenings.update(store);
-  assert.deepEqual(happenings.cells, [
+  const events = new TrackEvents();
+  events.update(store);
+  assert.deepEqual(events.cells, [
     { text: '[3]', begin: 10, end: 500, ok: false, ranks: [0, 1] },
     { text: '[3]', begin: 5e9, end: null, ok: true, ranks: [0] },
   ]);
-  assert.equal(happenings.cellAt(450, 0, 6e9)?.begin, 10);
-  assert.equal(happenings.cellAt(501, 0, 6e9), null);
-  assert.equal(happenings.cellAt(5.5e9, 0, 6e9)?.begin, 5e9);
-  assert.deepEqual([...happenings.absent], [[1, [[900, 1200]]], [0, [[2000, Infinity]]]]);
+  assert.equal(events.cellAt(450, 0, 6e9)?.begin, 10);
+  assert.equal(events.cellAt(501, 0, 6e9), null);
+  assert.equal(events.cellAt(5.5e9, 0, 6e9)?.begin, 5e9);
+  assert.deepEqual([...events.absent], [[1, [[900, 1200]]], [0, [[2000, Infinity]]]]);
 });
 
 test('a death that the others survive does not fail a cell, and ranks that wait are drawn in their lanes', () => {
@@ -116,11 +114,11 @@ test('a death that the others survive does not fail a cell, and ranks that wait 
   ];
   marks.forEach((mark, i) => store.marks.set(i, mark));
   store.version++;
-  const happenings = new Happenings();
-  happenings.update(store);
-  assert.deepEqual(happenings.cells.map(one => [one.text, one.ok]), [['[3]', true], ['[4]', true], ['[5]', false]]);
-  assert.deepEqual(happenings.paused.get(1)?.map(mark => mark.kind), ['waiting']);
-  assert.deepEqual(happenings.moments.map(mark => mark.kind), ['left', 'formed', 'left', 'left']);
+  const events = new TrackEvents();
+  events.update(store);
+  assert.deepEqual(events.cells.map(one => [one.text, one.ok]), [['[3]', true], ['[4]', true], ['[5]', false]]);
+  assert.deepEqual(events.paused.get(1)?.map(mark => mark.kind), ['waiting']);
+  assert.deepEqual(events.moments.map(mark => mark.kind), ['left', 'formed', 'left', 'left']);
 });
 
 test('a timeline shows rows, cells, and what happened right after them', () => {
@@ -128,9 +126,9 @@ test('a timeline shows rows, cells, and what happened right after them', () => {
   const extent = (store: Store, ...marks: Mark[]) => {
     marks.forEach((one, i) => store.marks.set(i, one));
     store.version++;
-    const happenings = new Happenings();
-    happenings.update(store);
-    return extentOf(store, happenings, 5000);
+    const events = new TrackEvents();
+    events.update(store);
+    return extentOf(store, events, 5000);
   };
   assert.equal(extent(new Store(), mark('joined', 5, 5)), null, 'nothing has happened yet');
   const starts = new Store();

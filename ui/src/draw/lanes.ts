@@ -1,11 +1,118 @@
-import type { Group } from '../model/groups.ts';
-import type { Lane } from '../model/lane.ts';
-import { KINDS, type Mark } from '../model/store.ts';
-import { firstAbove } from '../model/track.ts';
-import { duration, percent, ranks } from './format.ts';
-import { css, type Rgb } from './palette.ts';
-import { inPlot, write, type Surface } from './surface.ts';
-import { t } from '../view/texts.ts';
+import { KINDS, NOT_STARTED, type Lane, type Store, type Mark } from '../model/store.ts';
+import type { TrackEvents } from '../model/track_events.ts';
+import { firstAbove } from '../model/tracks.ts';
+import type { Group } from '../model/viewport.ts';
+import { t } from '../texts.ts';
+import { count, duration, ticks, percent, ranks } from './format.ts';
+import { css, type Palette, type Rgb } from './palette.ts';
+
+export const FONT = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
+
+/** Surface that all parts of the picture draw on. Pixels are those of the page; times are ns. */
+export interface Surface {
+  readonly context: CanvasRenderingContext2D;
+  readonly store: Store;
+  readonly palette: Palette;
+  readonly view: { readonly from: number; readonly to: number };
+  /** Labels are left of it, time is right of it. */
+  readonly gutter: number;
+  /** Lanes are below it. */
+  readonly top: number;
+  readonly width: number;
+  readonly height: number;
+  readonly plotWidth: number;
+  /** The last time of what there is: where cells that run end. */
+  readonly now: number;
+  /** The stretch of time that the figures in the labels are of: the chosen one, or that in view if none is chosen. */
+  readonly told: readonly [from: number, to: number];
+  /** The rank that slows the others down in that stretch, if one does. */
+  readonly slowest: Lane | null;
+  x(time: number): number;
+}
+
+/** Writes a line with its middle at `y`; it is made narrower if it is wider than `most` pixels. */
+export function write(surface: Surface, text: string, x: number, y: number, colour: string, font: string, align: CanvasTextAlign = 'left', most?: number): void {
+  const g = surface.context;
+  g.font = `${font} ${FONT}`;
+  g.textAlign = align;
+  g.textBaseline = 'middle';
+  g.fillStyle = colour;
+  g.fillText(text, x, y, most);
+}
+
+/** Draws with everything left of the gutter cut off. */
+export function inPlot(surface: Surface, draw: () => void): void {
+  const g = surface.context;
+  g.save();
+  g.beginPath();
+  g.rect(surface.gutter, 0, surface.plotWidth, surface.height);
+  g.clip();
+  draw();
+  g.restore();
+}
+
+/** Height of the axis. */
+export const AXIS = 24;
+
+/** The time axis, with lines through the lanes. */
+export function drawAxis(surface: Surface): void {
+  const { context: g, palette, view } = surface;
+  for (const tick of ticks(view.from, view.to, surface.plotWidth)) {
+    const x = Math.round(surface.x(tick.at)) + 0.5;
+    g.fillStyle = css(palette.text, 0.09);
+    g.fillRect(x, AXIS - 5, 1, surface.height - AXIS);
+    if (x < surface.gutter + 24 || x > surface.width - 24) continue;
+    write(surface, tick.text, x, AXIS / 2 - 1, css(palette.faint), '11px', 'center');
+  }
+}
+
+/** Where the oldest rows were dropped, and how many. */
+export function drawDropped(surface: Surface, gone: number): void {
+  const { context: g, palette, store } = surface;
+  const x = Math.min(surface.width, surface.x(store.begin));
+  if (!gone || !(x > surface.gutter)) return;
+  g.save();
+  g.beginPath();
+  g.rect(surface.gutter, AXIS - 2, x - surface.gutter, surface.height - AXIS - 2);
+  g.clip();
+  g.strokeStyle = css(palette.faint, 0.3);
+  g.lineWidth = 1;
+  g.beginPath();
+  for (let left = surface.gutter - surface.height; left < x; left += 9) {
+    g.moveTo(left, surface.height);
+    g.lineTo(left + surface.height, 0);
+  }
+  g.stroke();
+  g.restore();
+  const text = t('%1 spans dropped', count(gone));
+  if (x - surface.gutter < text.length * 7) return;
+  g.fillStyle = css(palette.background);
+  g.fillRect(x - text.length * 6.6 - 10, surface.top + 4, text.length * 6.6 + 4, 18);
+  write(surface, text, x - 8, surface.top + 13, css(palette.faint), '11px', 'right');
+}
+
+/** A stretch of time that is chosen: what is beside it is dimmed. */
+export function drawChosen(surface: Surface, from: number, to: number): void {
+  const { context: g, palette, gutter, width } = surface;
+  const [begin, end] = [surface.x(from), surface.x(to)];
+  const inside = (x: number) => Math.max(gutter, Math.min(width, x));
+  g.fillStyle = css(palette.background, 0.55);
+  g.fillRect(gutter, AXIS, inside(begin) - gutter, surface.height - AXIS);
+  g.fillRect(inside(end), AXIS, width - inside(end), surface.height - AXIS);
+  const [left, right] = [Math.max(gutter, begin), Math.min(width, end)];
+  if (right < gutter || left > width) return;
+  g.fillStyle = css(palette.text, 0.8);
+  if (begin >= gutter) g.fillRect(begin, AXIS - 6, 1, surface.height);
+  if (end <= width + 0.5) g.fillRect(end - 1, AXIS - 6, 1, surface.height);
+  g.fillRect(left, AXIS - 6, Math.max(1, right - left), 2);
+  if (right - left <= 60) return;
+  const text = duration(to - from);
+  const room = text.length * 6.4 + 8;
+  const middle = Math.max(gutter + room / 2, Math.min(width - room / 2, (left + right) / 2));
+  g.fillStyle = css(palette.background, 0.9);
+  g.fillRect(middle - room / 2, 0, room, AXIS - 7);
+  write(surface, text, middle, AXIS / 2 - 2, css(palette.text), '600 11px', 'center');
+}
 
 const SPANS_NAMED = 1500;
 const LATE_MARKED = 300;
@@ -166,6 +273,133 @@ export function drawPauses(surface: Surface, pauses: readonly Mark[], { y, heigh
       g.setLineDash([]);
       const why = text.replace(`rank ${rank} is `, '');
       if (height >= 12 && right - left > 24) write(surface, right - left > 24 + why.length * CHARACTER ? `❚❚ ${t(why)}` : '❚❚', Math.max(left, surface.gutter) + 7, y + height / 2, css(palette.text), '600 11px');
+    }
+  });
+}
+
+export const TRACK = 20;
+const DRAWN = 400;
+const MARK_CHARACTER = 6.2; // pixels, at 11 px
+const SIGN = 10; // pixels
+const SIGNS: Record<Mark['kind'], string> = { cell: '', paused: '', waiting: '', joined: '▲', left: '✕', formed: '◇', abort: '◆' };
+
+/** Height of the tracks of cells and, if anything happened to them, of ranks. */
+export function trackHeight(events: TrackEvents): number {
+  return TRACK * (events.moments.length ? 2 : 1);
+}
+
+/** The track of cells: one bar each, over all ranks it ran on. */
+export function drawCells(surface: Surface, events: TrackEvents): void {
+  const { context: g, palette } = surface;
+  const y = AXIS + trackHeight(events) - TRACK;
+  write(surface, t('cells'), 10, y + TRACK / 2 - 2, css(palette.faint), '11px');
+  inPlot(surface, () => {
+    for (const cell of events.cells.slice(-DRAWN)) {
+      const from = Math.max(surface.gutter - 2, surface.x(cell.begin));
+      const to = Math.min(surface.width + 2, surface.x(cell.end ?? surface.now));
+      if (to < surface.gutter || from > surface.width) continue;
+      g.fillStyle = css(cell.ok ? palette.text : palette.late, cell.ok ? 0.1 : 0.3);
+      g.beginPath();
+      g.roundRect(from, y, Math.max(1, to - from - 1), TRACK - 6, 3);
+      g.fill();
+      const text = cell.ok ? cell.text : `✕ ${cell.text}`;
+      if (to - from > 34) write(surface, text, Math.max(from, surface.gutter) + 7, y + TRACK / 2 - 2.5, css(palette.text), '11px');
+    }
+  });
+}
+
+/** The track of ranks that join, leave or die, and of aborts; each with a line through the lanes. */
+export function drawMoments(surface: Surface, events: TrackEvents): void {
+  const { moments } = events;
+  if (!moments.length) return;
+  const { context: g, palette } = surface;
+  const middle = AXIS + TRACK / 2 - 2;
+  write(surface, t('ranks'), 10, middle, css(palette.faint), '11px');
+  inPlot(surface, () => {
+    const times = Float64Array.from(moments, mark => mark.begin);
+    const first = firstAbove(times, surface.view.from, 0, times.length);
+    const last = Math.min(firstAbove(times, surface.view.to, first, times.length), first + DRAWN);
+    let [free, sign] = [-Infinity, -Infinity];
+    for (let i = first; i < last; i++) {
+      const mark = moments[i];
+      const x = surface.x(mark.begin);
+      const calm = mark.kind === 'joined' || mark.kind === 'formed' || mark.ok;
+      const colour = calm ? palette.text : palette.late;
+      g.strokeStyle = css(colour, calm ? 0.45 : 0.9);
+      g.lineWidth = 1;
+      g.setLineDash([4, 3]);
+      g.beginPath();
+      g.moveTo(x, AXIS + TRACK - 4);
+      g.lineTo(x, surface.height - 4);
+      g.stroke();
+      g.setLineDash([]);
+      // Signs of what happened at the same time stand beside each other.
+      sign = Math.max(x, sign + SIGN);
+      write(surface, SIGNS[mark.kind], sign, middle, css(colour), '10px', 'center');
+      const room = (i + 1 < last ? surface.x(moments[i + 1].begin) : surface.width) - x - 18;
+      const text = shortened(mark.text, Math.floor(room / MARK_CHARACTER));
+      if (x >= free && text) {
+        write(surface, text, sign + 8, middle, css(colour), '11px');
+        free = x + 12 + text.length * MARK_CHARACTER;
+      } else if (i + 1 === last) {
+        // The newest is at the right end, and says the most.
+        const before = shortened(mark.text, Math.floor((x - Math.max(free, surface.gutter) - 18) / MARK_CHARACTER));
+        if (before) write(surface, before, x - 8, middle, css(colour), '11px', 'right');
+      }
+    }
+  });
+}
+
+function shortened(text: string, characters: number): string {
+  if (characters < 6) return '';
+  return text.length <= characters ? text : `${text.slice(0, Math.min(80, characters - 1))}…`;
+}
+
+/** A point at which a rank came to a collective; `error` is how far its clock may be off, in ns. */
+export interface Arrival {
+  time: number;
+  y: number;
+  size: number;
+  error: number;
+  last: boolean;
+}
+
+/** Frames the span of row `k`. */
+export function drawFrame(surface: Surface, lane: Lane, k: number, { y, height }: Place, strong: boolean): void {
+  const { context: g, palette } = surface;
+  const from = lane.flags[k] & NOT_STARTED ? lane.arrival[k] : lane.arrival[k] + lane.started[k];
+  const [left, right] = [surface.x(from), surface.x(lane.arrival[k] + lane.finished[k])];
+  inPlot(surface, () => {
+    g.lineWidth = strong ? 2 : 1;
+    g.strokeStyle = css(palette.selected, strong ? 1 : 0.7);
+    g.strokeRect(left, y + 0.5, Math.max(2, right - left), Math.max(1, height - 1));
+  });
+}
+
+/** Joins the arrivals of all ranks at one collective. */
+export function drawArrivals(surface: Surface, points: readonly Arrival[]): void {
+  const { context: g, palette } = surface;
+  inPlot(surface, () => {
+    g.lineWidth = 1.5;
+    g.strokeStyle = css(palette.selected, 0.65);
+    g.setLineDash([3, 3]);
+    g.beginPath();
+    points.forEach(({ time, y }, i) => (i ? g.lineTo(surface.x(time), y) : g.moveTo(surface.x(time), y)));
+    g.stroke();
+    g.setLineDash([]);
+    for (const { time, y, size, error, last } of points) {
+      const [x, left, right] = [surface.x(time), surface.x(time - error), surface.x(time + error)];
+      if (right - left > 3) {
+        g.fillStyle = css(palette.selected, 0.8);
+        g.fillRect(left, y - 0.75, right - left, 1.5);
+        for (const end of [left, right]) g.fillRect(end - 0.75, y - 4, 1.5, 8);
+      }
+      g.beginPath();
+      g.arc(x, y, size, 0, 7);
+      g.fillStyle = css(last ? palette.late : palette.background);
+      g.strokeStyle = css(last ? palette.background : palette.selected);
+      g.fill();
+      g.stroke();
     }
   });
 }

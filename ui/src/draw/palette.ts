@@ -94,3 +94,38 @@ export function paletteFor(background: Rgb): Palette {
   const base = dark ? DARK : LIGHT;
   return { ...base, background, lane: mixed(base.text, background, dark ? 0.055 : 0.035), grid: mixed(base.text, background, 0.12) };
 }
+
+// Eight colours that people with any kind of colour blindness tell apart, by hue or by lightness; ranks after the eighth
+// have the same ones with a dashed line.
+const RANKS_ON_LIGHT: readonly Rgb[] = [
+  [0, 114, 178],
+  [230, 159, 0],
+  [0, 140, 100],
+  [204, 121, 167],
+  [86, 180, 233],
+  [120, 94, 70],
+  [98, 92, 160],
+  [95, 103, 115],
+];
+const RANKS_ON_DARK: readonly Rgb[] = [
+  [64, 156, 222],
+  [240, 186, 60],
+  [25, 186, 140],
+  [226, 150, 194],
+  [160, 216, 248],
+  [190, 156, 122],
+  [164, 156, 220],
+  [165, 172, 184],
+];
+
+/** The colour of the rank at this place among those that are shown; a faint one as long as it has no place (-1). */
+export function rankColour(place: number, palette: Palette): Rgb {
+  if (place < 0) return palette.faint;
+  const colours = palette.dark ? RANKS_ON_DARK : RANKS_ON_LIGHT;
+  return colours[place % colours.length];
+}
+
+/** Lengths of dashes for the line of a rank; none for the first eight. */
+export function rankDash(place: number): number[] {
+  return [[], [6, 3], [2, 2], [8, 3, 2, 3]][Math.floor(Math.max(0, place) / RANKS_ON_LIGHT.length) % 4];
+}

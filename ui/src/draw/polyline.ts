@@ -1,4 +1,4 @@
-import { packed, type Rgb } from './palette.ts';
+import { packed, css, type Rgb } from './palette.ts';
 
 type Values = readonly (number | null | undefined)[];
 
@@ -11,7 +11,7 @@ export class Layer {
   private whole = new Uint32Array(0);
   private readonly canvas = typeof document === 'undefined' ? null : document.createElement('canvas');
 
-  /** Begins anew, with nothing. */
+  /** Clear the layer. */
   clear(width: number, height: number): void {
     if (this.width === width && this.height === height) this.whole.fill(0);
     else {
@@ -118,4 +118,36 @@ export function fillBetween(layer: Layer, x: readonly number[], above: Values, b
     else [begin, top, bottom] = [at, Math.min(a, b), Math.max(a, b)];
   }
   until(begin + 1);
+}
+
+const MOST = 64;
+
+const pictures = new Map<string, HTMLCanvasElement>();
+
+/** A picture of a disc around the middle of a pixel: around a corner a small one looks like a square. */
+function picture(colour: Rgb, alpha: number, radius: number): HTMLCanvasElement {
+  const style = css(colour, alpha);
+  const key = `${style} ${radius}`;
+  let made = pictures.get(key);
+  if (made) return made;
+  if (pictures.size >= MOST) pictures.clear();
+  made = document.createElement('canvas');
+  const half = Math.ceil(radius) + 0.5;
+  made.width = made.height = 2 * half;
+  const g = made.getContext('2d')!;
+  g.fillStyle = style;
+  g.arc(half, half, radius, 0, 2 * Math.PI);
+  g.fill();
+  pictures.set(key, made);
+  return made;
+}
+
+/** Draws discs at whole pixels. To copy a picture of one takes a tenth of the time of filling a circle. */
+export function drawDots(g: CanvasRenderingContext2D, x: readonly number[], y: readonly (number | null | undefined)[], radius: number, colour: Rgb, alpha: number): void {
+  const disc = picture(colour, alpha, radius);
+  const half = (disc.width - 1) / 2;
+  for (let i = 0; i < x.length; i++) {
+    const at = y[i];
+    if (at != null) g.drawImage(disc, Math.round(x[i]) - half, Math.round(at) - half);
+  }
 }

@@ -1,6 +1,6 @@
 import type { Series, SeriesStore } from './series.ts';
 import { runs, type Store } from './store.ts';
-import { firstAbove } from './track.ts';
+import { firstAbove } from './tracks.ts';
 
 /** One chart: a name that all ranks report, or several names that make up a whole. */
 export interface Chart {

@@ -1,13 +1,13 @@
 /** Whether the kernel can be heard: not now, or never more. */
 export type Link = 'here' | 'away' | 'ended';
 
-/** What may be said of a view: its kernel speaks, has not spoken for too long, can't be reached now, or has ended. */
+/** State of a view's kernel: it speaks, has not spoken for too long, can't be reached now, or has ended. */
 export type Standing = 'live' | 'silent' | 'away' | 'ended';
 
 /** While a cell runs, the kernel sends something at least every two seconds (`HEARTBEAT` in widgets/rank_rows.py). */
 export const SILENCE = 5000; // ms
 
-/** Knows whether a view may say that what it shows is so now. */
+/** Monitor of the kernel's messages, by which a view knows whether it is up to date. */
 export class Liveness {
   private readonly changed: () => void;
   private timer: ReturnType<typeof setTimeout> | undefined;
@@ -49,7 +49,7 @@ export class Liveness {
   connected(link: Link): void {
     if (link === this.link || this.link === 'ended') return;
     this.link = link;
-    // What came before the connection was lost is not held against the kernel.
+    // Silence before the connection was lost does not count against the kernel.
     this.silent = false;
     this.arm();
     this.changed();

@@ -2,13 +2,13 @@
 export interface Member {
   rank: number;
   state: 'here' | 'waiting' | 'starting' | 'ready' | 'leaving' | 'lost';
-  /** Why it is lost; else empty. */
+  /** Why it is lost; empty while it is not. */
   reason: string;
   host: string;
   pid: number;
   /** When its process came, in seconds since the epoch; 0 if that is not known. */
   since: number;
-  /** What brought it: `start`, `resize`, `repair`, `restart`, `attach`. */
+  /** Event that brought it: `start`, `resize`, `repair`, `restart`, `attach`. */
   by: string;
 }
 
@@ -31,23 +31,23 @@ export interface ElasticCell {
   ranks: number[];
 }
 
-/** What the kernel says of a pool's ranks, made by `widgets/membership_rows.py`. */
+/** State of a pool's ranks as the kernel sends it, made by `widgets/membership_rows.py`. */
 export interface MembershipState {
   headline: string;
   generation: number;
   members: Member[];
-  /** Ranks that have got nothing of what others know. */
+  /** Ranks that have received none of the variables of others. */
   newcomers: number[];
   cells: ElasticCell[];
   history: Change[];
   /** Changes before those. */
   earlier: number;
   ended: boolean;
-  /** What is being done to the pool; empty if nothing is. */
+  /** Change of the pool that is under way; empty if there is none. */
   busy: string;
   /** Whether single ranks can be started. */
   replaceable: boolean;
-  /** The kernel's clock when it said so. */
+  /** The kernel's clock when it sent this. */
   now: number;
 }
 
@@ -58,7 +58,7 @@ export interface Stretch {
   phase: Phase;
   from: number;
   to: number | null;
-  /** What began it. */
+  /** Event that began it. */
   began: Change | null;
 }
 
@@ -73,7 +73,7 @@ export function lives(state: MembershipState): Map<number, Stretch[]> {
     if (!found.has(rank)) found.set(rank, []);
     return found.get(rank)!;
   };
-  /** Ends what lasts, and begins something else unless that is `null`. */
+  /** End the current stretch, and begin the next one unless that is `null`. */
   const turn = (change: Change, before: Phase | null, after: Phase | null) => {
     const all = life(change.rank);
     const last = all.at(-1);
@@ -91,7 +91,7 @@ export function lives(state: MembershipState): Map<number, Stretch[]> {
     const all = life(rank);
     if (!all.length && now !== 'lost' && now !== 'starting') all.push({ phase: 'here', from: begin, to: null, began: null });
   }
-  // One that died and is not wanted any more is missed no longer.
+  // A dead rank that the pool no longer needs is missed no longer.
   const wanted = new Set(state.members.map(member => member.rank));
   for (const [rank, all] of found) {
     const last = all.at(-1);

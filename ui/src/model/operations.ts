@@ -1,9 +1,9 @@
-import { grown } from './growing.ts';
+import { grown } from './tracks.ts';
 
 const LARGEST = 1 << 19;
 
 /**
- * Who came when to each collective. An operation is one tensor's collective on all of its ranks, by its number.
+ * When each rank came to each collective. An operation is one tensor's collective on all of its ranks, by its number.
  *
  * Numbers grow; the newest half a million are kept.
  */
@@ -46,7 +46,7 @@ export class Operations {
     const half = this.mask + 1;
     for (const name of ['ids', 'first', 'second', 'last', 'lastRank', 'count', 'size'] as const) (this[name] as Float64Array) = grown(this[name] as Float64Array, length);
     this.mask = length - 1;
-    // Each operation stays where it is or goes to the same place in the new half. What it leaves is set anew when it is taken.
+    // Each operation stays where it is or goes to the same place in the new half. The place it leaves is initialised when another operation moves in.
     for (let i = 0; i < half; i++) {
       const id = this.ids[i];
       if (!(id & half)) continue;
@@ -62,7 +62,7 @@ export class Operations {
     }
   }
 
-  /** What is known of an operation; `undefined` if it has no number or was forgotten. */
+  /** Return the record of an operation; `undefined` if it has no number or was forgotten. */
   get(id: number): Arrivals | undefined {
     const slot = id & this.mask;
     if (!id || this.ids[slot] !== id) return undefined;

@@ -1,5 +1,5 @@
 import type { Store } from './store.ts';
-import type { Track } from './track.ts';
+import type { Track } from './tracks.ts';
 
 const LANES_AT_ONCE = 6;
 const EVERY = 400; // ms
@@ -12,7 +12,7 @@ const EVERY = 400; // ms
 export class Overview {
   from = 0;
   to = 0;
-  /** Means over all ranks of being in collectives and of waiting; and the share of time in which somebody was waited for. */
+  /** Means over all ranks of being in collectives and of waiting; and the share of time in which a rank was waited for. */
   work = new Float32Array(0);
   wait = new Float32Array(0);
   late = new Float32Array(0);
@@ -21,7 +21,7 @@ export class Overview {
   private cleared = 0;
   private begun = -Infinity;
 
-  /** Does a part of what is to be done; true if the numbers are others than before. `now` in ms. */
+  /** Do a part of the pending work; return whether the numbers changed. `now` in ms. */
   step(store: Store, steps: number, now: number): boolean {
     if (this.cleared !== store.cleared) {
       this.cleared = store.cleared;

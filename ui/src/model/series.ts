@@ -1,7 +1,6 @@
-import { firstAbove } from './track.ts';
-import { grown } from './growing.ts';
+import { firstAbove, grown } from './tracks.ts';
 
-/** What one rank reports under one name. */
+/** Points that one rank reports under one name. */
 export interface Definition {
   rank: number;
   name: string;

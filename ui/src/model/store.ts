@@ -1,9 +1,123 @@
-import type { Failure } from './failures.ts';
-import { Lane } from './lane.ts';
 import type { MembershipState } from './membership.ts';
 import { Operations } from './operations.ts';
-import type { RankRow } from './ranks.ts';
 import { SeriesStore } from './series.ts';
+import { grown, roomAtFirst, Track } from './tracks.ts';
+
+/** Part of a view that the kernel could not bring up to date: a sentence, and the traceback for its developer. */
+export interface Failure {
+  text: string;
+  trace: string;
+}
+
+/** One rank as the kernel reports it; times in ns. */
+export interface RankRow {
+  rank: number;
+  host: string;
+  pid: number;
+  plane: string;
+  state: string;
+  reason: string;
+  cell: string;
+  /** Why it waits for its user: `at a prompt`; empty or missing if it does not. */
+  paused?: string;
+  spans: number;
+  timesLast: number;
+  heldUp: number;
+  /** Whether others waited for it notably longer than for any other rank: see {@link slowestOf}. */
+  slowest?: boolean;
+  worst: number;
+  /** Shares of the last seconds, 0 to 1. */
+  wait: number;
+  work: number;
+  bandwidth: number;
+}
+
+/** Return the row of a rank whose kernel has ended: the rank has, too. A living kernel sends this itself (widgets/rank_rows.py). */
+export function endedRow(row: RankRow): RankRow {
+  const there = ['starting', 'running', 'idle'].includes(row.state);
+  return there ? { ...row, state: 'ended', cell: '', paused: '' } : row;
+}
+
+// The same as in collectives/tracing/rank_activity.py, so that no view names a rank that another one does not.
+const NOTABLE = 0.05;
+const TIMES_THE_NEXT = 2;
+
+/**
+ * The rank that slows the others down: they waited for it for 5 % of a stretch of time at least, and twice as long as for any other.
+ * `null` where no rank stands out: which of equal ranks was waited for longest is chance.
+ */
+export function slowestOf<T extends { readonly heldUp: number }>(ranks: readonly T[], length: number): T | null {
+  const [first, next] = [...ranks].sort((a, b) => b.heldUp - a.heldUp);
+  if (!first || !(first.heldUp > 0) || first.heldUp < length * NOTABLE) return null;
+  return first.heldUp >= TIMES_THE_NEXT * (next?.heldUp ?? 0) ? first : null;
+}
+
+/** Columns of the rows of one rank, in the order in which it recorded them; times in ns, the later ones since arrival. */
+export class Lane {
+  readonly rank: number;
+  n = 0;
+  /** Rows that were here once and were forgotten. */
+  dropped = 0;
+  arrival: Float64Array;
+  nbytes: Float64Array;
+  ready: Float32Array;
+  started: Float32Array;
+  finished: Float32Array;
+  name: Uint32Array;
+  op: Uint32Array;
+  kind: Uint8Array;
+  flags: Uint8Array;
+  /** The executor's work; this rank's waits for others; waits of others for this rank. */
+  readonly work: Track;
+  readonly wait: Track;
+  readonly late: Track;
+
+  constructor(rank: number) {
+    this.rank = rank;
+    const room = roomAtFirst(rank);
+    [this.arrival, this.nbytes] = [new Float64Array(room), new Float64Array(room)];
+    [this.ready, this.started, this.finished] = [new Float32Array(room), new Float32Array(room), new Float32Array(room)];
+    [this.name, this.op] = [new Uint32Array(room), new Uint32Array(room)];
+    [this.kind, this.flags] = [new Uint8Array(room), new Uint8Array(room)];
+    [this.work, this.wait, this.late] = [new Track(room), new Track(room, false), new Track(room, false)];
+  }
+
+  private columns() {
+    return [this.arrival, this.nbytes, this.ready, this.started, this.finished, this.name, this.op, this.kind, this.flags];
+  }
+
+  reserve(more: number): void {
+    const size = this.n + more;
+    if (this.arrival.length >= size) return;
+    this.arrival = grown(this.arrival, size);
+    this.nbytes = grown(this.nbytes, size);
+    this.ready = grown(this.ready, size);
+    this.started = grown(this.started, size);
+    this.finished = grown(this.finished, size);
+    this.name = grown(this.name, size);
+    this.op = grown(this.op, size);
+    this.kind = grown(this.kind, size);
+    this.flags = grown(this.flags, size);
+  }
+
+  /** Forgets everything. */
+  clear(): void {
+    this.dropped += this.n;
+    this.n = 0;
+    for (const track of [this.work, this.wait, this.late]) track.clear();
+  }
+
+  /** Forget the oldest `count` rows and their tracks. */
+  drop(count: number): void {
+    const k = Math.min(count, this.n);
+    if (!k) return;
+    const time = this.arrival[k - 1] + this.finished[k - 1];
+    for (const column of this.columns()) column.copyWithin(0, k, this.n);
+    this.n -= k;
+    this.dropped += k;
+    for (const track of [this.work, this.wait, this.late]) track.dropBefore(time);
+  }
+}
 
 export const FAILED = 1;
 export const NOT_READY = 2;
@@ -30,7 +144,7 @@ export interface Rows {
 
 export const ROW_BYTES = 46;
 
-/** What the kernel says of a pool that has ended. */
+/** State that the kernel sends for a pool that has ended. */
 export const STOPPED = 'stopped';
 
 /** Takes the columns out of one buffer, in which they lie one after the other. */
@@ -69,7 +183,7 @@ export interface Mark {
   ok: boolean;
 }
 
-/** From which time on something has changed; whoever looks sets it back to infinity. */
+/** Time from which on rows have changed; the reader resets it to infinity. */
 export interface Changed {
   from: number;
   end(): void;
@@ -82,12 +196,12 @@ export class Store {
   readonly names: string[] = [''];
   /** Where in the code the collectives of each name were called, as people read it; empty or missing where it is not known. */
   readonly sites: string[] = [];
-  /** The ranks and a line about all of them, as the kernel last told; empty until it has. */
+  /** The ranks and a line about all of them, as the kernel last sent them; empty until it has. */
   ranks: RankRow[] = [];
   heading = '';
   /** Which ranks there are and what became of others; `null` where the pool is only watched. */
   membership: MembershipState | null = null;
-  /** What the kernel could not bring up to date. */
+  /** Parts that the kernel could not bring up to date. */
   failures: Failure[] = [];
   readonly marks = new Map<number, Mark>();
   readonly series = new SeriesStore();
@@ -101,7 +215,7 @@ export class Store {
   end = -Infinity;
   /** Grows with each change. */
   version = 0;
-  /** How often everything was forgotten since somebody wanted that. */
+  /** Number of times that a user cleared the store. */
   cleared = 0;
   private byRank: Lane[] = [];
   private droppedBefore = 0;
@@ -223,7 +337,7 @@ export class Store {
     return came.lead > (this.clockError.get(came.lastRank) ?? 0) + largest;
   }
 
-  /** How much later than the first rank a row's rank came; NaN if nobody else's arrival is known. */
+  /** How much later than the first rank a row's rank came; NaN if no other rank's arrival is known. */
   lateness(lane: Lane, k: number): number {
     const came = this.operations.get(lane.op[k]);
     return came && came.count > 1 ? lane.arrival[k] - came.first : NaN;

@@ -1,16 +1,36 @@
 import uPlot from 'uplot';
-import { drawDots } from '../draw/dots.ts';
-import { ticks } from '../draw/format.ts';
-import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
-import { fillBetween, fillLine, Layer } from '../draw/polyline.ts';
-import { rankColour, rankDash } from '../draw/ranks.ts';
-import { levels, levelTexts, logLevels, quantity } from '../draw/units.ts';
+import { ticks, levels, levelTexts, logLevels, quantity, number } from '../draw/format.ts';
+import { css, mixed, rankColour, rankDash, type Palette, type Rgb } from '../draw/palette.ts';
+import { drawDots, fillBetween, fillLine, Layer } from '../draw/polyline.ts';
 import { bandOf, gapOf, gridOf, isolated, partsOf, SHARES, stackOf, widened, type Borders, type Chart, type Gaps, type Grid } from '../model/charts.ts';
 import type { Series, SeriesStore } from '../model/series.ts';
 import type { Viewport } from '../model/viewport.ts';
+import { t } from '../texts.ts';
 import { button, h } from './dom.ts';
-import { titleOf } from './chart_texts.ts';
-import { t } from './texts.ts';
+
+const TITLES: Record<string, () => string> = {
+  'hvdlab/step_time': () => t('Step time'),
+  'hvdlab/samples_per_second': () => t('Samples/s'),
+  'hvdlab/share/': () => t('Time spent'),
+  'hvdlab/lateness': () => t('Lateness'),
+  'hvdlab/gradient_norm': () => t('Gradient norm'),
+  'hvdlab/loss_scale': () => t('Loss scale'),
+  'hvdlab/learning_rate': () => t('Learning rate'),
+  'hvdlab/cpu': () => t('CPU'),
+  'hvdlab/rss': () => t('Memory'),
+  'hvdlab/threads': () => t('Threads'),
+};
+
+/** What a chart is called: our own by their meaning, those of users as they call them. */
+export function titleOf(id: string): string {
+  const known = TITLES[id];
+  if (known) return known();
+  const gpu = id.match(/^hvdlab\/gpu(\d+)\/(\w+)$/);
+  if (gpu) return gpu[2] === 'memory' ? t('GPU %1 memory', gpu[1]) : t('GPU %1', gpu[1]);
+  const bandwidth = id.match(/^hvdlab\/bandwidth\/(bus|algorithm)\/(.+)$/);
+  if (bandwidth) return bandwidth[1] === 'bus' ? t('%1 bus', bandwidth[2]) : t('%1 algorithm', bandwidth[2]);
+  return id.replace(/^hvdlab\//, '').replaceAll('_', id.startsWith('hvdlab/') ? ' ' : '_');
+}
 
 /** With more ranks than this, a chart shows what all do, and single ranks only when they are chosen. */
 export const LINES = 8;
@@ -24,7 +44,7 @@ const DOT = 2.25; // its radius in pixels
 // Lines of a band: its upper edge, its middle and its lower edge; those of chosen ranks follow.
 const [MIDDLE, LAST_OF_BAND] = [1, 2];
 
-/** What all charts show alike. */
+/** State that all charts share. */
 export interface Look {
   palette: Palette;
   /** Pixels left of the time axis, and those of it. */
@@ -33,7 +53,7 @@ export interface Look {
   height: number;
   /** All ranks that report anything: their places give them their colours. */
   ranks: number[];
-  /** Ranks that are pointed at or chosen; nobody if it is empty. */
+  /** Ranks that are pointed at or chosen; none if it is empty. */
   chosen: ReadonlySet<number>;
   borders: Borders;
 }
@@ -147,7 +167,7 @@ export class ChartView {
     }
     const plot = this.plot!;
     if (plot.width !== look.width || plot.height !== look.height) plot.setSize({ width: look.width, height: look.height });
-    // Now, not when the script has ended: whoever counts how long it takes must see it.
+    // Draw now, not when the script has ended: the pace must measure it.
     plot.batch(() => plot.setData([this.grid.x, ...this.grid.lines] as uPlot.AlignedData, true));
     const { style } = plot.ctx.canvas;
     [style.transform, style.visibility] = ['', ''];
@@ -327,7 +347,7 @@ export class ChartView {
     });
   }
 
-  /** At the left: the median of the newest values in view and who is furthest from it, or all of a stack's parts. */
+  /** At the left: the median of the newest values in view and the rank furthest from it, or all of a stack's parts. */
   private texts(): void {
     const { chart, look, view } = this;
     const short = look.gutter < 90;
@@ -387,4 +407,69 @@ function merged(a: Grid, b: Grid): Grid {
   if (!b.lines.length) return a;
   const [x, ...lines] = uPlot.join([[a.x, ...a.lines] as uPlot.AlignedData, [b.x, ...b.lines] as uPlot.AlignedData]) as unknown as [number[], ...Grid['lines']];
   return { ...a, x, lines: lines.map(widened) };
+}
+
+const MOST = 12;
+const ENDS = 4;
+
+interface Value {
+  rank: number;
+  value: number;
+  step: number;
+  time: number;
+}
+
+/** The measured value of each rank that is nearest to a time, at most `slack` away. */
+export function valuesAt(series: readonly Series[], time: number, slack: number): Value[] {
+  const found = [];
+  for (const one of series) {
+    const i = one.nearest(time);
+    if (i >= 0 && Math.abs(one.time[i] - time) <= slack) found.push({ rank: one.rank, value: one.value[i], step: one.step[i], time: one.time[i] });
+  }
+  return found;
+}
+
+/** What was measured near a time, as a table. */
+export function tipFor(view: ChartView, time: number, slack: number, palette: Palette, ranks: readonly number[], chosen: ReadonlySet<number>): HTMLElement[] {
+  const { chart } = view;
+  if (chart.kind === 'shares') return shares(view, time, slack, palette, chosen);
+  const values = valuesAt(view.series(), time, slack);
+  if (!values.length) return [];
+  const steps = [...new Set(values.map(one => one.step).filter(step => !Number.isNaN(step)))];
+  const head = `${(values[0].time / 1e9).toFixed(2)} s${steps.length === 1 ? ` · ${t('step %1', number(steps[0]))}` : ''}`;
+  const rows = few(values, chosen).map(one => row(chart, one, palette, ranks));
+  return [h('div', { class: 'hvd-tip-name' }, titleOf(chart.id), h('span', { class: 'hvd-faint' }, ` ${head}`)), h('div', { class: 'hvd-tip-values' }, ...rows)];
+}
+
+function row(chart: Chart, one: Value | string, palette: Palette, ranks: readonly number[]): HTMLElement {
+  if (typeof one === 'string') return h('div', { class: 'hvd-faint' }, one);
+  const colour = css(rankColour(ranks.indexOf(one.rank), palette));
+  return h('div', {}, h('i', { class: 'hvd-dot', style: `background:${colour}` }), h('span', {}, t('rank %1', one.rank)), h('b', {}, quantity(one.value, chart.unit)));
+}
+
+/** All by rank if they are few; otherwise the chosen ones, and the greatest and the least. */
+function few(values: Value[], chosen: ReadonlySet<number>): (Value | string)[] {
+  if (values.length <= MOST) return values;
+  const sorted = [...values].sort((a, b) => b.value - a.value);
+  const picked = sorted.filter((one, i) => i < ENDS || i >= sorted.length - ENDS || chosen.has(one.rank));
+  const after = picked.findIndex((one, i) => i >= ENDS - 1 && !chosen.has(one.rank));
+  return [...picked.slice(0, after + 1), t('… %1 more', values.length - picked.length), ...picked.slice(after + 1)];
+}
+
+function shares(view: ChartView, time: number, slack: number, palette: Palette, chosen: ReadonlySet<number>): HTMLElement[] {
+  const colours = shareColours(palette);
+  let at = NaN;
+  let ranks = 0;
+  const rows = view.stacked.map((name, i) => {
+    const values = valuesAt(view.series(name).filter(one => !chosen.size || chosen.has(one.rank)), time, slack);
+    if (!values.length) return null;
+    at = values[0].time;
+    ranks = values.length;
+    const mean = values.reduce((sum, one) => sum + one.value, 0) / values.length;
+    return h('div', {}, h('i', { class: 'hvd-dot', style: `background:${css(colours[i])}` }), h('span', {}, shareName(name)), h('b', {}, quantity(mean, '1')));
+  });
+  if (Number.isNaN(at)) return [];
+  const begin = (at - 5e8) / 1e9;
+  const head = ` ${begin.toFixed(1)}–${(begin + 1).toFixed(1)} s · ${ranks === 1 ? t('rank %1', [...chosen][0] ?? 0) : t('mean of %1 ranks', ranks)}`;
+  return [h('div', { class: 'hvd-tip-name' }, titleOf(view.chart.id), h('span', { class: 'hvd-faint' }, head)), h('div', { class: 'hvd-tip-values' }, ...rows.filter(one => one !== null))];
 }

@@ -1,18 +1,12 @@
 import { ticks } from '../draw/format.ts';
-import { css, type Palette } from '../draw/palette.ts';
-import { rankColour, rankDash } from '../draw/ranks.ts';
+import { css, rankColour, rankDash, type Palette } from '../draw/palette.ts';
 import { Borders, chartsOf, type Chart } from '../model/charts.ts';
 import type { Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
-import { ChartView, LINES, type Look } from './chart.ts';
-import { listenToCharts } from './chart_input.ts';
-import { titleOf } from './chart_texts.ts';
-import { tipFor, valuesAt } from './chart_tip.ts';
-import { button, h } from './dom.ts';
+import { t } from '../texts.ts';
+import { ChartView, LINES, titleOf, tipFor, valuesAt, type Look } from './chart.ts';
+import { button, h, watchTheme } from './dom.ts';
 import type { ChartsView } from './options.ts';
-import { Pace } from './pace.ts';
-import { t } from './texts.ts';
-import { watchTheme } from './theme.ts';
 
 export interface ChartsOptions {
   /** Pixels left of the time axis. */
@@ -21,7 +15,7 @@ export interface ChartsOptions {
   height?: number;
   /** Whether to draw a time axis on top; not if there is one already, over the lanes. */
   axis?: boolean;
-  /** The view was moved from here; by default the element `hvd-moved` tells whoever listens. */
+  /** The view was moved from here; by default the element dispatches `hvd-moved`. */
   moved?: () => void;
 }
 
@@ -173,7 +167,7 @@ export class Charts implements ChartsView {
     const begun = performance.now();
     const still = begun - this.changed > STILL;
     if (still) this.pace.hurry();
-    // Of one frame, both whoever shows the lanes and this may ask.
+    // The timeline and the charts may both ask in one frame.
     const frame = Number(document.timeline.currentTime);
     if (frame !== this.budgetOf) [this.budgetOf, this.budget] = [frame, BUDGET];
     let done = 0;
@@ -360,4 +354,123 @@ export class Charts implements ChartsView {
 function inside(element: HTMLElement, y: number): boolean {
   const box = element.getBoundingClientRect();
   return y >= box.top && y < box.bottom;
+}
+
+/** A frame that took longer than this, in ms, has made the reader wait for the next one. */
+const LATE = 25;
+/** How many times as long as such a frame nothing is drawn, at least and at most in ms: so that few frames are late. */
+const REST = 20;
+const LONGEST = 450;
+const MOST = 8;
+const TRUSTED = 8;
+
+/**
+ * How many pictures may be drawn in a frame, and when. What a script gives to a canvas takes most of its time after the
+ * script has ended, so only the length of whole frames measures its cost.
+ */
+export class Pace {
+  /** Pictures in one frame. */
+  most = 2;
+  private until = 0;
+  private good = 0;
+
+  /** Whether it is time for more; times in ms. */
+  ready(now: number): boolean {
+    return now >= this.until;
+  }
+
+  /** The frame in which something was drawn lasted `ms`. */
+  told(ms: number, now: number): void {
+    if (ms <= LATE) {
+      if (++this.good < TRUSTED) return;
+      this.good = 0;
+      this.most = Math.min(MOST, this.most + 1);
+      return;
+    }
+    this.good = 0;
+    this.most = Math.max(1, this.most >> 1);
+    this.until = now + Math.min(LONGEST, REST * ms);
+  }
+
+  /** Nothing moves any more: draw what there is. */
+  hurry(): void {
+    this.until = 0;
+  }
+}
+
+export interface ChartCommands {
+  /** Pixels right of the beginning of the time axis; `NaN` once the pointer is elsewhere. */
+  hover(x: number, y: number): void;
+  moved(): void;
+  gutter(): number;
+  width(): number;
+}
+
+/** Lets pointer and keys move the view; returns what ends it. */
+export function listenToCharts(root: HTMLElement, list: HTMLElement, view: Viewport, commands: ChartCommands): () => void {
+  const end = new AbortController();
+  const options = { signal: end.signal };
+  const place = (event: MouseEvent) => event.clientX - list.getBoundingClientRect().left - commands.gutter();
+  let drag: { id: number; last: number } | null = null;
+  list.addEventListener(
+    'pointerdown',
+    event => {
+      if (event.button !== 0 || place(event) < 0) return;
+      drag = { id: event.pointerId, last: event.clientX };
+      list.setPointerCapture(event.pointerId);
+      root.focus({ preventScroll: true });
+    },
+    options,
+  );
+  list.addEventListener(
+    'pointermove',
+    event => {
+      if (drag?.id === event.pointerId && event.clientX !== drag.last) {
+        view.pan(((drag.last - event.clientX) / commands.width()) * view.length);
+        drag.last = event.clientX;
+        commands.moved();
+      }
+      commands.hover(place(event), event.clientY);
+    },
+    options,
+  );
+  for (const name of ['pointerup', 'pointercancel'] as const) list.addEventListener(name, () => (drag = null), options);
+  list.addEventListener('pointerleave', () => commands.hover(NaN, 0), options);
+  list.addEventListener(
+    'wheel',
+    event => {
+      const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+      // The list itself may be scrolled, so that here the wheel zooms with Ctrl only.
+      if ((!sideways && !event.ctrlKey && !event.metaKey) || place(event) < 0) return;
+      event.preventDefault();
+      const lines = event.deltaMode === 1 ? 16 : 1;
+      if (sideways) view.pan((((event.deltaX || event.deltaY) * lines) / commands.width()) * view.length);
+      else view.zoom(Math.exp(event.deltaY * lines * 0.0018), view.from + (place(event) / commands.width()) * view.length);
+      commands.moved();
+    },
+    { ...options, passive: false },
+  );
+  root.addEventListener(
+    'keydown',
+    event => {
+      if (event.target !== root || event.ctrlKey || event.metaKey || event.altKey || !press(event.key.toLowerCase(), event.shiftKey, view)) return;
+      event.preventDefault();
+      event.stopPropagation();
+      commands.moved();
+    },
+    options,
+  );
+  return () => end.abort();
+}
+
+function press(key: string, shift: boolean, view: Viewport): boolean {
+  const far = shift ? 0.5 : 0.12;
+  if (['w', '+', '='].includes(key)) view.zoom(1 / 1.25);
+  else if (['s', '-', '_'].includes(key)) view.zoom(1.25);
+  else if (['a', 'arrowleft'].includes(key)) view.pan(-view.length * far);
+  else if (['d', 'arrowright'].includes(key)) view.pan(view.length * far);
+  else if (key === 'f') view.fit();
+  else if (key === ' ') view.follow(!view.following);
+  else return false;
+  return true;
 }

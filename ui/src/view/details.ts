@@ -1,13 +1,13 @@
-import { apart, bytes, count, duration, rate } from '../draw/format.ts';
+import { apart, bytes, count, duration, rate, ranks } from '../draw/format.ts';
 import { css, type Palette } from '../draw/palette.ts';
-import { slowestOf } from '../model/ranks.ts';
-import type { RankStatistics, Statistics } from '../model/statistics.ts';
 import type { Arrivals } from '../model/operations.ts';
-import { FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
+import type { RankStatistics, Statistics } from '../model/statistics.ts';
+import { slowestOf, FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
+import type { Cell } from '../model/track_events.ts';
+import { t } from '../texts.ts';
 import { button, h } from './dom.ts';
-import { indexOf, rowsOf, type Hit } from './hits.ts';
 import type { Actions } from './options.ts';
-import { t } from './texts.ts';
+import { indexOf, rowsOf, type Hit } from './scene.ts';
 
 const SHOWN = 8;
 /** With more ranks than this, only those are listed that others waited for most. */
@@ -20,7 +20,7 @@ export function title(store: Store, hit: Hit): string {
   return hit.rows > 1 ? t('%1 + %2 fused', name, hit.rows - 1).trim() : name;
 }
 
-/** What happened, in one sentence; what a screen reader says. */
+/** Describe a row in one sentence, which screen readers speak. */
 export function sentence(store: Store, hit: Hit): string {
   const { lane } = hit;
   const k = indexOf(hit);
@@ -35,7 +35,7 @@ export function sentence(store: Store, hit: Hit): string {
   return parts.join(', ');
 }
 
-/** Who came last, if the clocks are good enough to tell. */
+/** Name the rank that came last, if the clocks are exact enough. */
 function lastText(store: Store, came: Arrivals): string {
   if (!store.certain(came)) return t('who came last is within the error of the clocks');
   return t('rank %1 came last, %2 after the first', came.lastRank, duration(came.last - came.first));
@@ -203,3 +203,37 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
   return rows.length < 2 ? [left] : [left, h('section', {}, h('h4', {}, heading), ...longest(rows))];
 }
 
+/** The box beside the pointer. */
+export class Tip {
+  readonly root = h('div', { class: 'hvd-tip', hidden: '' });
+  private shown: Hit | Cell | null = null;
+
+  hide(): void {
+    this.root.hidden = true;
+    this.shown = null;
+  }
+
+  hit(store: Store, hit: Hit): void {
+    const before = this.shown;
+    if (before && 'row' in before && before.row === hit.row && before.lane === hit.lane && before.part === hit.part) return;
+    this.shown = hit;
+    this.root.replaceChildren(...tooltip(store, hit));
+  }
+
+  cell(cell: Cell, now: number): void {
+    if (this.shown === cell) return;
+    this.shown = cell;
+    const length = duration((cell.end ?? now) - cell.begin);
+    const text = [ranks(cell.ranks), cell.end === null ? t('runs for %1', length) : length, !cell.ok && t('failed')].filter(Boolean).join(' · ');
+    this.root.replaceChildren(h('div', { class: 'hvd-tip-name' }, t('cell %1', cell.text)), h('div', { class: 'hvd-faint' }, text));
+  }
+
+  /** Beside a point of a view of some size; above it if there is no room below. */
+  place(x: number, y: number, width: number, height: number): void {
+    const { root } = this;
+    root.hidden = false;
+    const right = x + 16 + root.offsetWidth > width;
+    const under = y + 14 + root.offsetHeight > height && y - 10 > root.offsetHeight;
+    root.style.transform = `translate(${Math.round(right ? x - root.offsetWidth - 12 : x + 14)}px, ${Math.round(under ? y - root.offsetHeight - 10 : y + 14)}px)`;
+  }
+}

@@ -1,25 +1,22 @@
 import { ranks as named } from '../draw/format.ts';
-import type { Failure } from '../model/failures.ts';
-import { type Change, endingBySize, lives, lost, type Member, type MembershipState, type Phase, type Stretch } from '../model/membership.ts';
 import type { Liveness } from '../model/liveness.ts';
-import { h } from './dom.ts';
-import { FailuresBox } from './failures.ts';
-import { standingText } from './standing.ts';
-import { watchTheme } from './theme.ts';
-import { t } from './texts.ts';
+import { endingBySize, lives, lost, type Change, type Member, type MembershipState, type Phase, type Stretch } from '../model/membership.ts';
+import type { Failure } from '../model/store.ts';
+import { t } from '../texts.ts';
+import { h, FailuresBox, standingText, watchTheme } from './dom.ts';
 
-/** What the user wants to be done; `ends` are the ranks of which the user knows that they end by it. */
+/** Change that the user asks for; `ends` are the ranks that the user has agreed to end. */
 export type Wish = { what: 'resize'; np: number; ends: number[] } | { what: 'repair' } | { what: 'restart'; ranks: number[]; ends: number[] } | { what: 'sync' };
 
 /** Asks the kernel to do it; gives what was done in words, and throws what was in the way. */
 export type Act = (wish: Wish) => Promise<string>;
 
 const TICK = 1000;
-/** After this time (ms) without a sign of the kernel the user is told what it may be waiting for. */
+/** After this time (ms) without a sign of the kernel the view explains the likely cause of the wait. */
 const PATIENCE = 3000;
 const SIGNS: Record<Change['what'], string> = { joined: '▲', waits: '◷', admitted: '▶', died: '✕', left: '▼', formed: '◆' };
 
-/** Who is there and since when, who came and went, and buttons that change it. They ask before a rank ends. */
+/** View of the ranks, their lives and changes, with buttons that change the pool. They ask before a rank ends. */
 export class MembershipView {
   readonly root: HTMLElement;
   private readonly act: Act;
@@ -46,7 +43,7 @@ export class MembershipView {
   private stopped = 0;
   /** Whether something was asked for that the kernel has not answered. */
   private waits = false;
-  /** What had the keyboard before the question. */
+  /** Element that had the focus before the question. */
   private before: Element | null = null;
   private sizeKnown = 0;
 
@@ -68,7 +65,7 @@ export class MembershipView {
       h('div', { class: 'hvd-columns' }, h('div', { class: 'hvd-scroll' }, members), h('div', { class: 'hvd-scroll hvd-log', tabindex: '0', role: 'region', 'aria-label': t('History') }, history, this.earlier)),
     );
     this.size.addEventListener('keydown', event => {
-      // Else the notebook would take it; what is pressed with a modifier is meant for the page.
+      // Otherwise the notebook would handle the key; keys with a modifier are meant for the page.
       if (!event.ctrlKey && !event.metaKey && !event.altKey) event.stopPropagation();
       if (event.key === 'Enter') this.askResize();
     });
@@ -113,7 +110,7 @@ export class MembershipView {
   stand(liveness: Liveness): void {
     const past = standingText(liveness);
     this.stopped = liveness.at / 1000 + this.ahead;
-    // The panel says it with each span that comes; buttons that are made anew meanwhile could not be clicked.
+    // The panel says it with each span that comes; buttons that are replaced meanwhile could not be clicked.
     if (past === this.past) return;
     this.past = past;
     if (this.state) this.show(this.state);

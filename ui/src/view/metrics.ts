@@ -3,12 +3,9 @@ import { newestEvent } from '../model/charts.ts';
 import type { Liveness } from '../model/liveness.ts';
 import { STOPPED, type Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
+import { t } from '../texts.ts';
 import { Charts } from './charts.ts';
-import { button, h } from './dom.ts';
-import { FailuresBox } from './failures.ts';
-import { standingText } from './standing.ts';
-import { t } from './texts.ts';
-import { watchTheme } from './theme.ts';
+import { button, h, FailuresBox, standingText, watchTheme } from './dom.ts';
 
 const SMOOTH = 0.2;
 

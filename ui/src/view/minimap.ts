@@ -2,8 +2,8 @@ import { css, packed, mixed, type Palette } from '../draw/palette.ts';
 import { Overview } from '../model/overview.ts';
 import type { Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
+import { t } from '../texts.ts';
 import { h } from './dom.ts';
-import { t } from './texts.ts';
 
 const HEIGHT = 30;
 const BAR = 4;
@@ -11,7 +11,7 @@ const EDGE = 6;
 const NARROWEST = 5;
 
 /**
- * All there is on one line: how much of the time the ranks were in collectives and waited, where somebody was late, and
+ * All there is on one line: how much of the time the ranks were in collectives and waited, where a rank was late, and
  * which part is in view. A pointer moves that part; keys have the timeline itself for it.
  */
 export class Minimap {

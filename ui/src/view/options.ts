@@ -4,7 +4,7 @@ import type { Viewport } from '../model/viewport.ts';
 /** The page that opens saved traces; it uploads nothing. */
 export const PERFETTO = 'https://ui.perfetto.dev';
 
-/** What the place that shows a timeline can do for it. Where one is missing, its button is, too. */
+/** Actions that the host of a timeline offers. The button of a missing action is left out. */
 export interface Actions {
   /** Goes to a line of code, as `Store.sites` names it. */
   open?(site: string): void;

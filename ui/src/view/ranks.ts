@@ -1,13 +1,8 @@
 import { count, duration, rate } from '../draw/format.ts';
-import type { Failure } from '../model/failures.ts';
 import type { Liveness } from '../model/liveness.ts';
-import { endedRow, type RankRow } from '../model/ranks.ts';
-import { STOPPED } from '../model/store.ts';
-import { h } from './dom.ts';
-import { FailuresBox } from './failures.ts';
-import { standingText } from './standing.ts';
-import { watchTheme } from './theme.ts';
-import { t } from './texts.ts';
+import { endedRow, STOPPED, type Failure, type RankRow } from '../model/store.ts';
+import { t } from '../texts.ts';
+import { h, FailuresBox, standingText, watchTheme } from './dom.ts';
 
 export type { RankRow };
 

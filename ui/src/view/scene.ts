@@ -1,19 +1,139 @@
-import { AXIS, drawAxis, drawChosen, drawDropped } from '../draw/axis.ts';
-import { drawArrivals, drawFrame, type Arrival } from '../draw/emphasis.ts';
-import { drawCells, drawMoments, trackHeight } from '../draw/happenings.ts';
-import { drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, drawPauses, type Place } from '../draw/lanes.ts';
+import { AXIS, drawAxis, drawChosen, drawDropped, drawArrivals, drawFrame, drawCells, drawMoments, trackHeight, drawAbsence, drawHeading, drawLabel, drawLateMarks, drawNames, drawPauses, type Arrival, type Place, type Surface } from '../draw/lanes.ts';
 import { css, type Palette } from '../draw/palette.ts';
-import { Raster } from '../draw/raster.ts';
-import type { Surface } from '../draw/surface.ts';
-import type { FoundTracks } from '../model/found.ts';
-import { Groups } from '../model/groups.ts';
-import { Happenings, type Cell } from '../model/happenings.ts';
-import type { Lane } from '../model/lane.ts';
-import { slowestOf } from '../model/ranks.ts';
-import type { Changed, Store } from '../model/store.ts';
-import type { Viewport } from '../model/viewport.ts';
-import { Arrangement, type Box, type Heading } from './arrangement.ts';
-import { indexOf, rowsOf, type Hit } from './hits.ts';
+import { Raster, type LaneRows, type LaneLayout } from '../draw/raster.ts';
+import { rowsBetween, type FoundTracks } from '../model/statistics.ts';
+import { slowestOf, type Lane, type Store, type Changed } from '../model/store.ts';
+import { TrackEvents, type Cell } from '../model/track_events.ts';
+import { Groups, type Group, type Viewport } from '../model/viewport.ts';
+
+const LOOKED_AT = 512;
+
+/** What lies under a point: rows of one lane, and which part of them. */
+export interface Hit {
+  lane: Lane;
+  /** Number of the first row since the beginning of the lane, and how many there are (fused tensors). */
+  row: number;
+  rows: number;
+  part: 'work' | 'wait' | 'late';
+}
+
+export function indexOf(hit: Hit): number {
+  return hit.row - hit.lane.dropped;
+}
+
+/** What a lane shows at a time, at most `slack` away. */
+export function hitTest(store: Store, lane: Lane, time: number, slack: number): Hit | null {
+  const { work } = lane;
+  const inside = work.at(time, 0);
+  if (inside >= 0) return { lane, row: work.row[inside], rows: work.rows[inside], part: 'work' };
+  const [from] = rowsBetween(lane, time, Infinity);
+  const until = Math.min(lane.n, from + LOOKED_AT);
+  let late: Hit | null = null;
+  for (let k = from; k < until; k++) {
+    if (lane.arrival[k] <= time) return { lane, row: lane.dropped + k, rows: 1, part: 'wait' };
+    const came = late ? undefined : store.operations.get(lane.op[k]);
+    if (came && came.lastRank === lane.rank && came.first <= time && time <= came.last && store.certain(came))
+      late = { lane, row: lane.dropped + k, rows: 1, part: 'late' };
+  }
+  if (late) return late;
+  const near = work.at(time, slack);
+  return near >= 0 ? { lane, row: work.row[near], rows: work.rows[near], part: 'work' } : null;
+}
+
+/** The rows of an operation on all lanes that still have them: index by rank. */
+export function rowsOf(store: Store, op: number): Map<number, number> {
+  const found = new Map<number, number>();
+  const came = store.operations.get(op);
+  if (!came) return found;
+  for (const lane of store.lanes) {
+    // On every rank it ends after the last one came; clocks may differ by a little.
+    const [from] = rowsBetween(lane, came.last - 1e6, Infinity);
+    const until = Math.min(lane.n, from + LOOKED_AT * 4);
+    for (let k = from; k < until; k++)
+      if (lane.op[k] === op) {
+        found.set(lane.rank, k);
+        break;
+      }
+  }
+  return found;
+}
+
+const HEADING = 22;
+const SMALLEST = 4;
+/** Height of a lane of a collapsed host. */
+const SMALL = 3;
+
+/** A lane's place. Pixels of the page from the top of the lanes; the strip is in pixels of the screen. */
+export interface Box extends LaneRows {
+  y: number;
+  height: number;
+  /** One of a collapsed host: has no texts. */
+  small: boolean;
+}
+
+/** A host's place. */
+export interface Heading {
+  group: Group;
+  y: number;
+  height: number;
+}
+
+/** Where lanes and hosts lie. */
+export class Arrangement implements LaneLayout {
+  readonly strips: readonly Box[];
+  readonly headings: readonly Heading[];
+  readonly rows: number;
+  readonly height: number;
+  /** Distance of lanes that are not collapsed. */
+  readonly pitch: number;
+  private readonly boxes = new Map<Lane, Box>();
+
+  /** Fits lanes into `room` pixels of the page, of which each has `ratio` on the screen. No lane is higher than `highest`. */
+  constructor(groups: Groups, room: number, ratio: number, highest: number) {
+    const { all, several } = groups;
+    const number = (collapsed: boolean) => all.reduce((sum, group) => sum + (group.collapsed === collapsed || (!collapsed && !several) ? group.lanes.length : 0), 0);
+    const open = Math.max(1, number(false));
+    const rest = several ? room - all.length * HEADING - number(true) * SMALL : room;
+    this.pitch = Math.max(SMALLEST, Math.min(highest, Math.floor(rest / open)));
+    const pitch = Math.round(this.pitch * ratio);
+    const gap = pitch >= 20 ? Math.max(2, Math.round(pitch * 0.12)) : pitch >= 6 ? 1 : 0;
+    const late = pitch >= 10 ? Math.max(2, Math.round(pitch * 0.14)) : 0;
+    const strips: Box[] = [];
+    const headings: Heading[] = [];
+    let row = 0;
+    for (const group of all) {
+      if (several) {
+        headings.push({ group, y: row / ratio, height: HEADING });
+        row += Math.round(HEADING * ratio);
+      }
+      const small = several && group.collapsed;
+      const step = small ? Math.round(SMALL * ratio) : pitch;
+      for (const lane of group.lanes) {
+        const rows = small ? step : pitch - gap;
+        strips.push({ lane, row, rows, late: small ? 0 : late, y: row / ratio, height: rows / ratio, small });
+        row += step;
+      }
+      if (small) row += Math.round(3 * ratio);
+    }
+    this.strips = strips;
+    this.headings = headings;
+    this.rows = row;
+    this.height = row / ratio;
+    for (const box of strips) this.boxes.set(box.lane, box);
+  }
+
+  box(lane: Lane): Box | undefined {
+    return this.boxes.get(lane);
+  }
+
+  laneAt(y: number): Lane | null {
+    return this.strips.find(box => y >= box.y && y < box.y + Math.max(box.height, box.small ? 0 : this.pitch))?.lane ?? null;
+  }
+
+  headingAt(y: number): Heading | null {
+    return this.headings.find(heading => y >= heading.y && y < heading.y + heading.height) ?? null;
+  }
+}
 
 /** What is to be drawn besides the data. */
 export interface Overlay {
@@ -33,7 +153,7 @@ export class Scene implements Surface {
   height = 0;
   palette!: Palette;
   readonly groups = new Groups();
-  readonly happenings = new Happenings();
+  readonly events = new TrackEvents();
   arrangement: Arrangement;
   readonly canvas: HTMLCanvasElement;
   readonly context: CanvasRenderingContext2D;
@@ -63,9 +183,9 @@ export class Scene implements Surface {
   resize(width: number, height: number, highest?: number): void {
     this.ratio = Math.min(3, window.devicePixelRatio || 1);
     this.groups.update(this.store);
-    this.happenings.update(this.store);
+    this.events.update(this.store);
     this.gutter = width < 560 ? 64 : 132;
-    this.top = AXIS + trackHeight(this.happenings);
+    this.top = AXIS + trackHeight(this.events);
     const most = highest ?? (this.store.lanes.length <= 4 ? 44 : 36);
     const key = [height - this.top, this.ratio, most, this.groups.version].join();
     if (key !== this.arranged) {
@@ -113,7 +233,7 @@ export class Scene implements Surface {
 
   cellAt(x: number, y: number): Cell | null {
     if (x < this.gutter || y >= this.top || y < this.top - 20) return null;
-    return this.happenings.cellAt(this.time(x), this.pixel * 2, this.now);
+    return this.events.cellAt(this.time(x), this.pixel * 2, this.now);
   }
 
   /** Where a lane lies; `null` before it was drawn. */
@@ -136,8 +256,8 @@ export class Scene implements Surface {
     this.context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     drawAxis(this);
     drawDropped(this, this.store.forgotten + this.store.lostBefore);
-    drawCells(this, this.happenings);
-    drawMoments(this, this.happenings);
+    drawCells(this, this.events);
+    drawMoments(this, this.events);
     for (const box of this.arrangement.strips) this.lane(box, overlay.focus === box.lane);
     for (const { group, y, height } of this.arrangement.headings) {
       if (overlay.focus === group) this.focused(this.top + y, height - 2);
@@ -168,9 +288,9 @@ export class Scene implements Surface {
     const { lane, height } = box;
     const place = { y: this.top + box.y, height };
     if (focused) this.focused(place.y, height);
-    const absent = this.happenings.absent.get(lane.rank);
+    const absent = this.events.absent.get(lane.rank);
     if (absent) drawAbsence(this, absent, place);
-    const paused = this.happenings.paused.get(lane.rank);
+    const paused = this.events.paused.get(lane.rank);
     if (paused) drawPauses(this, paused, place);
     if (box.small) return;
     const { pitch } = this.arrangement;

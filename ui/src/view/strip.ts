@@ -1,8 +1,7 @@
 import { percent } from '../draw/format.ts';
 import type { Standing } from '../model/liveness.ts';
-import { h } from './dom.ts';
-import { t } from './texts.ts';
-import { watchTheme } from './theme.ts';
+import { t } from '../texts.ts';
+import { h, watchTheme } from './dom.ts';
 
 /** Shares of the last seconds, 0 to 1; `known` is false for a rank that has recorded nothing. */
 export interface RankShares {
@@ -16,7 +15,7 @@ export interface RankShares {
   paused?: string;
 }
 
-/** What the kernel tells of a running cell; the texts are ready to be shown. */
+/** State of a running cell as the kernel sends it; the texts are ready to be shown. */
 export interface StripState {
   ranks: RankShares[];
   /** `4 ranks · running [7]`. */
@@ -41,9 +40,9 @@ export interface StripState {
   failed?: string;
   /** What the cell waits for; empty while all is well. */
   stalled: string;
-  /** Seconds that the cell had been running when this was told. */
+  /** Seconds that the cell had been running when this was sent. */
   elapsed: number;
-  /** Seconds since the last collective ended when this was told; -1 if there was none. */
+  /** Seconds since the last collective ended when this was sent; -1 if there was none. */
   silent: number;
 }
 

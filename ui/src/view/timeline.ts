@@ -1,26 +1,18 @@
 import { count } from '../draw/format.ts';
 import type { Palette } from '../draw/palette.ts';
 import type { Liveness } from '../model/liveness.ts';
-import { extentOf } from '../model/happenings.ts';
+import { statistics, type Statistics } from '../model/statistics.ts';
 import { runs, STOPPED, type Store } from '../model/store.ts';
+import { extentOf } from '../model/track_events.ts';
 import { Viewport } from '../model/viewport.ts';
-import { viewApi } from './api.ts';
-import { Choice } from './choice.ts';
-import { h } from './dom.ts';
-import { FailuresBox } from './failures.ts';
-import { helpBox } from './help.ts';
-import { listen } from './input.ts';
-import { actionOf } from './keys.ts';
-import { Legend } from './legend.ts';
+import { t } from '../texts.ts';
+import { Tip } from './details.ts';
+import { h, FailuresBox, standingText, watchTheme } from './dom.ts';
 import { Minimap } from './minimap.ts';
 import type { Actions, ChartsView, TimelineOptions } from './options.ts';
-import { Panel } from './panel.ts';
 import { Scene } from './scene.ts';
-import { standingText } from './standing.ts';
-import { watchTheme } from './theme.ts';
-import { Tip } from './tip.ts';
-import { Toolbar } from './toolbar.ts';
-import { t } from './texts.ts';
+import { Selection, listen, actionOf, Panel } from './selection.ts';
+import { helpBox, Legend, Toolbar } from './toolbar.ts';
 
 const HEIGHT = 420;
 const SMOOTH = 0.28;
@@ -51,7 +43,7 @@ export class Timeline {
   private readonly options: TimelineOptions;
   private readonly actions: Actions;
   private readonly scene: Scene;
-  private readonly choice: Choice;
+  private readonly selection: Selection;
   private readonly toolbar: Toolbar;
   private readonly minimap: Minimap;
   private readonly chartsPlace = h('div', { class: 'hvd-charts', hidden: '' });
@@ -92,8 +84,8 @@ export class Timeline {
     }) as HTMLCanvasElement;
     this.wantsCharts = options.withCharts;
     this.scene = new Scene(canvas, store, this.view);
-    this.choice = new Choice(this.scene, text => (this.spoken.textContent = text));
-    this.panel = new Panel(this.scene, this.choice, this.actions, change => this.act(change));
+    this.selection = new Selection(this.scene, text => (this.spoken.textContent = text));
+    this.panel = new Panel(this.scene, this.selection, this.actions, change => this.act(change));
     this.minimap = new Minimap(store, this.view, change => this.act(change));
     this.toolbar = this.makeToolbar();
     canvas.setAttribute('aria-describedby', this.toolbar.status.id);
@@ -112,7 +104,7 @@ export class Timeline {
     this.failures.update(store.failures);
     if (this.cleared !== store.cleared) {
       this.cleared = store.cleared;
-      this.choice.forget();
+      this.selection.forget();
       this.hover(-1, -1);
     }
     const extent = this.extent();
@@ -123,7 +115,7 @@ export class Timeline {
     this.schedule();
   }
 
-  /** Stops drawing while nobody can see it, or goes on. */
+  /** Stop drawing while the timeline is out of sight, or resume. */
   hide(hidden: boolean): void {
     this.hidden = hidden;
     this.schedule();
@@ -140,9 +132,9 @@ export class Timeline {
   /** What there is to see, and whether the view leaves room behind it: nothing moves then that would need it. */
   private extent(): [number, number] | null {
     const { store, view, scene } = this;
-    scene.happenings.update(store);
+    scene.events.update(store);
     view.room = this.gone || !runs(store) ? ROOM : 0;
-    return extentOf(store, scene.happenings, view.span / 2);
+    return extentOf(store, scene.events, view.span / 2);
   }
 
   /** Why nothing more comes, now or ever: the ranks are gone, or the kernel can't be heard. */
@@ -168,7 +160,7 @@ export class Timeline {
   }
 
   private makeToolbar(): Toolbar {
-    const { view, choice } = this;
+    const { view, selection } = this;
     const commands = {
       follow: () => this.act(() => view.follow(!view.following)),
       zoom: (factor: number) => this.act(() => view.zoom(factor)),
@@ -176,11 +168,11 @@ export class Timeline {
       help: () => this.toggleHelp(),
       charts: this.options.charts && (() => this.toggleCharts()),
       search: (text: string) => {
-        const names = choice.search(text);
+        const names = selection.search(text);
         this.toolbar.matches(names < 0 ? '' : names === 1 ? t('1 name') : t('%1 names', count(names)));
         this.schedule();
       },
-      next: (back: boolean) => this.act(() => choice.next(back)),
+      next: (back: boolean) => this.act(() => selection.next(back)),
       leave: () => this.scene.canvas.focus(),
     };
     return new Toolbar(this.options.title ?? t('Timeline'), commands, this.actions);
@@ -191,7 +183,7 @@ export class Timeline {
   }
 
   private listen(): void {
-    const { scene, view, choice } = this;
+    const { scene, view, selection } = this;
     this.ends.push(
       listen(scene, {
         zoom: (factor, x) => this.act(() => view.zoom(factor, x === undefined ? undefined : scene.time(x))),
@@ -200,12 +192,12 @@ export class Timeline {
         leave: () => this.hover(-1, -1),
         click: (x, y) => {
           scene.canvas.focus({ preventScroll: true });
-          this.act(() => choice.at(x, y));
+          this.act(() => selection.at(x, y));
         },
         range: (from, to) =>
           this.act(() => {
             view.following = false;
-            choice.between(scene.time(Math.max(scene.gutter, Math.min(from, to))), scene.time(Math.max(from, to)));
+            selection.between(scene.time(Math.max(scene.gutter, Math.min(from, to))), scene.time(Math.max(from, to)));
           }),
         key: (key, shift) => this.key(key, shift),
       }),
@@ -236,13 +228,13 @@ export class Timeline {
   }
 
   private key(key: string, shift: boolean): boolean {
-    const act = actionOf(key, shift, this.view, this.choice, {
+    const act = actionOf(key, shift, this.view, this.selection, {
       search: () => this.toolbar.search.focus(),
       help: () => this.toggleHelp(),
       charts: () => this.options.charts && this.toggleCharts(),
-      open: () => this.choice.site && this.actions.open?.(this.choice.site),
+      open: () => this.selection.site && this.actions.open?.(this.selection.site),
       forget: () => {
-        this.choice.forget();
+        this.selection.forget();
         this.toggleHelp(false);
       },
     });
@@ -261,13 +253,13 @@ export class Timeline {
   }
 
   private get chosen() {
-    const { selected, range } = this.choice.overlay;
+    const { selected, range } = this.selection.overlay;
     return [selected, range];
   }
 
   private hover(x: number, y: number): void {
-    const { overlay } = this.choice;
-    const hit = this.choice.hitAt(x, y);
+    const { overlay } = this.selection;
+    const hit = this.selection.hitAt(x, y);
     const cell = hit ? null : this.scene.cellAt(x, y);
     const before = overlay.hover;
     overlay.hover = hit;
@@ -296,7 +288,7 @@ export class Timeline {
     this.advance();
     if (this.options.fill) this.scene.resize(width, (this.room ||= this.measure()), HIGHEST_LANE);
     else this.scene.resize(width, this.options.height ?? HEIGHT);
-    this.scene.draw(this.palette, this.choice.overlay);
+    this.scene.draw(this.palette, this.selection.overlay);
     if (this.minimap.draw(this.palette, width, this.scene.gutter)) this.schedule();
     this.drawCharts();
     if (this.timings.on) this.timings.draw.push(performance.now() - begun);
@@ -332,7 +324,7 @@ export class Timeline {
     return Math.max(all * LOWEST, readable, all - others - Math.min(this.panel.contentHeight, below));
   }
 
-  /** While following, glides to what came last. */
+  /** Glide to the newest rows while following. */
   private advance(): void {
     const { view } = this;
     const extent = this.extent();
@@ -345,7 +337,7 @@ export class Timeline {
     if (!near) this.schedule();
   }
 
-  /** What need not change with every frame. */
+  /** Update the parts that need not change with every frame. */
   private texts(): void {
     this.slow = 0;
     const { store } = this;
@@ -361,11 +353,37 @@ export class Timeline {
     this.room = room;
   }
 
-  /** Says who joined, left or died since the last time. */
+  /** Announce the ranks that joined, left or died since the last call. */
   private tellMoments(): void {
-    const { moments } = this.scene.happenings;
+    const { moments } = this.scene.events;
     const news = this.toldMoments < 0 ? [] : moments.slice(this.toldMoments);
     this.toldMoments = moments.length;
     if (news.length) this.spoken.textContent = news.map(mark => mark.text).join('; ');
   }
+}
+
+/** The page's own way to ask what is shown; tests and benchmarks read it. */
+export function viewApi<T>(timeline: T, store: Store, view: Viewport, scene: Scene) {
+  return {
+    store,
+    view,
+    timeline,
+    summary: () => ({ spans: store.count, forgotten: store.forgotten, lost: store.lostBefore, lanes: store.lanes.map(lane => lane.rank), begin: store.begin, end: store.end }),
+    statistics: (from = -Infinity, to = Infinity): Statistics => statistics(store, from, to),
+    /** Return for each collective of a name which rank came last and how long after the first, in ns. */
+    lateness: (name: string) => {
+      const seen = new Map<number, { last: number; ns: number; ranks: number }>();
+      for (const lane of store.lanes)
+        for (let k = 0; k < lane.n; k++) {
+          const came = store.names[lane.name[k]] === name ? store.operations.get(lane.op[k]) : undefined;
+          if (came) seen.set(lane.op[k], { last: came.lastRank, ns: came.last - came.first, ranks: came.count });
+        }
+      return [...seen.entries()].sort((a, b) => a[0] - b[0]).map(([, one]) => one);
+    },
+    /** Where on the canvas the middle of a rank's lane is at a time. */
+    where: (rank: number, time: number) => ({ x: scene.x(time), y: scene.middle(store.lane(rank)) }),
+    /** Where the lane begins and how high it is. */
+    lane: (rank: number) => scene.place(store.lane(rank)),
+    hosts: () => scene.groups.all.map(group => ({ host: group.host, ranks: group.lanes.map(lane => lane.rank), collapsed: group.collapsed })),
+  };
 }

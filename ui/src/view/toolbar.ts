@@ -1,10 +1,11 @@
 import { count, duration, ranks as ranksText } from '../draw/format.ts';
-import type { Store } from '../model/store.ts';
+import { css, type Palette } from '../draw/palette.ts';
+import { KINDS, type Store } from '../model/store.ts';
+import { t } from '../texts.ts';
 import { button, h, menu } from './dom.ts';
-import { type Actions, PERFETTO } from './options.ts';
-import { t } from './texts.ts';
+import { PERFETTO, type Actions } from './options.ts';
 
-/** What the toolbar asks for. */
+/** Commands of the toolbar. */
 export interface ToolbarCommands {
   follow(): void;
   zoom(factor: number): void;
@@ -112,4 +113,53 @@ export class Toolbar {
     if (error) parts.push(h('span', { title: why }, t('clocks ± %1', duration(error))));
     this.status.replaceChildren(...parts.flatMap((part, i) => (i ? [' · ', part] : [part])));
   }
+}
+
+const LOOKED_AT = 200;
+
+/** What the colours mean: those of the kinds of collectives that came last, and what every timeline has. */
+export class Legend {
+  readonly root = h('div', { class: 'hvd-legend' });
+  private key = '';
+
+  update(store: Store, palette: Palette): void {
+    const kinds = new Set<number>();
+    for (const lane of store.lanes) for (let i = Math.max(0, lane.work.n - LOOKED_AT); i < lane.work.n; i++) kinds.add(lane.work.kind[i] & 127);
+    const sorted = [...kinds].sort((a, b) => a - b);
+    const key = `${sorted.join()} ${palette.dark}`;
+    if (key === this.key) return;
+    this.key = key;
+    const entry = (style: string, text: string) => h('span', {}, h('i', { class: 'hvd-swatch', style }), ` ${text}`);
+    this.root.replaceChildren(
+      ...sorted.map(kind => entry(`background:${css(palette.kinds[kind])}`, t(KINDS[kind]))),
+      entry(`background:${css(palette.wait)}`, t('arrived, waits for others')),
+      entry(`background:${css(palette.late, 0.4)};border-top:3px solid ${css(palette.late)}`, t('others wait for this rank (▼ it comes)')),
+    );
+  }
+}
+
+const lines = () => [
+  [t('W S, + −, wheel'), t('zoom')],
+  [t('A D, ← →, drag'), t('move; with Shift, further')],
+  [t('Home End'), t('the beginning, the end')],
+  [t('F'), t('everything')],
+  [t('Space'), t('follow what happens, or stand still')],
+  [t('click'), t('one collective on all ranks')],
+  [t('↑ ↓'), t('another rank or host')],
+  [t('[ ]'), t('its previous and next collective')],
+  [t('X, click on a host'), t('collapse or open a host; Shift: all')],
+  [t('Shift + drag, M'), t('choose a stretch; choose what is in view')],
+  [t('click on a cell'), t('choose the time in which it ran')],
+  [t('Z'), t('zoom to what is chosen')],
+  [t('O'), t('go to the line of code')],
+  [t('G'), t('show or hide the charts')],
+  [t('/, Enter'), t('search, next match; Shift: previous')],
+  [t('Esc'), t('forget what is chosen')],
+];
+
+/** The keys, in a box that is hidden at first. */
+export function helpBox(): HTMLElement {
+  const list = h('dl', { class: 'hvd-help', hidden: '', role: 'note', 'aria-label': t('Keys') });
+  for (const [keys, what] of lines()) list.append(h('dt', {}, keys), h('dd', {}, what));
+  return list;
 }

@@ -28,7 +28,7 @@ interface Ends {
 
 const ENDS_KEY = Symbol.for('hvdlab.ends');
 
-/** Each widget's script is a module of its own, so what all of them know is kept by the page. */
+/** Each widget's script is a module of its own, so the page keeps their shared state. */
 function pageEnds(): Ends {
   const page = globalThis as { [ENDS_KEY]?: Ends };
   return (page[ENDS_KEY] ??= { ofSession: new WeakMap(), atFirst: new Map() });

@@ -1,10 +1,10 @@
-import type { Failure } from '../model/failures.ts';
 import { Liveness } from '../model/liveness.ts';
 import type { MembershipState } from '../model/membership.ts';
+import type { Failure } from '../model/store.ts';
+import type { Model } from '../model/stream.ts';
 import { MembershipView, type Wish } from '../view/membership.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
-import type { Model } from './stream.ts';
 
 interface Answer {
   type: string;

@@ -1,22 +1,22 @@
 import { Liveness } from '../model/liveness.ts';
 import { runs, Store } from '../model/store.ts';
+import { Stream, type Model } from '../model/stream.ts';
 import { Viewport } from '../model/viewport.ts';
 import { MetricsView } from '../view/metrics.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
-import { Stream, type Model } from './stream.ts';
 
 interface Shared {
   store: Store;
   view: Viewport;
-  /** What each view does when something has come. */
+  /** Handlers of the views for new data. */
   views: Set<() => void>;
   liveness: Liveness;
 }
 
 const shared = new WeakMap<Model, Shared>();
 
-/** What all views of one widget share; it outlives each of them. */
+/** State that all views of one widget share; it outlives each of them. */
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {

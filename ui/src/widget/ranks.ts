@@ -1,9 +1,9 @@
-import type { Failure } from '../model/failures.ts';
 import { Liveness } from '../model/liveness.ts';
+import type { Failure } from '../model/store.ts';
+import type { Model } from '../model/stream.ts';
 import { RanksView, type RankRow } from '../view/ranks.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
-import type { Model } from './stream.ts';
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const view = new RanksView(el);

@@ -1,13 +1,13 @@
 import { Liveness } from '../model/liveness.ts';
+import type { Model } from '../model/stream.ts';
 import { StripView, type StripState } from '../view/strip.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
-import type { Model } from './stream.ts';
 
 /**
  * Shows an output below all others of its cell, wherever it is among them; returns what undoes that.
  *
- * Text that is printed after the strip was made would else stand below it. Only the look changes: the notebook keeps the order.
+ * Otherwise text that is printed after the strip was made would stand below it. Only the look changes: the notebook keeps the order.
  */
 function keepLast(element: HTMLElement): () => void {
   let undo = () => undefined as void;

@@ -1,29 +1,27 @@
 import { bytes } from '../draw/format.ts';
 import { Liveness } from '../model/liveness.ts';
 import { runs, Store } from '../model/store.ts';
+import { Stream, type Model } from '../model/stream.ts';
 import { Viewport } from '../model/viewport.ts';
+import { t } from '../texts.ts';
 import { Charts } from '../view/charts.ts';
 import type { Actions } from '../view/options.ts';
-import { t } from '../view/texts.ts';
 import { Timeline } from '../view/timeline.ts';
-import { download } from './download.ts';
-import { canJump, jump } from './jump.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
-import { Stream, type Model } from './stream.ts';
 
 interface Shared {
   store: Store;
   view: Viewport;
   views: Set<Timeline>;
   liveness: Liveness;
-  /** Called once the kernel has said anything; `null` when it has. */
+  /** Called at the kernel's first message; `null` from then on. */
   waiting: Set<() => void> | null;
 }
 
 const shared = new WeakMap<Model, Shared>();
 
-/** What all views of one widget share; it outlives each of them. */
+/** State that all views of one widget share; it outlives each of them. */
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {
@@ -86,3 +84,40 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
 export default { initialize, render };
 /** For pages that have rows from elsewhere. */
 export { Charts, Store, Timeline, Viewport };
+
+/** Lets the reader keep a file. */
+export function download(name: string, content: DataView): void {
+  const url = URL.createObjectURL(new Blob([content as unknown as BlobPart], { type: 'application/octet-stream' }));
+  const link = document.createElement('a');
+  link.href = url;
+  link.download = name;
+  link.click();
+  // Not at once: the browser begins to read it after the click.
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+/** A site in a cell: its execution count and line. */
+export function cellOf(site: string): { cell: string; line: number } | null {
+  const found = site.match(/^cell (\[\d+\]) line (\d+)$/);
+  return found && { cell: found[1], line: Number(found[2]) };
+}
+
+/** Whether the page around a widget is a notebook whose cells it can show. */
+export function canJump(): boolean {
+  return document.querySelector('.jp-Notebook') !== null;
+}
+
+/** Brings a line of a cell of this page into sight and marks it for a moment; false if it is not in the page. */
+export function jump(site: string): boolean {
+  const at = cellOf(site);
+  if (!at) return false;
+  const prompts = [...document.querySelectorAll('.jp-Notebook .jp-InputPrompt')];
+  const prompt = prompts.find(one => one.textContent?.trim().startsWith(at.cell));
+  const cell = prompt?.closest('.jp-Cell');
+  const lines = cell?.querySelectorAll<HTMLElement>('.cm-line');
+  const line = lines?.[at.line - 1];
+  const still = matchMedia('(prefers-reduced-motion: reduce)').matches;
+  (line ?? cell)?.scrollIntoView({ block: 'center', behavior: still ? 'auto' : 'smooth' });
+  line?.animate([{ background: 'rgba(213, 94, 0, 0.45)' }, { background: 'transparent' }], { duration: 2500, easing: 'ease-in' });
+  return cell !== undefined && cell !== null;
+}

@@ -9,13 +9,13 @@ export interface Cell {
   ranks: number[];
 }
 
-/** What is drawn in a rank's lane. */
+/** Stretch that is drawn in a rank's lane. */
 const STRETCHES = new Set<Mark['kind']>(['paused', 'waiting']);
 /** The same label after this time (ns) is another cell: a kernel that was started again counts from one. */
 const APART = 1e9;
 
-/** Cells, and who joined and left, made of the store's marks when they are asked for and have changed. */
-export class Happenings {
+/** Cells, and ranks that joined and left, derived from the store's marks when these have changed. */
+export class TrackEvents {
   cells: Cell[] = [];
   /** Ranks that joined or left, generations of other ranks, and aborts, in order of time. */
   moments: Mark[] = [];
@@ -46,16 +46,16 @@ export class Happenings {
   }
 }
 
-/** What a timeline without rows shows at least of a cell, in ns. */
+/** Least stretch of a cell that a timeline without rows shows, in ns. */
 const LEAST_OF_CELL = 1e8;
 
 /**
- * The first and the last time of what a timeline shows; `null` before anything has happened.
+ * Return the first and the last time that a timeline shows; `null` before the first event.
  *
  * Rows and cells belong to it, and so do deaths and aborts up to `reach` (ns) after them: what happens to idle ranks later does not
  * push away what they did. A cell that runs and has no rows yet reaches to the last time at which anything was measured.
  */
-export function extentOf(store: Store, { cells, moments }: Happenings, reach: number): [begin: number, end: number] | null {
+export function extentOf(store: Store, { cells, moments }: TrackEvents, reach: number): [begin: number, end: number] | null {
   if (!store.count && !cells.length) return null;
   const begin = store.count ? store.begin : cells[0].begin;
   let end = store.count ? store.end : begin + LEAST_OF_CELL;
@@ -71,7 +71,7 @@ export function extentOf(store: Store, { cells, moments }: Happenings, reach: nu
 function cells(marks: readonly Mark[]): Cell[] {
   const newest = new Map<string, Cell>();
   const all: Cell[] = [];
-  // A rank's death ends its part; whether the cell fails by it is told by those that are left.
+  // A rank's death ends its part; the ranks that are left report whether the cell fails by it.
   const deaths = new Set(marks.filter(mark => mark.kind === 'left').map(mark => `${mark.rank} ${mark.begin}`));
   const isDeath = (mark: Mark) => mark.end !== null && deaths.has(`${mark.rank} ${mark.end}`);
   for (const mark of marks.filter(one => one.kind === 'cell').sort((a, b) => a.begin - b.begin)) {

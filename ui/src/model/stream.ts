@@ -1,10 +1,8 @@
-import type { Failure } from '../model/failures.ts';
-import type { MembershipState } from '../model/membership.ts';
-import type { RankRow } from '../model/ranks.ts';
-import { readPoints, type Definition } from '../model/series.ts';
-import { readRows, type Mark, type Store } from '../model/store.ts';
+import type { MembershipState } from './membership.ts';
+import { readPoints, type Definition } from './series.ts';
+import { readRows, type Failure, type RankRow, type Mark, type Store } from './store.ts';
 
-/** What anywidget hands to a widget's script, as far as it is used here. */
+/** Model that anywidget hands to a widget's script, as far as it is used here. */
 export interface Model {
   get(name: string): unknown;
   on(event: string, act: (...args: never[]) => void): void;
@@ -18,7 +16,7 @@ const MARKS_KEPT = 4000;
 
 interface Message {
   type: string;
-  /** Whoever has all rows before `after` has all before `from`, too: those between them exist no more. */
+  /** The kernel dropped the rows between `after` and `from`; a view with all rows below `after` misses none. */
   after: number;
   /** Number of the first row of this message. */
   from: number;
@@ -28,7 +26,7 @@ interface Message {
   /** Where each of the names is used: `cell [7] line 4`, or nothing if it is not known. */
   sites: string[];
   marks: [number, Mark][];
-  /** Whoever has rows before this number must forget them: somebody wanted that. */
+  /** The user cleared the rows below this number; views must drop them. */
   cleared: number;
   lost: number;
   clockErrors: [number, number][];
@@ -46,7 +44,7 @@ interface Message {
   failures?: Failure[];
 }
 
-/** Rows that come twice are taken once; the kernel sends them again as long as it has not heard from here. */
+/** Receiver of the kernel's rows. It drops repeated rows: the kernel repeats them until this page acknowledges. */
 export class Stream {
   private next = 0;
   private cleared = 0;
@@ -85,7 +83,7 @@ export class Stream {
     }
     const { from, count } = message;
     if (message.after > this.next || message.pointsFrom > store.series.next || message.seriesFrom > store.series.all.length) {
-      // Something was lost on the way: ask for it, once, and take it and what follows then.
+      // Rows were lost on the way. Ask for them once: the answer holds all rows that follow as well.
       if (!this.asked) this.hello();
       this.asked = true;
       return false;
@@ -107,7 +105,7 @@ export class Stream {
   }
 }
 
-/** What the typed arrays may lie in: it begins where they need it to. */
+/** Return a buffer that is aligned for the typed arrays. */
 function copied(view: DataView): ArrayBuffer {
   return view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength) as ArrayBuffer;
 }

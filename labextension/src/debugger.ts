@@ -3,9 +3,9 @@ import type { INotebookTracker } from '@jupyterlab/notebook';
 import type { Kernel, KernelMessage } from '@jupyterlab/services';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { Signal } from '@lumino/signaling';
-import type { Feed, Feeds } from './feed.ts';
+import type { KernelFeed, KernelFeeds } from './feed.ts';
 
-/** A debug request, and the event that tells of changes; the kernel's side is kernel_ext/notebook/debugger/multiplexer.py. */
+/** A debug request, and the event of its changes; the kernel's side is kernel_ext/notebook/debugger/multiplexer.py. */
 export const SCOPE = 'hvdlab/scope';
 export const ONE_RANK = 'hvdlab:debug-one-rank';
 
@@ -20,15 +20,15 @@ interface Scope {
 const NOBODY: Scope = { alone: false, rank: null, stoppedRanks: [] };
 
 /** Which ranks of the notebook in front have stopped in JupyterLab's debugger, and whom its buttons move. */
-export class Stopped {
-  readonly changed = new Signal<Stopped, void>(this);
+export class StoppedRanks {
+  readonly changed = new Signal<StoppedRanks, void>(this);
   private scope = NOBODY;
   private kernel: Kernel.IKernelConnection | null = null;
-  private feed: Feed | null = null;
+  private feed: KernelFeed | null = null;
   private readonly notebooks: INotebookTracker;
-  private readonly feeds: Feeds;
+  private readonly feeds: KernelFeeds;
 
-  constructor(notebooks: INotebookTracker, feeds: Feeds) {
+  constructor(notebooks: INotebookTracker, feeds: KernelFeeds) {
     this.notebooks = notebooks;
     this.feeds = feeds;
     notebooks.currentChanged.connect(this.look, this);
@@ -67,7 +67,7 @@ export class Stopped {
     void this.ask({});
   }
 
-  /** From the first answer on the kernel tells of changes by itself. */
+  /** From the first answer on the kernel sends changes by itself. */
   private async ask(choice: { alone?: boolean }): Promise<void> {
     const { kernel } = this;
     if (!kernel) return;
@@ -95,8 +95,8 @@ export class Stopped {
 }
 
 /** Adds the command, whose button is in the notebook's toolbar while a rank has stopped. */
-export function addOneRank(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: Feeds, trans: TranslationBundle): void {
-  const stopped = new Stopped(notebooks, feeds);
+export function addOneRank(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: KernelFeeds, trans: TranslationBundle): void {
+  const stopped = new StoppedRanks(notebooks, feeds);
   app.commands.addCommand(ONE_RANK, {
     label: ({ toolbar }) => (toolbar && stopped.rank !== null ? trans.__('Rank %1 Only', stopped.rank) : trans.__('Debug One Rank Only')),
     caption: () => (stopped.rank === null ? '' : trans.__('Step and continue move rank %1 only, not all that have stopped', stopped.rank)),

@@ -1,10 +1,34 @@
-import { type Kernel, KernelMessage } from '@jupyterlab/services';
 import type { JSONObject } from '@lumino/coreutils';
+import { KernelMessage, type Kernel } from '@jupyterlab/services';
+
+// Messages between kernel and page; the kernel's side is widgets/panel.py and magics/panel.py.
+
+export const TARGET = 'hvdlab';
+export const STREAM = 'hvdlab-stream';
+export const REQUESTS = 'hvdlab-requests';
+
+/** The pool of the notebook, whichever that is. */
+export const OWN = '';
+
+/** A pool that a notebook can show. */
+export interface Pool extends JSONObject {
+  id: string;
+  kind: 'own' | 'variable' | 'kept';
+  name: string;
+  size: number;
+}
+
+/** What comes from the kernel, by `type`. */
+export type FromKernel =
+  | { type: 'here'; protocol: number }
+  | { type: 'nothing'; pool: string; text?: string }
+  | { type: 'rows'; pool: string; recording: string }
+  | ({ type: 'answer'; request: string | null; error?: string } & JSONObject);
 
 const PATIENCE = 6000; // ms; the page itself waits 3 s for the word of a kernel that is busy
 
 /** Says things to a kernel so that they arrive also while a cell runs, where the kernel can do that. */
-export class Wire {
+export class SubshellChannel {
   private subshell: Promise<string | null> | null = null;
   private readonly kernel: Kernel.IKernelConnection;
 
@@ -40,7 +64,7 @@ export class Wire {
   /** A subshell that an earlier page of this tab made, or a new one; `null` if the kernel has none. */
   private async open(): Promise<string | null> {
     const { kernel } = this;
-    // A busy kernel does not tell what it can do: then it is tried, over the channel that is never busy.
+    // A busy kernel does not report its features: try a subshell over the control channel, which is never busy.
     const idle = kernel.status === 'idle';
     if (idle && !(await kernel.info).supported_features?.includes('kernel subshells')) return null;
     if (!idle && (await kernel.spec)?.language !== 'python') return null;

@@ -5,9 +5,8 @@ import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { bytes } from '../../ui/src/draw/format.ts';
 import { PERFETTO } from '../../ui/src/view/options.ts';
-import type { Feed, Feeds } from './feed.ts';
-import { jumpToCell, parseSite } from './jump.ts';
-import type { Host } from './panel.ts';
+import type { KernelFeed, KernelFeeds } from './feed.ts';
+import type { LabServices } from './panel.ts';
 import type { Settings } from './settings.ts';
 
 const SAVE_WITHIN = 180_000; // ms; a million spans take half a minute
@@ -32,8 +31,8 @@ function progress(message: string): { ended(): Promise<string | null> } {
   };
 }
 
-/** What JupyterLab does for a panel. */
-export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: Feeds, options: Settings, trans: TranslationBundle): Host {
+/** Return the services of JupyterLab for a panel. */
+export function makeLabServices(app: JupyterFrontEnd, notebooks: INotebookTracker, feeds: KernelFeeds, options: Settings, trans: TranslationBundle): LabServices {
   /** A path beside a notebook, as the server's contents have it. */
   const beside = (notebook: NotebookPanel, path: string) => PathExt.join(PathExt.dirname(notebook.context.path), path);
 
@@ -55,7 +54,7 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
     if (commands.hasCommand('fileeditor:go-to-line')) await commands.execute('fileeditor:go-to-line', { line: place.line });
   }
 
-  async function save(notebook: NotebookPanel, feed: Feed, pool: string): Promise<void> {
+  async function save(notebook: NotebookPanel, feed: KernelFeed, pool: string): Promise<void> {
     const saving = progress(trans.__('Saving the timeline…'));
     try {
       const { name, size } = (await feed.ask({ type: 'save', pool }, SAVE_WITHIN)) as { name: string; size: number };
@@ -83,4 +82,55 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
   }
 
   return { feeds, notebooks, options, trans, open, save };
+}
+
+/** `cell [7] line 4`, as the kernel writes where a collective was asked for. */
+const CELL = /^cell \[(\d+)\](?: line (\d+))?/;
+/** `train.py:33`. */
+const FILE = /^(.+):(\d+)$/;
+
+export interface Place {
+  cell?: number;
+  file?: string;
+  line: number;
+}
+
+export function parseSite(site: string): Place | null {
+  const cell = site.match(CELL);
+  if (cell) return { cell: Number(cell[1]), line: Number(cell[2] ?? 1) };
+  const file = site.match(FILE);
+  return file ? { file: file[1], line: Number(file[2]) } : null;
+}
+
+/** Which cell was run as this number; -1 if there is none. `source` is what was run then, if that is known. */
+function findCell(notebook: NotebookPanel, number: number, source: string | undefined): number {
+  const cells = notebook.content.model?.cells;
+  let same = -1;
+  for (let i = 0; cells && i < cells.length; i++) {
+    const model = cells.get(i);
+    if (model.type !== 'code') continue;
+    if ((model as { executionCount?: number | null }).executionCount === number) return i;
+    if (source !== undefined && model.sharedModel.source === source) same = i;
+  }
+  return same;
+}
+
+/** Puts the cursor on a line of the cell that was run as this number. Returns whether there is such a cell. */
+export async function jumpToCell(notebook: NotebookPanel, number: number, line: number, source?: string): Promise<boolean> {
+  const { content } = notebook;
+  const found = findCell(notebook, number, source);
+  if (found < 0) return false;
+  content.activeCellIndex = found;
+  content.mode = 'edit';
+  const cell = content.widgets[found];
+  await content.scrollToItem(found, 'smart');
+  await cell.ready;
+  const { editor } = cell;
+  if (editor) {
+    const row = Math.min(Math.max(0, line - 1), editor.lineCount - 1);
+    editor.setCursorPosition({ line: row, column: 0 });
+    editor.revealPosition({ line: row, column: 0 });
+    editor.focus();
+  }
+  return true;
 }

@@ -75,6 +75,15 @@ def test_a_job_without_a_tenant_ends_after_its_time(tenancy: Tenancy) -> None:
     assert tenancy.handle(LeaseTick(), 20.0 + UNUSED) == [Abandoned()]
 
 
+def test_the_process_that_starts_a_job_has_the_length_of_a_lease_to_come() -> None:
+    """Its first claim may come later than a job that is to end soon without a tenant would wait."""
+    tenancy = Tenancy(LEASE, 1.0, 0.0)
+    assert tenancy.next_at == LEASE
+    assert tenancy.handle(Claimed(ONE), LEASE - 1) == [Admitted(1)]
+    assert tenancy.handle(LeaseReleased(1), LEASE) == [Vacant()]
+    assert tenancy.next_at == LEASE + 1.0
+
+
 def test_a_tenant_is_shown_without_what_its_texts_could_do_to_a_terminal() -> None:
     assert str(ONE) == "process 7 on a in /work"
     assert "\x1b" not in str(Tenant(7, 70, "a\x1b[2J#1", "/work\x1b[2J"))

@@ -101,7 +101,8 @@ class Tenancy:
 
     Args:
         lease: Seconds without a sign of life after which a tenancy is over.
-        unused_for: Seconds without a tenant after which the job ends.
+        unused_for: Seconds without a tenant after which the job ends. The first tenant has at least the length of a lease to
+            come: the process that starts a job may be slow.
         now: The time, as in all events.
 
     Attributes:
@@ -120,7 +121,9 @@ class Tenancy:
     @property
     def next_at(self) -> float:
         """When :class:`LeaseTick` has an effect, unless something happens before."""
-        return self._since + (self._lease if self.tenant is not None else self._unused_for)
+        if self.tenant is not None:
+            return self._since + self._lease
+        return self._since + (self._unused_for if self._number else max(self._lease, self._unused_for))
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What follows from an event."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,13 +49,16 @@ while hvd.allreduce(np.float64(not os.path.exists('end')), name='goes on') > 0:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LabPage]:
+def lab(tmp_path: Path) -> Iterator[LabPage]:
     notebook = new_notebook(
         cells=[new_code_cell(source) for source in CELLS],
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
     )
     with lab_page(tmp_path, notebook, height=1500) as page:
         yield page
+    # A test that failed has left the pool, which outlives its kernel.
+    stop = "from hvdlab.runner.cli import main; main(['pools', 'stop', 'night'])"
+    subprocess.run([sys.executable, "-c", stop], capture_output=True, check=False)
 
 
 def restart(lab: LabPage) -> None:
@@ -86,7 +91,7 @@ def test_a_restart_from_the_menu_leaves_the_training_of_a_kept_pool_running(
     assert "interrupted" not in attached
     lab.page.wait_for_function(
         "selector => /running \\[\\d+\\] of the notebook before/.test(document.querySelector(selector)?.innerText)",
-        arg=".hvd-ranks .hvd-status",
+        arg=".jp-HvdlabStatus .jp-StatusBar-TextItem",
         timeout=WAIT_MS,
     )
     (tmp_path / "work" / "end").touch()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
@@ -28,7 +29,7 @@ WAIT_MS = 180_000
 LOAD, START, VIEW, TRAIN, ATTACH, AFTER, STOP = range(7)
 
 CELLS = [
-    "%load_ext hvdlab\nimport hvdlab",
+    "import os\nos.environ['XDG_RUNTIME_DIR'] = open('runtime').read()\n%load_ext hvdlab\nimport hvdlab",
     "%hvd_pool start 2 --keep night",
     "hvdlab.ranks()",
     """\
@@ -49,16 +50,25 @@ while hvd.allreduce(np.float64(not os.path.exists('end')), name='goes on') > 0:
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[LabPage]:
+def runtime() -> Iterator[str]:
+    """A directory for the registry of kept pools, apart from those of other tests. Names of sockets may have 107 characters."""
+    with TemporaryDirectory(prefix="hvd-t-") as directory:
+        yield directory
+        # A test that failed has left the pool, which outlives its kernel.
+        stop = "from hvdlab.runner.cli import main; main(['pools', 'stop', 'night'])"
+        environ = {**os.environ, "XDG_RUNTIME_DIR": directory}
+        subprocess.run([sys.executable, "-c", stop], env=environ, capture_output=True, check=False)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, runtime: str) -> Iterator[LabPage]:
     notebook = new_notebook(
         cells=[new_code_cell(source) for source in CELLS],
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
     )
     with lab_page(tmp_path, notebook, height=1500) as page:
+        (tmp_path / "work" / "runtime").write_text(runtime)
         yield page
-    # A test that failed has left the pool, which outlives its kernel.
-    stop = "from hvdlab.runner.cli import main; main(['pools', 'stop', 'night'])"
-    subprocess.run([sys.executable, "-c", stop], capture_output=True, check=False)
 
 
 def restart(lab: LabPage) -> None:

@@ -15,7 +15,7 @@ def press_ctrl_c() -> None:
 
 
 def when_this_thread_waits(
-    action: Callable[[], None], functions: frozenset[str] = frozenset({"lead", "_wait_long"})
+    action: Callable[[], None], functions: frozenset[str] = frozenset({"wait_and_execute", "_wait_long"})
 ) -> threading.Thread:
     """Do this as soon as the calling thread is in one of these functions, in which it waits, and not before."""
     waiting = threading.get_ident()

@@ -98,6 +98,7 @@ class OutputQueue:
         self._entries: deque[_Entry] = deque()
         self._late: deque[tuple[str, _Entry]] = deque()  # written after the end of these cells
         self._late_queued = 0  # bytes in _late
+        self._late_leaving = 0  # bytes that were in _late and are not in the log's total yet
         self._late_taken = 0  # of those that were sent, what the pool has taken
         self._over = False  # the end of the current cell is on its way: what is written now comes after it
         self._queued = 0  # bytes in _entries
@@ -307,7 +308,7 @@ class OutputQueue:
 
     def _late_ahead(self) -> int:
         """Bytes that were written after the ends of cells and that the pool has not taken. The caller holds the lock."""
-        return self._late_queued + self.sent.late_total - self._late_taken
+        return self._late_queued + self._late_leaving + self.sent.late_total - self._late_taken
 
     def _await_room(self, size: int) -> None:
         self._urgent = True
@@ -359,13 +360,28 @@ class OutputQueue:
     def _send_late(self) -> None:
         with self._lock:
             late, self._late, self._late_queued = self._late, deque(), 0
-        while late:
-            cell, size, entries = late[0][0], 0, list[_Entry]()
-            while late and late[0][0] == cell and size < MESSAGE:
-                _, entry = late.popleft()
-                size += entry[2]
-                entries.append(entry)
-            self.sent.late(cell, _merged(entries), size)
+            leaving = sum(entry[2] for _, entry in late)
+            # Counted until the log counts it: a writer would take the bytes on their way for room.
+            self._late_leaving += leaving
+        try:
+            while late:
+                cell, size, entries = late[0][0], 0, list[_Entry]()
+                while late and late[0][0] == cell and size < MESSAGE:
+                    _, entry = late.popleft()
+                    size += entry[2]
+                    entries.append(entry)
+                self.sent.late(cell, _merged(entries), size)
+                leaving -= size
+                self._late_left(size)
+        finally:
+            self._late_left(leaving)
+
+    def _late_left(self, size: int) -> None:
+        """Stop counting bytes that the log counts now, or that an interrupt lost."""
+        with self._lock:
+            self._late_leaving -= size
+            # Until here they were counted twice, which may have made a writer wait.
+            self._room.notify_all()
 
     def _drain_fds(self) -> None:
         fds = self._fds

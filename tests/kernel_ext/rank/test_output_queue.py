@@ -321,6 +321,34 @@ def test_a_task_that_waits_for_room_gets_it_while_its_rank_leaves(rank: Rank) ->
     rank.play(script)
 
 
+def test_late_output_on_its_way_leaves_no_room_for_more() -> None:
+    arrived, go_on = threading.Event(), threading.Event()
+    totals: list[int] = []
+
+    def post(topic: str, body: bytes) -> None:
+        mail = codec.decode_to_pool(body)
+        if isinstance(mail, Late):
+            totals.append(mail.total)
+            arrived.set()
+            assert go_on.wait(PATIENCE)
+
+    capture = OutputQueue(post)
+    capture.begin_cell("cell")
+    capture.finish(CellDone("cell", None, 0.0))
+    for _ in range(WINDOW // PIECE):
+        capture.write("stdout", "x" * PIECE)
+    sender = threading.Thread(target=capture.flush)
+    sender.start()
+    assert arrived.wait(PATIENCE)
+    # One message is in the log's total, the others are on their way.
+    assert capture._late_ahead() >= WINDOW
+    go_on.set()
+    sender.join(PATIENCE)
+    assert totals[-1] == capture._late_ahead() == WINDOW
+    capture.start()
+    capture.close()
+
+
 def test_late_credit_that_was_for_a_former_process_is_ignored(capture: OutputQueue) -> None:
     capture.credit_late(1 << 40)
     assert capture._late_taken == 0

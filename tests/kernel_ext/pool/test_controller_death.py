@@ -105,7 +105,8 @@ def test_cells_go_on_without_the_controller_and_the_next_use_starts_another(star
         assert not earlier & set(ports_of(pool).values())
         client = pool.cluster.connect_client_sync()
         client.wait_for_engines(2, timeout=WITHIN)
-        client[:].execute("y = 1; print(before)", block=True)
+        # Not block=True: that also waits for the output, for ever if this new client's subscription comes after it.
+        client[:].execute("y = 1; print(before)").get(timeout=WITHIN)
         assert client[:].apply_sync(eval, "id(x) == before and y == 1") == [True, True]
         client.close()
         zmq.Context.instance().destroy(linger=0)

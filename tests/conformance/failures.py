@@ -115,14 +115,21 @@ def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, cou
             select.select([fd], [], [])
             os.close(fd)
         actor.abort()
+        # An engine that had nothing in flight just then goes on without the victim, and waits for members that have ended this.
+        while not ended.wait(0.1):
+            actor.abort()
 
     def operations() -> None:
         while True:
             start(actor, what, count)
 
+    ended = threading.Event()
     with helper(die if actor.index == victim else hear):
-        # A plane of connections may notice by itself that one is lost.
-        is_aborted(operations, PlaneBroken)
+        try:
+            # A plane of connections may notice by itself that one is lost.
+            is_aborted(operations, PlaneBroken)
+        finally:
+            ended.set()
 
 
 def is_aborted(operation: Callable[[], None], *errors: type[Exception]) -> None:

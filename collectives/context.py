@@ -22,7 +22,7 @@ Companion = TypeVar("Companion")
 
 
 class _Context:
-    """What ``init()`` made. ``shutdown()`` closes an engine that ``init()`` made; an adopted one belongs to the pool."""
+    """Engine of this process, and whether ``init()`` made it: ``shutdown()`` closes only such a one. An adopted one belongs to the pool."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -13,7 +13,7 @@ from hvdlab.collectives.system import LOOPBACK, address_towards, chosen_address
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What the environments of all ranks of a job have in common.
+    """Part of the environment that is the same for all ranks of a job.
 
     Attributes:
         coordinator: Address of the coordinator, ``unix:/path`` or ``tls:host:port``.

@@ -189,7 +189,7 @@ class CollectiveError(HvdlabError):
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """What some ranks asked for under one name.
+    """Request that some ranks agree on, one of several under one name.
 
     Attributes:
         ranks: The ranks that agree with each other.
@@ -256,7 +256,7 @@ class CauseKind(StrEnum):
 
     @property
     def advice(self) -> str:
-        """What was probably meant, and what to do; empty if that depends on what the cause's text says."""
+        """Advice on the likely mistake and its remedy; empty if the cause's text decides that."""
         return _ADVICE[self]
 
 

@@ -36,7 +36,7 @@ class Failure:
 
 
 class Failures:
-    """What has failed so far: the last failure of each thing. Any thread.
+    """Failures so far, the last one of each thing. Any thread.
 
     A failure stays also when the same thing works again, since what was missed in between is still missing.
 

@@ -1,4 +1,4 @@
-"""What ranks write to the logger ``hvdlab``: membership, planes and aborts, at level INFO."""
+"""Lines of ranks in the logger ``hvdlab``: membership, planes and aborts, at level INFO."""
 
 from __future__ import annotations
 

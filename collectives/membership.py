@@ -1,4 +1,4 @@
-"""What a client knows of the ranks: which live, which have died, and which collectives wait."""
+"""Membership as a client knows it: which ranks live, which have died, and which collectives wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client's owner does when its connection to the coordinator is lost: go on with it, or with a successor.
+"""Recovery of a client's lost connection to the coordinator: to the same one, or to a successor.
 
 A connection may be lost although its coordinator lives: the client was too slow to read, or could not decode what came. Such
 a coordinator has the world, the history and the cells, so the client connects to it again. Only a coordinator that has ended, is
@@ -32,7 +32,7 @@ Cells = Mapping[str, Sequence[int]]
 
 
 class Coordinator(Protocol):
-    """What :class:`Recovery` needs of the coordinator's process."""
+    """Coordinator's process, as far as :class:`Recovery` uses it."""
 
     @property
     def pid(self) -> int:
@@ -48,7 +48,7 @@ class Coordinator(Protocol):
 
 
 class Connection(Protocol):
-    """What :class:`Recovery` needs of the client."""
+    """Client's connection, as far as :class:`Recovery` uses it."""
 
     def reconnect(self, cells: Cells | None = ..., timeout: float = ..., *, process: int = ...) -> Membership:
         """As :meth:`Client.reconnect`."""

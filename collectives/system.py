@@ -257,7 +257,7 @@ def create_private(path: Path, text: str) -> None:
 
     Raises:
         FileExistsError: There is something of that name.
-        OSError: As :func:`open_own` does, or the file can't be written.
+        OSError: As :func:`open_own_directory` does, or the file can't be written.
     """
     directory = open_own_directory(path.parent)
     try:

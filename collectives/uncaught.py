@@ -20,7 +20,7 @@ OUR_FILES = f"{Path(__file__).parents[1]}/"
 
 
 class Uncaught(msgspec.Struct, frozen=True):
-    """What ended a rank's program.
+    """Exception that ended a rank's program.
 
     Attributes:
         error: One line, such as ``ValueError: boom``.

@@ -61,7 +61,7 @@ class BackgroundSink:
 
 
 class BackgroundCell:
-    """What ``%%hvd_run --background`` returns; the output goes on to the notebook's cell that started it."""
+    """Cell of ``%%hvd_run --background``; its output goes on to the notebook's cell that started it."""
 
     def __init__(self, run: RunningCell, shell: InteractiveShell, name: str | None, label: str) -> None:
         self._run, self._shell, self._name, self._label = run, shell, name, label

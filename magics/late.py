@@ -1,4 +1,4 @@
-"""What threads, tasks and subprocesses of ranks write after the end of their cell, shown under that cell."""
+"""Output of threads, tasks and subprocesses of ranks after the end of their cell, shown under that cell."""
 
 from __future__ import annotations
 

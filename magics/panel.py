@@ -32,7 +32,7 @@ Content = Mapping[str, Any]
 
 
 class PanelComms:
-    """What a page talks to. It costs next to nothing until a page does.
+    """Comms for pages of JupyterLab. They cost next to nothing until a page opens one.
 
     Args:
         session: The notebook's session.

@@ -1,4 +1,4 @@
-"""What one notebook has: at most one pool, and what unloading the extension has to undo."""
+"""Session of one notebook: at most one pool, and the steps that unloading the extension has to undo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel whose cells run on all ranks needs of the magics."""
+"""Bridge from the magics to the kernel whose cells run on all ranks."""
 
 from __future__ import annotations
 

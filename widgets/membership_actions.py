@@ -15,7 +15,7 @@ LOST = "lost"
 
 
 class ChangeablePool(Protocol):
-    """What shows and changes the ranks that there are; :class:`hvdlab.kernel_ext.notebook.pool.Pool` is one."""
+    """Pool whose ranks can be shown and changed; :class:`hvdlab.kernel_ext.notebook.pool.Pool` is one."""
 
     @property
     def replaceable(self) -> bool: ...

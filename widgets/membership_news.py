@@ -15,7 +15,7 @@ INTERVAL = 0.5
 
 
 class MembershipNews:
-    """What a view of a pool's ranks shows, whenever that has changed.
+    """Messages to a view of a pool's ranks, whenever these have changed.
 
     Args:
         pool: The pool.

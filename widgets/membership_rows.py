@@ -51,7 +51,7 @@ class Bounds(Protocol):
 
 
 class MembershipState(Protocol):
-    """What a pool knows of its ranks; :class:`hvdlab.kernel_ext.notebook.membership_history.ElasticState` says what each part is."""
+    """State of a pool's ranks; :class:`hvdlab.kernel_ext.notebook.membership_history.ElasticState` describes each part."""
 
     @property
     def generation(self) -> int: ...

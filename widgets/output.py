@@ -59,12 +59,12 @@ class Output:
 
 
 def text_of(failures: tuple[Failure, ...]) -> str:
-    """What has failed, as lines under a view's text; empty if nothing has."""
+    """Return the failures as lines under a view's text; empty if there are none."""
     return "".join(f"\n{failure}" for failure in failures)
 
 
 def html_of(failures: tuple[Failure, ...]) -> str:
-    """What has failed, for the end of a view's picture; empty if nothing has."""
+    """Return the failures for the end of a view's picture; empty if there are none."""
     lines = "".join(
         f"<details><summary>{html.escape(str(one))}</summary><pre>{html.escape(one.trace)}</pre></details>"
         for one in failures

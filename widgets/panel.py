@@ -1,4 +1,4 @@
-"""What the panel in JupyterLab gets: rows and news of a pool, for as long as a page asks for them.
+"""Feed of the panel in JupyterLab: rows and news of a pool, for as long as a page asks for them.
 
 A page says what it wants and repeats that every now and then; one that falls silent gets nothing any more, since a page that
 is closed does not say goodbye. Everything goes out over one comm and comes in over another.
@@ -34,7 +34,7 @@ LONG_LEASE = 3600.0
 
 
 class Desk(Protocol):
-    """What a panel can ask its notebook. Any thread; raises ``HvdlabError`` or ``OSError`` with a sentence for users."""
+    """Requests of a panel to its notebook. Any thread; raises ``HvdlabError`` or ``OSError`` with a sentence for users."""
 
     def recording(self, pool: str) -> Recording | None:
         """The recording of a pool; ``None`` if there are no ranks now."""

@@ -76,7 +76,7 @@ def _lane(rank: int, rows: Rows, late: NDArray[np.float64], edges: NDArray[np.fl
 
 
 def _covered(begin: NDArray[Any], end: NDArray[Any], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What share of each column the union of intervals covers."""
+    """Return the share of each column that the union of intervals covers."""
     if not len(begin):
         return np.zeros(len(edges) - 1)
     order = np.argsort(begin, kind="stable")

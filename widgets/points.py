@@ -29,7 +29,7 @@ def pack_points(points: Points, origin_ns: int, first: int) -> bytes:
 
 
 class SeriesNews:
-    """What one view has not got of the series yet; each message of the publisher takes some of it along.
+    """Points of the series that one view has not got yet; each message of the publisher takes some of them along.
 
     A message has all points from the number ``pointsFrom`` to below ``pointsTo``, except those that were dropped to make
     room. A view that gets a message which begins behind what it has, has missed something.

@@ -206,7 +206,7 @@ class Publisher:
             self._send_rows(news, 0)
 
     def _news(self, last: bool = False) -> dict[str, Any]:
-        """What is new about the ranks and about failures, as much of it as can be found out."""
+        """Return news of the ranks and of failures, as much of it as can be found out."""
         news: dict[str, Any] = {}
         with self.failures.guard("the table of ranks"):
             news |= self._ranks.take(last)

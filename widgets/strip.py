@@ -154,7 +154,7 @@ class StripWidget(anywidget.AnyWidget):
         return tuple(rank for rank in self._ranks if rank in there) if there else self._ranks
 
     def _bare_state(self, stalled: str) -> dict[str, Any]:
-        """What is known of the cell without the recording, and the failures that were in the way of reading that."""
+        """Return the state of the cell without the recording, and the failures that were in the way of reading that."""
         count = _count(len(self._present()), "rank")
         return {
             "ranks": [],

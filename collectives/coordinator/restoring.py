@@ -24,7 +24,7 @@ REMEMBERED = 4096
 
 
 class Restoring:
-    """What ranks and the client have told so far.
+    """Facts from ranks and the client so far, of which a successor restores its world.
 
     Args:
         generation: How many coordinators have died before this one.

@@ -1,4 +1,4 @@
-"""What a rank keeps for the case that the coordinator dies: the facts that only ranks can tell its successor. No I/O."""
+"""Facts that a rank keeps for a successor of the coordinator, as only ranks know them. No I/O."""
 
 from __future__ import annotations
 

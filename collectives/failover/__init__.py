@@ -1,1 +1,1 @@
-"""What takes over when the coordinator ends."""
+"""Failover: successors of a coordinator that has ended."""

@@ -287,7 +287,7 @@ class DistSyncStore(KVStore):
             self._write(targets, ignore_sparse=True)
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values by what is pushed. Every worker calls it with the same arguments, before :meth:`init`.
+        """Let this optimizer update the stored values from the pushed gradients. Every worker calls it with the same arguments, before :meth:`init`.
 
         The store copies the optimizer: later changes of it have no effect.
 

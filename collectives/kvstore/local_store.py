@@ -710,7 +710,7 @@ class GradientCompression:
         return cls(texts["type"], threshold)
 
     def quantize(self, gradient: Floats, residual: Floats, out: Floats) -> None:
-        """Write to ``out`` what is sent of a gradient, and keep the rest.
+        """Compress a gradient: write the part to send to ``out``, and keep the rest for the next one.
 
         Args:
             gradient: The gradient, flat and contiguous, float32.

@@ -58,7 +58,7 @@ def _constant_of(value: float, kind: Any) -> Any:
 
 
 def _blocks(*arrays: Array | None) -> Iterator[tuple[Any, ...]]:
-    """Yield parts of arrays of one shape that fit the cache together with what is computed from them; ``None`` stays."""
+    """Yield slices of arrays of one shape, so small that they and the results computed from them fit the cache. ``None`` stays."""
     flat = [array if array is None or not array.flags.c_contiguous else array.reshape(-1) for array in arrays]
     if any(array is not None and array.ndim != 1 for array in flat):
         yield arrays  # a copy of one that is not contiguous could not be written to

@@ -562,7 +562,7 @@ class ServerStore(KVStore):
     # -- updates by an optimizer --------------------------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values by what is pushed, on the servers. Every worker calls it with the same arguments.
+        """Let this optimizer update the stored values from the pushed gradients, on the servers. Every worker calls it with the same arguments.
 
         The optimizer travels as its name and its numbers, never as code, and so does its scheduler of the learning rate. Later changes
         of it have no effect here: use :meth:`set_learning_rate`.

@@ -40,7 +40,7 @@ MOST_AT_ONCE = 1_000
 INTERVAL = 1.0
 EXIT_WITHIN = 5.0
 FINAL_AFTER = 3.0
-"""Seconds after which what is derived from spans, second by second, counts as final: late spans may still change it."""
+"""Seconds after which a point derived from the spans of one second counts as final; until then late spans may change it."""
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ class RecordingExport(Export):
         self._reader.start()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Hand over what is there by now, close the exporter and end the threads. Idempotent.
+        """Export the points recorded so far, close the exporter and end the threads. Idempotent.
 
         Returns:
             Whether that was done within ``timeout`` seconds; otherwise it goes on.

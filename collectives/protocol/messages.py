@@ -30,7 +30,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class Signature(Record, frozen=True):
-    """What ranks must agree on for one name.
+    """Properties that all ranks must ask for under one name.
 
     For allgather and alltoall ``shape`` leaves out the first dimension, which may differ between ranks and travels
     with each announcement.
@@ -181,7 +181,7 @@ class Mail(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """What a rank of a coordinator that died tells the successor, before anything else.
+    """First message of a rank to the successor of a coordinator that died.
 
     ``sets`` are the world (0, if it was formed) and the process sets that were added, ``alive`` the ranks that lived as far
     as this rank knows. ``last_set`` is the highest id of a set that it has seen. ``adding`` and ``removing`` are additions (their
@@ -399,7 +399,7 @@ class Subscribe(Message, frozen=True):
 
 
 class Recall(Message, frozen=True):
-    """What a client that has lost its coordinator tells the successor, or the same one again, before anything else.
+    """First message of a client that has lost its coordinator, to the successor or to the same one.
 
     ``members`` lived and ``deaths`` had happened as far as the client knows; ``cells`` run, each on these ranks. ``released``
     are ranks to be let go where elastic training lets the world change, as by :class:`Release`.

@@ -53,7 +53,7 @@ class PoolProgram(FrameworkPreloads):
         return crash_ring.make_area()
 
     def read_area(self, area: int, stdout: bytes, stderr: bytes) -> bytes | None:
-        """What an ended rank wrote in its last cell and may not have sent, for :func:`decode_left`."""
+        """Return output of an ended rank's last cell that it may not have sent, for :func:`decode_left`."""
         found = crash_ring.read(area)
         if found is None:
             return None
@@ -82,5 +82,5 @@ PROGRAM = PoolProgram()
 
 
 def decode_left(left: bytes) -> CrashOutput:
-    """What :meth:`PoolProgram.read_area` has read."""
+    """Return the output and the cell's end that :meth:`PoolProgram.read_area` has read."""
     return _left.decode(left)

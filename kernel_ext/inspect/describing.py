@@ -32,7 +32,7 @@ REPR_WITHIN = 0.5
 
 
 def describe(value: Any) -> list[str]:
-    """What a value is in one line, then more about it."""
+    """Return a line on a value, then more about it."""
     if (source := array_source(value)) is not None:
         return _array(type_name(type(value)), source)
     if is_scalar(value):

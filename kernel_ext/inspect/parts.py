@@ -1,4 +1,4 @@
-"""What a value consists of: its parts, each with the step that leads to it.
+"""Parts of a value, each with the step that leads to it.
 
 A value's parts are everything in which two such values could differ. What can't be had (the inside of a C extension's object
 that pickle does not get either) is a part, too: one that is :class:`Unknown`.
@@ -71,7 +71,7 @@ class Long:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """What an object of this type has inside of a C extension, which can't be had."""
+    """Hidden state of an object of this type, inside of a C extension."""
 
     kind: type
 
@@ -204,7 +204,7 @@ def _own_slots(cls: type) -> Iterable[str]:
 
 
 def _added(value: Any) -> Iterable[Part]:
-    """What a class that is derived from a built-in one adds to a value."""
+    """Return the attributes that a class derived from a built-in one adds to a value."""
     return () if type(value) in _COMPLETE else attributes(value) or ()
 
 

@@ -105,7 +105,7 @@ def _of_function(value: Any) -> tuple[bytes, str]:
 
 
 def _of_code(code: types.CodeType) -> tuple[bytes, str]:
-    """What code does; not where it is written, so that a line above it makes no difference."""
+    """Return the instructions, constants and names of code, without its place: a line above it makes no difference."""
     shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     parts = [code.co_code, code.co_exceptiontable, repr((shape, names)).encode("utf-8", "surrogatepass")]

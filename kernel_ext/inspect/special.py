@@ -1,4 +1,4 @@
-"""What ranks have besides their variables: states of random numbers, versions and settings."""
+"""State of ranks besides their variables: random numbers, versions and settings."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PYTHON = Option("python", "interpreter of the ranks (default: python3 of the PAT
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest(LaunchRequest):
-    """What a launcher needs to start the ranks of a pool.
+    """Request to start the ranks of a pool.
 
     Attributes:
         companion: Has the ipyparallel cluster of the pool.
@@ -75,7 +75,7 @@ class EngineSetLauncher:
         return True
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> EngineSetStarter:
-        """What starts the ranks of a pool. Raises ``InvalidRequestError`` if the request is not for a pool."""
+        """Return the starter of a pool's ranks. Raises ``InvalidRequestError`` if the request is not for a pool."""
         if not isinstance(request, PoolRequest) or request.companion is None:
             raise InvalidRequestError(f"the launcher `{self.name}` starts ranks of notebooks only.")
         return EngineSetStarter(self.name, request, request.companion, ranks)

@@ -419,7 +419,7 @@ class PoolParts:
     # -- what each part reports to the others ---------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """What the starter reports of a rank. Any thread."""
+        """Handle the starter's report of a rank. Any thread."""
         if isinstance(event, Waiting):
             self.group.waits(event.text)
             return
@@ -600,7 +600,7 @@ class PoolParts:
             self._news.append(text)
 
     def news(self) -> list[str]:
-        """What :meth:`tell` could not show, since no cell ran. Each text is returned once."""
+        """Return the texts that :meth:`tell` could not show, since no cell ran. Each is returned once."""
         news, self._news = self._news, []
         return news
 

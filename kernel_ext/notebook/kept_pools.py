@@ -455,7 +455,7 @@ class LauncherKeptPool:
 
     @property
     def world(self) -> World:
-        """What its ranks know of it."""
+        """Return the part of its environment that is the same for all ranks."""
         return self._job.access.world
 
     @property
@@ -510,7 +510,7 @@ class LauncherKeptPool:
         return base
 
     def starter(self) -> Starter:
-        """What starts and ends its ranks."""
+        """Return the starter that starts and ends its ranks."""
         return self._job.starter()
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:

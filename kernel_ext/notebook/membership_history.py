@@ -120,7 +120,7 @@ class MembershipHistory:
 
 @dataclass(frozen=True, slots=True)
 class ElasticState:
-    """What :meth:`hvdlab.kernel_ext.notebook.pool.Pool.elastic` returns.
+    """State of elastic training in a pool, from :meth:`hvdlab.kernel_ext.notebook.pool.Pool.elastic`.
 
     Attributes:
         generation: How often the world was made anew, by a rank that came or went, or after a failure.

@@ -248,7 +248,7 @@ class Pool:
 
     @property
     def transcripts(self) -> TranscriptStore:
-        """What the cells of this pool wrote."""
+        """Return the output of this pool's cells."""
         return self._base.transcripts
 
     @property
@@ -258,7 +258,7 @@ class Pool:
         return self._base.companion.cluster
 
     def status(self) -> list[RankStatus]:
-        """What each rank is doing, whether or not it runs a cell. Takes a second at most."""
+        """Return the status of each rank, whether or not it runs a cell. Takes a second at most."""
         self._check_running()
         members, runs = self._base.group.members, self._base.runs
         there = tuple(sorted({*members.ready, *members.let_go}))

@@ -318,7 +318,7 @@ class RankLifecycle:
                 raise StartError(self._why_late(late, deadline))
 
     def _why_late(self, late: Sequence[int], deadline: Deadline) -> str:
-        """What keeps these ranks from taking cells, as far as is known: first those that the launcher has not reported to run."""
+        """Return the known reasons why these ranks take no cells: first those that the launcher has not reported to run."""
         running = self._members.living()
         unstarted = [rank for rank in late if not running.get(rank)]
         ranks = unstarted or late

@@ -156,7 +156,7 @@ def halted(pid: int, proc: Path = _PROC) -> str:
 
 
 def look_at_state(pid: int, proc: Path = _PROC) -> str:
-    """What keeps a process from running; empty if nothing does."""
+    """Return the reason why a process does not run; empty if it does."""
     if process_state(pid, proc) == "D":
         return f"waits for a device or file system{_waits_in(pid, proc)}"
     return halted(pid, proc)

@@ -57,7 +57,7 @@ class OrphanedCell:
 
     @property
     def order(self) -> RunCell | None:
-        """What ranks were sent, if the cell is elastic."""
+        """Return the message that ranks were sent, if the cell is elastic."""
         return next((part.order for part in self.parts.values() if part.order is not None), None)
 
     @property

@@ -109,7 +109,7 @@ class UnsyncedRanks:
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """What :meth:`hvdlab.kernel_ext.notebook.pool.Pool.sync` has done. Its ``str`` is a line on that, and one for each failure.
+    """Outcome of :meth:`hvdlab.kernel_ext.notebook.pool.Pool.sync`. Its ``str`` is a line on that, and one for each failure.
 
     Attributes:
         source: The rank that the variables came from.

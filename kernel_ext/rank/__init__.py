@@ -1,1 +1,1 @@
-"""What runs inside a rank: its agent, the cells it runs, what they write."""
+"""Code that runs inside a rank: its agent, its cells and their output."""

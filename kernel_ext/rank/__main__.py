@@ -15,7 +15,7 @@ from hvdlab.collectives.rendezvous.launchers import detect
 
 
 def foreign_sizes(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a foreign launcher's variables mean for this rank; empty without such a launcher.
+    """Return the sizes and ranks that a foreign launcher's variables give; empty without such a launcher.
 
     What the launcher does not say, such as the number of hosts, is left out. Raises ``InvalidRequestError`` for
     variables that make no sense.

@@ -43,7 +43,7 @@ class RankDisplayHook(DisplayHook):
             super().update_user_ns(result)  # type: ignore[no-untyped-call]  # as above
 
     def compute_format_data(self, result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is shown of a value; of a text too long to be shown only the beginning is formatted."""
+        """Return a value in the formats to show; of a text too long to be shown only the beginning is formatted."""
         if isinstance(result, (str, bytes, bytearray)) and len(result) > LONGEST_TEXT:
             shown = f"{result[:LONGEST_BEGINNING]!r}… ({len(result):,} {'characters' if isinstance(result, str) else 'bytes'} in all)"
             return {"text/plain": shown}, {}

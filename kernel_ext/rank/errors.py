@@ -63,7 +63,7 @@ def safe_str(error: BaseException) -> str:
 
 
 def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) -> CellError:
-    """What the pool gets to know about ``error``, which ended a cell at ``when`` (``time.monotonic_ns()``).
+    """Return the description for the pool of ``error``, which ended a cell at ``when`` (``time.monotonic_ns()``).
 
     Args:
         shell: The InteractiveShell whose settings (``%xmode``, colours) the traceback follows.
@@ -132,7 +132,7 @@ def sendable(error: CellError) -> CellError:
 
 
 def _recorded() -> tuple[tuple[str, ...], str]:
-    """What ``hvd.record()`` has kept, if it was called."""
+    """Return the record that ``hvd.record()`` has made, if it was called."""
     try:
         lines, wrong = step_record.recent()
     except Exception as broken:  # noqa: BLE001  # a device may have failed: the error of the cell comes first

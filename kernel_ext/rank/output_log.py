@@ -1,4 +1,4 @@
-"""What a rank sends about its cells, kept for a retransmit until the pool has it.
+"""Log of a rank's messages about its cells, kept for a retransmit until the pool has them.
 
 A coordinator that dies takes mail with it. So the messages about a cell are numbered by the bytes of output before
 them, kept, and sent again from where the pool says it is. They are kept only as far as the pool has not taken them,
@@ -70,7 +70,7 @@ class OutputLog:
         self._ended_with_notebook = ""
 
     def held(self) -> tuple[RetainedCell, ...]:
-        """What there is for the process that uses this rank next. Nothing of it is dropped before :meth:`release`."""
+        """Return the messages for the process that uses this rank next. None of them is dropped before :meth:`release`."""
         with self._lock:
             self._holding = True
             return tuple(

@@ -99,7 +99,7 @@ def cut_debugger(error: BaseException) -> BaseException:
 
 
 def make_breakpoint(original: Callable[..., object]) -> Callable[..., object]:
-    """What ``breakpoint()`` calls.
+    """Return the function for ``breakpoint()`` to call.
 
     Args:
         original: What it called before, for a debugger that the user has chosen by ``PYTHONBREAKPOINT``.

@@ -24,7 +24,7 @@ _CHUNK = 64 << 10
 
 
 class PipeText(NamedTuple):
-    """What was read from a pipe.
+    """Text from a pipe.
 
     Attributes:
         stream: ``stdout`` or ``stderr``.
@@ -76,7 +76,7 @@ class FdCapture:
         os.close(null)
 
     def read(self, limit: int, receive: Receive = receive) -> Iterator[PipeText]:
-        """What is in the pipes now, up to ``limit`` bytes; never blocks. The caller holds :attr:`lock`."""
+        """Yield the content of the pipes, up to ``limit`` bytes; never blocks. The caller holds :attr:`lock`."""
         for fd in self.readers:
             name, decoder = self._names[fd], self._decoders[fd]
             while limit > 0:

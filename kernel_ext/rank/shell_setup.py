@@ -181,7 +181,7 @@ def _exit_cell() -> None:
 
 
 def _exception_for_history(error: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
-    """What IPython keeps of an error for ``%notebook``: its text, as the notebook has the traceback.
+    """Return the part of an error that IPython keeps for ``%notebook``: its text, as the notebook has the traceback.
 
     IPython would render one, with the frames that are hvdlab's: a tenth of a second of CPU on each rank, before the cell ends.
     """
@@ -258,7 +258,7 @@ class RankStream(io.TextIOBase):
 
     @property
     def errors(self) -> str:  # type: ignore[override]  # the base class declares an attribute
-        """What can't be encoded is escaped."""
+        """Return the name of the error handler: characters that can't be encoded are escaped."""
         return "backslashreplace"
 
     @property

@@ -71,7 +71,7 @@ def current_device() -> str:
 
 
 def links_now(engine: Engine) -> Links:
-    """What this rank's CUDA tensors go over to the other ranks, as far as that is known."""
+    """Return the links of this rank's CUDA tensors to the other ranks, as far as they are known."""
     if engine.device_planes():
         return engine.links()
     others = tuple(rank for rank in engine.ranks() if rank != engine.rank)

@@ -128,7 +128,7 @@ class _Knowledge:
 
 
 def known(shell: Any, ticket: int) -> tuple[Snapshot, list[memoryview]]:
-    """What this rank knows, while its main thread may be running a cell. Called on another thread.
+    """Return this rank's variables and modules, while its main thread may be running a cell. Called on another thread.
 
     A cell that runs changes its variables meanwhile. What is part of an elastic state is made alike again when the rank
     that gets it enters the training; anything else is as it was at some moment of this call.
@@ -160,7 +160,7 @@ def _collect(shell: Any, without: Collection[str]) -> _Knowledge:
 
 
 def _dotted(shell: Any, modules: Collection[str]) -> list[str]:
-    """What cells imported as ``import package.module``, which binds the package alone."""
+    """Return the modules that cells imported as ``import package.module``, which binds the package alone."""
     history = shell.history_manager
     found: list[str] = []
     for source in history.input_hist_parsed if history is not None else ():
@@ -247,7 +247,7 @@ def _receive(shell: Any, channel: _Channel) -> dict[str, Any]:
 
 
 class PendingSnapshot:
-    """What another rank knew (:func:`known`), to be bound here once this rank is in the world. Main thread.
+    """Variables and modules of another rank (:func:`known`), to be bound here once this rank is in the world. Main thread.
 
     What training needs is complete only in the world: a ``DistributedOptimizer`` reduces gradients with the ranks there are.
     """

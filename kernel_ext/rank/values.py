@@ -139,7 +139,7 @@ REMEMBERED = 64
 
 @dataclass(slots=True)
 class OutgoingTransfer:
-    """What is lent; ``returned`` is None if the main thread does not wait for it."""
+    """Memory that is lent; ``returned`` is None if the main thread does not wait for it."""
 
     answer: Value | Snapshot
     parts: tuple[memoryview, ...]
@@ -148,7 +148,7 @@ class OutgoingTransfer:
 
 
 class OutgoingTransfers:
-    """What the pool may fetch. Made on the main thread of a rank.
+    """Values that the pool may fetch. Made on the main thread of a rank.
 
     Args:
         loop: The loop of that thread.
@@ -248,7 +248,7 @@ def _resolve(future: asyncio.Future[None] | None) -> None:
 
 
 class IncomingTransfers:
-    """What the pool has brought so far."""
+    """Parts of values that the pool has brought so far."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[bytearray]] = {}

@@ -35,7 +35,7 @@ _MODULE = "ipywidgets.widgets.widget_output"
 
 
 class _Content:
-    """What one widget shows.
+    """Content of one widget.
 
     Attributes:
         outputs: The outputs, in the form in which the widget has them.

@@ -72,7 +72,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
 
     @property
     def banner(self) -> str:
-        """What a console shows at its start."""
+        """Return the text that a console shows at its start."""
         return f"hvdlab {__version__}: cells run on all ranks, %%local ones in the kernel\n{super().banner}"
 
     def start(self) -> None:

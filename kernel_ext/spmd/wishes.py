@@ -1,4 +1,4 @@
-"""What ranks a notebook wants: from the kernel's environment and the notebook's own metadata."""
+"""Ranks to start for a notebook, from the kernel's environment and the notebook's own metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_NOTEBOOK = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PoolDefaults:
-    """What a pool shall be like, unless the user's options say otherwise; None leaves it to the pool."""
+    """Defaults of a pool, which the user's options override; None leaves it to the pool."""
 
     np: int | None = None
     launcher: str | None = None
@@ -85,7 +85,7 @@ def notebook_metadata(environ: Mapping[str, str], directory: Path) -> dict[str, 
 
 
 def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> PoolDefaults:
-    """What ranks this kernel's notebook wants.
+    """Return the defaults of the pool for this kernel's notebook.
 
     Raises:
         InvalidRequestError: The environment or the metadata has a value that is not valid.

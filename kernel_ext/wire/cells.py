@@ -121,7 +121,7 @@ Chunk = Stream | Display | Clear
 
 
 class Output(Payload, frozen=True):
-    """What a rank wrote since its last Output.
+    """Output of a rank since its last one.
 
     ``total`` counts all bytes of this cell, this one's included, ``before`` those of the messages before it: the pool
     sees from them whether one is missing, or comes a second time.
@@ -134,7 +134,7 @@ class Output(Payload, frozen=True):
 
 
 class Late(Payload, frozen=True):
-    """What a thread, task or subprocess of a cell wrote after the cell's end.
+    """Output of a thread, task or subprocess of a cell after the cell's end.
 
     ``total`` counts all bytes that this rank has sent so, of whichever cells, this message's included. They have a window of
     their own, see :class:`AcknowledgeLate`.
@@ -146,7 +146,7 @@ class Late(Payload, frozen=True):
 
 
 class CrashOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a rank that has died wrote and may not have sent; the process that forked it reports this, not by mail.
+    """Output of a rank that has died which it may not have sent; the process that forked it reports this, not by mail.
 
     Attributes:
         cell: The cell that wrote it.

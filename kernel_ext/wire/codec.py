@@ -147,7 +147,7 @@ _to_pool: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToPool)
 
 
 def decode_to_rank(body: bytes) -> Any:
-    """What the pool says to a rank, one of ``ToRank``. Raises ``ProtocolError`` if it is malformed."""
+    """Decode a message of the pool to a rank, one of ``ToRank``. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _to_rank.decode(body)
     except MALFORMED as error:
@@ -155,7 +155,7 @@ def decode_to_rank(body: bytes) -> Any:
 
 
 def decode_to_pool(body: bytes) -> Any:
-    """What a rank says to the pool, one of ``ToPool``. Raises ``ProtocolError`` if it is malformed."""
+    """Decode a message of a rank to the pool, one of ``ToPool``. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _to_pool.decode(body)
     except MALFORMED as error:

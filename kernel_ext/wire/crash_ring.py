@@ -1,4 +1,4 @@
-"""What a rank has written and the pool may not have got yet, in memory that outlives the rank.
+"""Output of a rank that the pool may not have got yet, in memory that outlives the rank.
 
 Output leaves a rank in batches, and mail may still be on its way when the rank is killed. So all that the rank writes in
 a cell is copied first, for the price of a few bytes in memory, into an area that the process which forked it has, too:
@@ -229,7 +229,7 @@ class CrashRing:
 
 
 class CrashRemains(NamedTuple):
-    """What a process that has ended left in its area.
+    """Remains of a process that has ended, from its area.
 
     Attributes:
         left: Output of its last cell that the process did not know the pool to have.
@@ -242,7 +242,7 @@ class CrashRemains(NamedTuple):
 
 
 def read(area: int) -> CrashRemains | None:
-    """What a process that has ended left in its area, after what it knew to be taken; ``None`` if it had begun no cell."""
+    """Return the remains of a process that has ended, without the part that it knew to be taken; ``None`` if it had begun no cell."""
     with mmap.mmap(area, _LANDING, prot=mmap.PROT_READ) as found:
         with memoryview(found)[:HEADER] as header, header.cast("q") as view:
             numbers: list[int] = view[:_NUMBERS].tolist()

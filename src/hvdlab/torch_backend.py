@@ -1,4 +1,4 @@
-"""What ``import torch`` calls, by the entry point ``torch.backends``: makes the backend "hvdlab" known.
+"""Entry point ``torch.backends``, which ``import torch`` calls: makes the backend "hvdlab" known.
 
 It costs well under a millisecond, as it imports nothing: all else is imported when a process group of this backend is made.
 """

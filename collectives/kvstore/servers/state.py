@@ -107,7 +107,7 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class ServerTick:
-    """Passing of time, for what is due."""
+    """The time that :meth:`ParameterServerState.next_tick` named has come."""
 
 
 Event = WorkerArrived | ServerReceived | WorkerDisconnected | WorkerDied | ServerTick

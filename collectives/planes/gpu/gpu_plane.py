@@ -1,4 +1,4 @@
-"""What planes of GPUs have in common: the GPUs that this process sees, their buffers, and how members join.
+"""Base of the planes of GPUs: the GPUs that this process sees, their buffers, and how members join.
 
 Members join at the first operation, on the GPU that its tensors are on.
 """
@@ -329,7 +329,7 @@ class GpuPlane(Plane, Generic[Joined]):
             self.context.on_links(self._links(others))
 
     def _links(self, others: Sequence[int]) -> Links:
-        """What data goes over between this member's GPU and those of the other ranks, once they have joined."""
+        """Return the links between this member's GPU and those of the other ranks, once they have joined."""
         return {UNKNOWN: tuple(others)}
 
     def _device(self, ordinal: int | None) -> Device:

@@ -330,7 +330,7 @@ class ImportedMemory:
             self.bases[member, slot] = piece.pointer
 
     def why_closed(self, member: int) -> str:
-        """What the driver said when it refused to open pieces of a member's."""
+        """Return the driver's reason for not opening a member's pieces."""
         return "; ".join(sorted({text for (whose, _), text in self._refused.items() if whose == member}))
 
     def _release(self, member: int, slot: int) -> None:

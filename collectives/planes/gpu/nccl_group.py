@@ -378,7 +378,7 @@ class NcclGroup:
             self._fail(str(error))
 
     def _reason(self) -> Exception:
-        """What operations raise, or end with, after a stop."""
+        """Return the error that operations raise, or end with, after a stop."""
         return PlaneBroken(self._failure) if self._failure else PlaneAborted()
 
     def _fail(self, failure: str) -> None:

@@ -193,7 +193,7 @@ class Signals:
         return max(self._needs[parity])
 
     def declared(self, parity: int) -> memoryview:
-        """What each member has declared, by member."""
+        """Return the declarations, by member."""
         return self._needs[parity]
 
     def nudge(self) -> None:

@@ -94,7 +94,7 @@ class PoolReleased:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineReached:
-    """:attr:`CellRun.deadline` was reached."""
+    """:attr:`CellState.deadline` was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class StackArrived:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSeen:
-    """What a look at a rank's process showed, as it reads after ``rank 2: ``."""
+    """Finding about a rank's process, as it reads after ``rank 2: ``."""
 
     rank: int
     text: str

@@ -58,7 +58,7 @@ from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encod
 
 
 class MessageFate(Enum):
-    """What the pool does with a message."""
+    """Decision of the pool on a message."""
 
     TAKE = auto()
     DROP = auto()
@@ -94,7 +94,7 @@ class ReceiveWindow:
         return tuple(rank for rank, part in self._parts.items() if not part.ended)
 
     def output(self, rank: int, message: Output) -> MessageFate:
-        """What to do with output that came from a rank."""
+        """Decide on output of a rank."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return MessageFate.DROP
@@ -104,7 +104,7 @@ class ReceiveWindow:
         return MessageFate.DROP if message.before < part.received else self._ask(part)
 
     def done(self, rank: int, message: CellDone) -> MessageFate:
-        """What to do with the end of the cell that came from a rank."""
+        """Decide on a rank's report that its cell has ended."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return MessageFate.DROP
@@ -596,7 +596,7 @@ class CellDispatcher:
         self.post(TO_RANK, encode(Acknowledge(cell, taken)), [rank])
 
     def credit_late(self, rank: int, late: Late) -> None:
-        """What a rank wrote after the end of a cell was shown: it may write more. Any thread."""
+        """Let a rank write more, as its output after the end of a cell was shown. Any thread."""
         self.post(TO_RANK, encode(AcknowledgeLate(late.total)), [rank])
 
     def _finished(self, cell: str, results: CellResults | None) -> None:

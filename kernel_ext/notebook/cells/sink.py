@@ -96,7 +96,7 @@ class ShowsNote(Protocol):
 
 
 class AsNotes:
-    """What the run waits for, for a sink that only knows notes: when it begins, and how it ends."""
+    """Adapter for a sink that only knows notes: notes say when the run begins to wait for something, and how that ends."""
 
     def __init__(self, note: ShowsNote) -> None:
         self._note, self._noted = note, False

@@ -60,7 +60,7 @@ class _OverdueCollective:
 
 
 class StallReport:
-    """What one cell waits for.
+    """Report of the collectives and ranks that one cell waits for.
 
     Args:
         cell: Id of the cell.

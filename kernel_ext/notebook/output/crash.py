@@ -19,7 +19,7 @@ _DUMP = re.compile(
 
 
 def crash_lines(tail: str) -> list[str]:
-    """What is worth reading of a dead rank's last lines on standard error, indented.
+    """Return the useful part of a dead rank's last lines on standard error, indented.
 
     Python's fault handler dumps every thread; of that, the calls from the cell down to the crash remain. Of all other
     text, such as an abort message of the C++ runtime, the last lines remain, whether they came before or after the dump.

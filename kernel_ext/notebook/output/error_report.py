@@ -85,7 +85,7 @@ def _headline(results: CellResults, cause: RootCause) -> str:
 
 
 def _details(results: CellResults, cause: RootCause) -> list[str]:
-    """What else is known of the ranks that died."""
+    """Return further facts about the ranks that died."""
     details = {rank: results.deaths[rank].detail for rank in cause.ranks if results.deaths[rank].detail}
     if len(cause.ranks) == 1:
         return [f"  {visible(detail)}" for detail in details.values()]

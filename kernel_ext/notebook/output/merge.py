@@ -174,7 +174,7 @@ class LineSplitter:
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """What the unfinished lines show, without blank ones."""
+        """Return the unfinished lines, without blank ones."""
         return tuple(line for row in self._rows if (line := current(row.text)).strip())
 
     @property

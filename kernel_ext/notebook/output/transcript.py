@@ -41,7 +41,7 @@ AT_LATEST = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a cell left at its end: the lines of a report that it failed, or its values as a mime bundle."""
+    """End of a cell: the lines of the report of its failure, or its values as a mime bundle."""
 
     report: tuple[str, ...] = ()
     values: Mapping[str, Any] | None = None
@@ -189,7 +189,7 @@ class Transcript:
         return self._spool.directory if self._spool.size else None
 
     def entries(self) -> Iterator[Entry]:
-        """What was kept, in order, without displays that were cleared or updated since. The caller holds :attr:`lock`."""
+        """Return the kept entries, in order, without displays that were cleared or updated since. The caller holds :attr:`lock`."""
         number = 0
         for rank, what in self._all():
             if not isinstance(what, (Display, Clear)):
@@ -289,7 +289,7 @@ class Spool:
         self._write(self.directory / "index", bytes(index))
 
     def entries(self) -> Iterator[Entry]:
-        """What was appended, in order; a piece at a time is in memory."""
+        """Yield the appended entries, in order; a piece at a time is in memory."""
         path = self.directory / "index"
         if not path.exists():  # the first write failed
             return

@@ -40,7 +40,7 @@ Command = SendLine | Switch | ShowNotice
 
 
 def understand(line: str, rank: int, waiting: Collection[int], alike: Collection[int]) -> Command:
-    """What a line means.
+    """Return the meaning of a typed line.
 
     Args:
         line: What the user typed.

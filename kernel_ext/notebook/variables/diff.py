@@ -209,7 +209,7 @@ class Diff:
         return found
 
     def table(self) -> TextTable:
-        """What differs, as a table; the differing ranks and their values are marked."""
+        """Return the differences as a table; the differing ranks and their values are marked."""
         head = (
             "part",
             "ranks",
@@ -393,7 +393,7 @@ class _Pair:
 
 
 class _Comparison:
-    """What differs between groups, one rank standing for each."""
+    """Comparison of groups, one rank standing for each."""
 
     def __init__(
         self, questions: RankRequests, lot: int, groups: Sequence[ValueGroup], near: Collection[int]

@@ -379,7 +379,7 @@ class ValueView:
 
 
 def lines_of(view: VariableView | None) -> Sequence[str]:
-    """What a rank said about a value, as lines."""
+    """Return a rank's answer about a value, as lines."""
     if view is None:
         return ["the rank does not answer"]
     if view.error:

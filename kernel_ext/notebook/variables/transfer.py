@@ -274,7 +274,7 @@ def _raise_refused(names: Sequence[str], refused: Mapping[int, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What became of bringing what one rank knows to others.
+    """Outcome of bringing one rank's variables to others.
 
     Attributes:
         failed: Name of each variable or module that was not brought, and why.

@@ -1,4 +1,4 @@
-"""What the bindings must know of a framework's tensors."""
+"""Adapter of a framework's tensors for the bindings."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Adapter(Protocol[T]):
         ...
 
     def received_splits(self, counts: tuple[int, ...]) -> Any:
-        """What an alltoall returns besides its output: how many rows came from each member."""
+        """Return the second result of an alltoall: how many rows came from each member."""
         ...
 
 
@@ -108,7 +108,7 @@ class DeviceMemory(Protocol[T]):
         ...
 
     def views_together(self) -> AbstractContextManager[None]:
-        """What the calling thread views within it is ordered behind that thread's work once, at the end, instead of tensor by tensor."""
+        """Order the views that the calling thread makes within it behind that thread's work once, at the end, instead of tensor by tensor."""
         ...
 
     def stage(self, tensor: T) -> T:
@@ -129,7 +129,7 @@ class DeviceMemory(Protocol[T]):
 
 
 class Memory(Protocol[T]):
-    """What :class:`HostMemory` and :class:`DeviceMemory` have in common: the memory in which a collective works."""
+    """Base of :class:`HostMemory` and :class:`DeviceMemory`: the memory in which a collective works."""
 
     def view(self, tensor: T) -> CoreTensor: ...
 

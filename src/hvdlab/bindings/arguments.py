@@ -75,7 +75,7 @@ def gradient_operator(op: ReduceOp | int) -> ReduceOp:
 
 
 def predivide_factor(factor: float) -> float:
-    """What optimizers and tapes divide gradients by before they are summed, as part of the division of an average.
+    """Return the divisor of gradients before the sum, as part of the division of an average.
 
     Raises:
         InvalidRequestError: It is no positive, finite number.

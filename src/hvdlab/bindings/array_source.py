@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class OnDevice(Protocol):
-    """What is found out about an array's elements on the device that they are on, without moving them."""
+    """Facts about an array's elements, found on the device that they are on, without moving them."""
 
     def fingerprints(self) -> bytes:
         """A fingerprint of :data:`~hvdlab.collectives.fingerprint.SIZE` bytes for each block, one behind the other; equal ones mean equal bytes.

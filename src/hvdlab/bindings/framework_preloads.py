@@ -1,4 +1,4 @@
-"""What a process that forks ranks does for frameworks: which it imports, and what a fork must not share of them."""
+"""Imports of frameworks in a process that forks ranks, and the state of frameworks that a fork must not share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FrameworkPreloads:
         return (binding,) if binding else ()
 
     def for_training(self) -> Sequence[str]:
-        """What the hooks of the imported frameworks say."""
+        """Return the modules that the hooks of the imported frameworks name."""
         return [module for hooks in framework_hooks.loaded() for module in hooks.training]
 
     def refresh(self, threads: int) -> None:

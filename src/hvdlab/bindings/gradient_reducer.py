@@ -38,7 +38,7 @@ LONGEST_SECONDS = 0.01
 
 
 class BackwardPass(Protocol):
-    """What a framework knows of the backward pass that runs on this thread."""
+    """Backward pass that runs on this thread, as its framework knows it."""
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the backward pass ends, unless it fails.
@@ -159,7 +159,7 @@ class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, 
         ...
 
     def gradient(self, parameter: P_contra) -> T:
-        """What this rank contributes for a parameter: its gradient, or zeros if it has none.
+        """Return this rank's contribution for a parameter: its gradient, or zeros if it has none.
 
         Raises:
             AssertionError: The gradient can't be written to.

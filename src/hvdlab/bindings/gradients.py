@@ -76,7 +76,7 @@ class Differentiation(Protocol[T]):
 
 @dataclass(slots=True)
 class ForwardPass:
-    """What a gradient rule knows of the forward pass.
+    """Facts about the forward pass, for a gradient rule.
 
     Attributes:
         operation: The collective.

@@ -26,7 +26,7 @@ Deliver = Callable[[T], T]
 
 
 class CoreHandle(Protocol):
-    """What a binding needs from a handle of the core."""
+    """Handle of the core, as far as a binding uses it."""
 
     def done(self) -> bool: ...
 

@@ -31,7 +31,7 @@ ELEMENTS = 8
 
 
 class TrainingWatch(ABC):
-    """What ``hvd.watch()`` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
+    """Recording of a training, from ``hvd.watch()``. It ends with :meth:`close`, or when the optimizer is watched again."""
 
     def __init__(self, model: Any, meter: StepMeter, batch_size: float | None, every: int) -> None:
         self._model = model

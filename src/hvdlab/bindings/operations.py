@@ -28,7 +28,7 @@ _LABELS = {kind: kind.label for kind in OpKind}
 
 
 class Operation(NamedTuple):
-    """What a caller asks of a collective, apart from the tensors.
+    """Parameters of a collective, apart from the tensors.
 
     Attributes:
         kind: Which collective.
@@ -211,5 +211,5 @@ class Binding(Generic[T]):
         return outputs[0], self.received_splits(parts[0].result)
 
     def received_splits(self, result: Result) -> Any:
-        """What an alltoall returns besides its output: one number for each member."""
+        """Return the second result of an alltoall: one number for each member."""
         return self.adapter.received_splits(result.received_splits or ())

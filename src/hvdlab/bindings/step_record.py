@@ -39,7 +39,7 @@ _records: weakref.WeakSet[StepRecord] = weakref.WeakSet()
 
 
 class Sample(Protocol):
-    """What is kept of a tensor: some of its elements. It is looked at only when it is shown."""
+    """Some elements of a tensor. They are read only when they are shown."""
 
     @property
     def finite(self) -> bool:
@@ -61,7 +61,7 @@ class RandomState(Protocol):
 
 @dataclass(slots=True)
 class Input:
-    """What is kept of a tensor among a step's inputs; ``kind`` is its type and shape, as in ``float32[8, 4]``."""
+    """Tensor among a step's inputs; ``kind`` is its type and shape, as in ``float32[8, 4]``."""
 
     path: str
     kind: str
@@ -141,7 +141,7 @@ class Replay:
 
 
 class StepRecord:
-    """What ``hvd.record()`` returns. It ends with :meth:`close`, or when the model is recorded anew.
+    """Record of a model's steps, from ``hvd.record()``. It ends with :meth:`close`, or when the model is recorded again.
 
     Args:
         last: How many steps are kept.
@@ -300,7 +300,7 @@ def recent() -> tuple[tuple[str, ...], str]:
 
 
 def suspects() -> tuple[int, int, str] | None:
-    """What ``%hvd_replay`` needs to choose a rank; ``None`` if nothing was recorded.
+    """Return the facts from which ``%hvd_replay`` chooses a rank; ``None`` if nothing was recorded.
 
     Returns:
         The number of the first step that is not finite (a huge number if all are finite), 0 to 2 for inputs, loss or

@@ -103,7 +103,7 @@ class BaseDataLoader:
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """What is made of a batch before it is given out, on the thread that takes it; the batch itself by default."""
+        """Return a batch as it is given out, on the thread that takes it; the batch itself by default."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What ``import horovod`` means where hvdlab stands in for Horovod.
+"""Stand-in for Horovod: ``import horovod`` gives modules of hvdlab.
 
 The modules of this package have Horovod's names; :mod:`hvdlab.horovod.modules` says which modules of hvdlab stand for
 the others. Nothing here is imported before it is used.

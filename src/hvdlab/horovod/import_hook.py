@@ -40,7 +40,7 @@ _environ_before: dict[str, str | None] = {}
 
 
 class Mode(Enum):
-    """What ``HVDLAB_AS_HOROVOD`` says."""
+    """Value of ``HVDLAB_AS_HOROVOD``."""
 
     OFF = "0"
     IF_MISSING = ""
@@ -143,7 +143,7 @@ def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, st
 
 
 def stand_in() -> None:
-    """What the package ``horovod`` of the shim does: become hvdlab's, or the one that it must not hide.
+    """Turn the shim's package ``horovod`` into hvdlab's, or into the one that it must not hide.
 
     Raises:
         ModuleNotFoundError: ``HVDLAB_AS_HOROVOD`` is 0, and no Horovod is installed.

@@ -64,7 +64,7 @@ def target(name: str) -> str:
 
 
 def why_absent(name: str) -> str | None:
-    """What to say when a program imports a module that is not there; ``None`` if nothing is known of that module."""
+    """Return the text for a program that imports a module which is not there; ``None`` for an unknown module."""
     head = "" if name in _PRESENT else name
     while head:
         if head in ABSENT:

@@ -87,7 +87,7 @@ class DaskLauncher:
         return not all(is_local(worker.machine) for worker in room.workers())
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> DaskStarter:
-        """What starts the ranks of a job. Raises ``StartError`` without a Dask cluster."""
+        """Return the starter of a job's ranks. Raises ``StartError`` without a Dask cluster."""
         options = request.options
         return DaskStarter(
             request,
@@ -427,7 +427,7 @@ class AgentActor:
         await asyncio.to_thread(self._write, bytes(data))
 
     async def reports(self) -> bytes:
-        """What the agent says next; waits for it. Nothing once it has ended."""
+        """Wait for the agent's next reports and return them; none once it has ended."""
         if self._reports is None:
             self._reports, _ = await _read_pipe(self._agent.stdout)
         return await self._reports.read(wire.PIECE)
@@ -471,7 +471,7 @@ class ActorConnection:
         )
 
     def end_text(self, host: str, greeted: bool) -> str:
-        """What Dask says."""
+        """Return Dask's text on the end."""
         self._over.wait(1.0)
         return f"its agent on the Dask worker {host} is gone" + (f": {self._said}" if self._said else "")
 

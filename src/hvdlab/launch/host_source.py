@@ -211,7 +211,7 @@ def as_host_source(given: object, slots: int | None = None) -> HostSource:
 
 
 def checked(found: object) -> dict[str, int]:
-    """What a source found, without hosts that have no slots.
+    """Return the hosts that a source found, without those that have no slots.
 
     Raises:
         InvalidRequestError: ``found`` is no mapping from hosts to slots.

@@ -149,7 +149,7 @@ def check_cooldown(shortest: float, longest: float) -> None:
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of a host."""
+    """State of a host."""
 
     cooldown: Cooldown
     #: Slots by the source's last answer, 0 if it did not have the host; since when, and how often in a row, it says so.

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class KeepRequest:
-    """What a keeper needs to begin a job.
+    """Request to a keeper to begin a job.
 
     Attributes:
         name: The name that users know the job by; empty for one that the keeper chooses.
@@ -66,7 +66,7 @@ class KeptJob:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the process that uses a job has to know of it.
+    """Access to a job, for the process that uses it.
 
     Attributes:
         world: What ranks know of the job; its address is one that other hosts reach.
@@ -102,7 +102,7 @@ class HeldJob(Protocol):
         ...
 
     def starter(self) -> Starter:
-        """What starts and ends single ranks."""
+        """Return the starter of single ranks."""
         ...
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:

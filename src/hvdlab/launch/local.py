@@ -61,7 +61,7 @@ class LocalLauncher:
         return False
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> LocalStarter | ExecStarter:
-        """What forks the ranks of a job; programs are started by an agent, which ends them if this process dies.
+        """Return the starter that forks a job's ranks; an agent starts programs, and ends them if this process dies.
 
         Raises:
             InvalidRequestError: The job has neither a program nor a fork server.

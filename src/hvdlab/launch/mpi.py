@@ -60,7 +60,7 @@ def why_unavailable() -> str:
 
 
 def version(mpiexec: str) -> str:
-    """What ``mpiexec --version`` prints. Raises ``StartError`` if it can't be run."""
+    """Return the output of ``mpiexec --version``. Raises ``StartError`` if it can't be run."""
     try:
         done = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -11,7 +11,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 
 
 class OptionKind(Enum):
-    """What the text of an option is read as; the value says in an error's text what was expected."""
+    """Kind of an option's text; the value names the expected text in an error."""
 
     TEXT = "a text"
     COUNT = "a whole number"

@@ -130,7 +130,7 @@ def describe_exit(code: int, number: int) -> str:
 
 
 def detail(event: Exited) -> str:
-    """What else is known of a process's end: the most memory it had, and whether the kernel did not kill it for that."""
+    """Return more on a process's end: the most memory it had, and whether the kernel did not kill it for that."""
     least = "at least " if event.seen else ""
     known = [f"peak memory {least}{_memory(event.max_rss)}"] if event.max_rss else []
     if event.signal == signal.SIGKILL and not event.out_of_memory:
@@ -167,7 +167,7 @@ class ExitStatus:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would report: the code, or 128 and the signal's number."""
+        """Return the exit code as a shell reports it: the code, or 128 and the signal's number."""
         return 128 + self.signal if self.signal else self.code
 
     def __str__(self) -> str:

@@ -57,7 +57,7 @@ def find(name: str) -> Launcher | None:
 
 
 def keeper(name: str) -> JobKeeper | None:
-    """What keeps the jobs of this launcher; ``None`` if they end with their notebook, or a process of this host keeps them."""
+    """Return the keeper of this launcher's jobs; ``None`` if they end with their notebook, or a process of this host keeps them."""
     if name.lower() not in KEEPERS:
         return None
     module, _, attribute = KEEPERS[name.lower()].partition(":")

@@ -113,7 +113,7 @@ class SlurmLauncher:
         return True
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> SlurmStarter:
-        """What starts the ranks of a job. Nothing is asked of Slurm yet.
+        """Return the starter of a job's ranks. Nothing is asked of Slurm yet.
 
         Raises:
             InvalidRequestError: The program's hosts come and go, which the nodes of a job don't.
@@ -501,7 +501,7 @@ MARK = "hvdlab tasks="
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What ``squeue`` shows of a job.
+    """State of a job, from ``squeue``.
 
     Attributes:
         state: Slurm's word, such as ``PENDING``.
@@ -575,7 +575,7 @@ def rooms(nodes: Sequence[str], tasks: str, size: int) -> list[Host]:
 
 
 def plain(text: str) -> str:
-    """What a command of Slurm's wrote to its standard error, in one line, without the command's name."""
+    """Return the standard error of a command of Slurm's in one line, without the command's name."""
     lines = [_PREFIX.sub("", line.strip()) for line in text.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line))
 
@@ -591,7 +591,7 @@ class Slurm:
         self.environment = dict(environment)
 
     def job(self, job: str) -> JobState | None:
-        """What Slurm knows of a job; ``None`` if it does not know the job any more.
+        """Return Slurm's state of a job; ``None`` if Slurm does not know the job any more.
 
         Raises:
             StartError: Slurm's controller does not answer.
@@ -615,7 +615,7 @@ class Slurm:
         return done.stdout.split()
 
     def node_trouble(self, node: str) -> str:
-        """What is wrong with a node, in Slurm's words; empty if nothing is, or Slurm does not say."""
+        """Return a node's trouble in Slurm's words; empty if it has none, or Slurm names none."""
         try:
             done = self._run("sinfo", "--noheader", f"--nodes={node}", "--format=%T\t%E")
         except StartError:

@@ -50,7 +50,7 @@ class SshLauncher:
         return not all(is_local(host.name) for host in parse_hosts(hosts))
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> ExecStarter:
-        """What starts the ranks of a job. Raises ``StartError`` if the shell that a host needs is missing."""
+        """Return the starter of a job's ranks. Raises ``StartError`` if the shell that a host needs is missing."""
         hosts = (
             parse_hosts(request.hosts) if request.hosts else []
         )  # without hosts they are found while the job runs

@@ -1,4 +1,4 @@
-"""What starts ranks: one protocol for every launcher, what each can do, and what it reports.
+"""Starting ranks: one protocol for every launcher, its capabilities and its reports.
 
 A :class:`Launcher` is a way to start ranks, known by a name. It makes a :class:`Starter` for a job, which starts and ends
 processes and reports to a :class:`RankObserver` what becomes of them. A launcher's :class:`Capabilities` say what it can do
@@ -47,7 +47,7 @@ class Capability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a launcher can do, and why it can't do the rest.
+    """Capabilities of a launcher, with the reason for each that it lacks.
 
     Attributes:
         has: What it can do.
@@ -169,7 +169,7 @@ class ProgramOutput(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What ranks run, if it is a program of the user's.
+    """Program of the user's that ranks run.
 
     Attributes:
         command: Program and arguments; for a ``function`` the interpreter, with its arguments.
@@ -194,7 +194,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What a launcher needs to know to start the ranks of a job.
+    """Request to start the ranks of a job.
 
     Attributes:
         world: What every rank needs to know of the job.
@@ -294,7 +294,7 @@ class Launcher(Protocol):
         ...
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> Starter:
-        """What starts the ranks of a job.
+        """Return the starter of a job's ranks.
 
         Raises:
             InvalidRequestError: The request can't be met by this launcher.

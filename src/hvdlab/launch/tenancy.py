@@ -126,7 +126,7 @@ class Tenancy:
         return self._since + (self._unused_for if self._number else max(self._lease, self._unused_for))
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What follows from an event."""
+        """Handle an event and return its effects."""
         effects = self._pass_time(now)
         match event:
             case Claimed(tenant, ended):

@@ -1,4 +1,4 @@
-"""What hvdlab's bindings know of MXNet's arrays.
+"""Adapter of MXNet's arrays for the bindings.
 
 A *direct* array (dense, on the CPU) shares its memory with the core, without a copy. One on another device is *staged*: the core
 works on a copy in host memory. MXNet runs operations on arrays later, on threads of its own; the core waits for an array's operations

@@ -49,7 +49,7 @@ class GradientSums:
 
     @property
     def scale(self) -> float:
-        """What gradients are still to be multiplied by after the sum, so that they are averages."""
+        """Return the factor of gradients after the sum that makes them averages."""
         return 1.0 if self._alone() else self._factor / self._ranks()
 
     def add_up(self, names: Sequence[str], gradients: Sequence[NDArray]) -> None:

@@ -1,4 +1,4 @@
-"""What hvdlab's bindings know of numpy arrays, of what numpy can view as an array, and of arrays of GPUs."""
+"""Adapter of numpy arrays, of objects that numpy can view as arrays, and of arrays of GPUs, for the bindings."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
 
 def _described(capsule: object) -> dict[str, Any]:
-    """What a capsule holds, as ``__cuda_array_interface__`` says it.
+    """Return a capsule's content as ``__cuda_array_interface__`` describes it.
 
     Raises:
         UnsupportedError: numpy has no name for its elements.

@@ -1,4 +1,4 @@
-"""What does an executor's work: its parameters, and the methods that it has."""
+"""Adapter that does an executor's work: its parameters and methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def interfaces(settings: Any) -> list[str]:
 
 @dataclass
 class BaseParams:
-    """What a worker takes of the cluster.
+    """Resources of the cluster for a worker.
 
     Attributes:
         cpus_per_worker: Ray's CPUs.

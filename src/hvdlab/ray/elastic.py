@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass
 class ElasticSettings:
-    """What :meth:`ElasticRayExecutor.create_settings` returns; its arguments are explained there.
+    """Settings from :meth:`ElasticRayExecutor.create_settings`, which explains its arguments.
 
     Attributes:
         num_proc: With how many ranks a call begins; ``None`` for ``min_num_proc``.

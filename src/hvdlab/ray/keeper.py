@@ -126,7 +126,7 @@ class RayHeldPool:
         self._thread: threading.Thread | None = None
 
     def starter(self) -> HeldStarter:
-        """What starts and ends single ranks."""
+        """Return the starter of single ranks."""
         return HeldStarter(self._actor, self._number)
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
@@ -260,7 +260,7 @@ def _sent(method: Any, group: str, arguments: tuple[object, ...]) -> Any:
 
 
 def _answer(reference: Any, timeout: float) -> Any:
-    """What a call returned. Raises ``StartError``."""
+    """Return the result of a call. Raises ``StartError``."""
     ray = imported()
     try:
         return ray.get(reference, timeout=timeout)

@@ -88,7 +88,7 @@ class RankActor:
                 view = view[self._agent.stdin.write(view) or 0 :]
 
     def reports(self) -> bytes:
-        """What the agent says next; waits for it. Nothing once it has ended."""
+        """Wait for the agent's next reports and return them; none once it has ended."""
         assert self._agent.stdout is not None
         return os.read(self._agent.stdout.fileno(), wire.PIECE)
 
@@ -108,7 +108,7 @@ class RayLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        """What a rank takes of the cluster, and where."""
+        """Return a rank's resources of the cluster, and its place."""
         return (
             Option("cpus", "Ray's CPUs of a rank (default: 1)", OptionKind.COUNT),
             Option("gpus", "GPUs of a rank (default: 0)", OptionKind.COUNT),
@@ -142,7 +142,7 @@ class RayLauncher:
         return not all(is_local(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> RayStarter:
-        """What starts the ranks of a job. Raises ``StartError`` without Ray, ``InvalidRequestError`` for a wrong option."""
+        """Return the starter of a job's ranks. Raises ``StartError`` without Ray, ``InvalidRequestError`` for a wrong option."""
         connect()
         return RayStarter(request, ranks, Surroundings.here())
 
@@ -194,7 +194,7 @@ class _Seat:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What ranks get of the process that asked for them.
+    """Surroundings of the process that asked for ranks, which they get.
 
     Attributes:
         directory: Its working directory.
@@ -215,7 +215,7 @@ class Surroundings:
 
 
 class StartRequest(Protocol):
-    """What :class:`RayStarter` reads of a :class:`~hvdlab.launch.starter.LaunchRequest`."""
+    """Part of a :class:`~hvdlab.launch.starter.LaunchRequest` that :class:`RayStarter` reads."""
 
     @property
     def world(self) -> World:

@@ -71,7 +71,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """What the pool's ranks are started for; see :class:`~hvdlab.ray.launcher.StartRequest`."""
+    """Request for the pool's ranks; see :class:`~hvdlab.ray.launcher.StartRequest`."""
 
     world: World
     module: str
@@ -125,7 +125,7 @@ class PoolActor:
     # -- notebooks ------------------------------------------------------------------------------------------------
 
     def describe(self) -> KeptJob:
-        """What a list of pools says of it."""
+        """Return its line in a list of pools."""
         with self._changed:
             self._step(LeaseTick())
             tenant = self._tenancy.tenant
@@ -154,7 +154,7 @@ class PoolActor:
             return Entered(answer.number, access, self._generation, self._first)
 
     def events(self, number: int, seen: int) -> list[Started | Ended] | None:
-        """What has happened to ranks from this number on; waits a while for something. ``None``: the caller has lost the pool."""
+        """Wait a while for events of ranks from this number on, and return them. ``None``: the caller has lost the pool."""
         with self._changed:
             self._step(Heard(number))
             if not self._tenancy.holds(number):

@@ -1,4 +1,4 @@
-"""What a rank says to its driver while a function runs: callbacks of ``RayExecutor.run`` and ``execute`` get it."""
+"""Messages of a rank to its driver while a function runs: callbacks of ``RayExecutor.run`` and ``execute`` get them."""
 
 from __future__ import annotations
 

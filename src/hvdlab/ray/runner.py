@@ -49,7 +49,7 @@ _CLOSING = 5.0
 
 @dataclass
 class MiniSettings:
-    """What an executor needs to know beside its workers; see :meth:`RayExecutor.create_settings`.
+    """Settings of an executor beside its workers; see :meth:`RayExecutor.create_settings`.
 
     Attributes:
         nics: Interfaces of the driver, of which one must be reached from the other nodes.

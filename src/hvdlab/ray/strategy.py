@@ -61,7 +61,7 @@ def _total(bundles: list[dict[str, float]]) -> dict[str, float]:
 
 
 def free_resources() -> str:
-    """What is free on the cluster and what it has, in words."""
+    """Return the free and all resources of the cluster, in words."""
     ray = imported()
     free, whole = ray.available_resources(), ray.cluster_resources()
     kinds = [name for name in sorted(whole) if name in ("CPU", "GPU")]

@@ -19,7 +19,7 @@ MEBIBYTE = 1 << 20
 
 
 class FlagKind(StrEnum):
-    """What a flag takes."""
+    """Kind of a flag's value."""
 
     TEXT = "text"
     NUMBER = "number"

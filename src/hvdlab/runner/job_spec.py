@@ -1,4 +1,4 @@
-"""What a job runs and where, and which launcher starts it."""
+"""Specification of a job: its program, its hosts and its launcher."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _patience_of_ranks(job: JobSpec) -> float:
 
 
 def program(job: JobSpec, output: ProgramOutput) -> Program:
-    """What the ranks of a job run."""
+    """Return the program of a job's ranks."""
     # A program that writes to a pipe would hold its output back. For a function, hvdlab.runner.function_worker makes the streams
     # flush each line, which costs less than unbuffered ones.
     flushed = bool(job.function) or "PYTHONUNBUFFERED" in os.environ

@@ -33,7 +33,7 @@ MPI = "mpi"
 
 
 class RunOptions:
-    """What the operator wants, by the ``dest`` of flags.
+    """Options of a run, by the ``dest`` of flags.
 
     Args:
         given: What was said on the command line (or to ``hvdlab.run``).

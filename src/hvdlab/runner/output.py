@@ -232,7 +232,7 @@ class LineAssembler:
 
 
 def _visible(line: bytes) -> bytes:
-    """What a terminal would show of a line with carriage returns, roughly: its last state."""
+    """Return a line with carriage returns as a terminal would show it, roughly: its last state."""
     if b"\r" not in line:
         return line
     return next((state for state in reversed(line.split(b"\r")) if state.strip()), b"")

@@ -180,7 +180,7 @@ def pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def results(done: JobResult, size: int) -> list[Any]:
-    """What the function returned, by rank; raises the error of the rank that failed first, or why else the job failed."""
+    """Return the function's results, by rank; raise the error of the rank that failed first, or the other reason for the job's failure."""
     # Safe to unpickle: our own ranks sent it over pipes of ours.
     found = {rank: pickle.loads(data) for rank, data in done.results.items() if data}  # noqa: S301
     failed = done.failed

@@ -791,7 +791,7 @@ class Supervisor:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What the supervisor changes now.
+    """Changes that the supervisor makes now.
 
     Attributes:
         start: Host of each rank that is started.

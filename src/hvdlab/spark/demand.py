@@ -73,9 +73,9 @@ class Demand:
 
 
 def _nothing(_: object) -> None:
-    """What a task does that waited for a slot."""
+    """Return at once, as the work of a task that waited for a slot."""
 
 
 def _hold(_: object) -> None:
-    """What one does that keeps its slot: Spark ends its process when the job is cancelled."""
+    """Keep the slot: Spark ends the task's process when the job is cancelled."""
     signal.pause()

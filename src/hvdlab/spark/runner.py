@@ -297,7 +297,7 @@ def slots(context: Any) -> int:
 
 
 def said_by_spark(error: Exception) -> str:
-    """What Spark says of a job that failed, without what py4j says before it and the traces behind it."""
+    """Return Spark's text on a job that failed, without py4j's before it and the traces behind it."""
     lines = str(error).splitlines() or [type(error).__name__]
     return next((line.removeprefix(": ") for line in lines if line.startswith(": ")), lines[0])
 

@@ -1,4 +1,4 @@
-"""What tasks run on executors: each task is the parent of one rank, which is a separate process.
+"""Tasks on executors: each task is the parent of one rank, which is a separate process.
 
 A rank needs the main thread, its standard streams and a fresh interpreter, and Spark uses one Python worker for many tasks.
 """
@@ -36,7 +36,7 @@ _NO_WORLD = World("", "")
 
 @dataclass
 class RankEnd:
-    """What a task returns.
+    """Result of a task.
 
     Attributes:
         rank: Its rank.

@@ -1,4 +1,4 @@
-"""What hvdlab's bindings know of TensorFlow's eager tensors.
+"""Adapter of TensorFlow's eager tensors for the bindings.
 
 A tensor on the CPU shares its memory with the core, without a copy. Outside of functions a collective does not go through
 TensorFlow's runtime: the calling thread waits in Python, so that Ctrl-C, call sites and errors are as in every other binding.

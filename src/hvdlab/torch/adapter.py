@@ -121,7 +121,7 @@ class TorchAdapter:
 
 
 def _way_out(tensor: torch.Tensor) -> str:
-    """What to do with a tensor whose dtype the core does not know, as a further sentence; empty if there is nothing to say."""
+    """Return a further sentence on the remedy for a tensor whose dtype the core does not know; empty if there is none."""
     if tensor.is_complex():
         return " Send torch.view_as_real(tensor) instead."
     if (

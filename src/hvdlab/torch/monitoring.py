@@ -47,7 +47,7 @@ class Scaler(Protocol):
 
 
 class TorchWatch(TrainingWatch):
-    """What :func:`watch` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
+    """Recording of a training, from :func:`watch`. It ends with :meth:`close`, or when the optimizer is watched again."""
 
     def __init__(
         self,
@@ -421,7 +421,7 @@ class TorchGenerator:
 
 
 class TorchRecord(StepRecord):
-    """What :func:`record` returns. Recording ends with :meth:`close`, or when the model is recorded anew.
+    """Record of a model's steps, from :func:`record`. It ends with :meth:`close`, or when the model is recorded again.
 
     Attributes:
         steps: The last steps, the oldest first.

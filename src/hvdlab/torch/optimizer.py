@@ -291,7 +291,7 @@ _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 class DistributedBase(torch.optim.Optimizer):
-    """What all distributed optimizers have in common: they count the backward passes of a step, whatever they reduce then.
+    """Base of the distributed optimizers: they count the backward passes of a step, whatever they reduce then.
 
     ``op``, ``gradient_predivide_factor``, ``sparse_as_dense`` and ``process_set`` can be set between steps, on all ranks alike.
     """

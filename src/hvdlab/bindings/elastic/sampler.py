@@ -115,7 +115,7 @@ class ElasticSampler:
         self._places = None
 
     def share(self) -> Share | None:
-        """What was recorded since the last :meth:`reset`; ``None`` if indices were recorded otherwise than by batches."""
+        """Return the record since the last :meth:`reset`; ``None`` if indices were recorded otherwise than by batches."""
         if self._places is None:
             return None
         return Share(self.epoch, *self._division, frozenset(self._places))

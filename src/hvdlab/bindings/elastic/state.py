@@ -119,7 +119,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
 
 @dataclass(frozen=True)
 class _Record:
-    """What a rank knows of the samples that were processed.
+    """Record of the processed samples that one rank has.
 
     Attributes:
         processed: Those that it has a record of.
@@ -134,7 +134,7 @@ class _Record:
 
 
 def _of_lost(records: Sequence[_Record], epoch: int) -> set[int]:
-    """What lost ranks had processed by the last commit, if all ranks have worked in step; else an empty set.
+    """Return the samples that lost ranks had processed by the last commit, if all ranks have worked in step; else an empty set.
 
     The model of a rank that is ahead by a commit was trained with what all others had processed for that commit, though
     their own records lack it.

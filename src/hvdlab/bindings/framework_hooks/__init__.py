@@ -1,4 +1,4 @@
-"""What the notebook side must know of each framework, behind one class: how its arrays are read, its random states, ...
+"""Hooks of the notebook side into each framework, behind one class: how its arrays are read, its random states, ...
 
 A framework is one file of this package, named as the module that users import (``torch.py`` for ``import torch``), with a
 subclass of :class:`FrameworkHooks` whose instance is called ``HOOKS``. Nothing else lists it: :func:`loaded` finds the
@@ -51,7 +51,7 @@ class FrameworkHooks:
         return None
 
     def beside(self, value: Any) -> Iterable[Part]:
-        """What makes up an array (for which :meth:`array` gave a source) besides its elements, such as a scale."""
+        """Return the parts of an array (for which :meth:`array` gave a source) besides its elements, such as a scale."""
         return ()
 
     def is_all_elements(self, kind: type) -> bool:
@@ -63,7 +63,7 @@ class FrameworkHooks:
         return False
 
     def plain(self, value: Any) -> tuple[bytes, str]:
-        """What makes two values of a type equal, and the value in words. For what :meth:`is_plain` takes."""
+        """Return the bytes by which two values of a type are compared, and the value in words. For types that :meth:`is_plain` accepts."""
         raise NotImplementedError
 
     def parts(self, value: Any) -> Iterable[Part] | None:

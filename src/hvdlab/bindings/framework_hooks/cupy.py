@@ -1,4 +1,4 @@
-"""What hvdlab knows of CuPy by name."""
+"""Hooks for CuPy, the only place that knows its names."""
 
 from __future__ import annotations
 

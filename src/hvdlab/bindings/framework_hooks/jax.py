@@ -1,4 +1,4 @@
-"""What hvdlab knows of JAX by name."""
+"""Hooks for JAX, the only place that knows its names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hvdlab knows of numpy by name."""
+"""Hooks for numpy's arrays and random states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hvdlab knows of pandas by name."""
+"""Hooks for pandas, the only place that knows its names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hvdlab knows of TensorFlow and Keras by name, where it does not bind them: the binding is :mod:`hvdlab.tensorflow`."""
+"""Hooks for TensorFlow and Keras, beside their binding :mod:`hvdlab.tensorflow`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hvdlab knows of PyTorch by name, where it does not bind it: the binding itself is :mod:`hvdlab.torch`."""
+"""Hooks for PyTorch, beside its binding :mod:`hvdlab.torch`."""
 
 from __future__ import annotations
 

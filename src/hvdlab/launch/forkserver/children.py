@@ -84,7 +84,7 @@ class ChildPipes:
         return cls(child.number, child.pid, log, err, out, unsent, pidfd=pidfd, peak=peak_memory(child.pid))
 
     def left(self, program: ForkedProgram) -> bytes | None:
-        """What it wrote and may not have sent, as the program reads it; ``None`` if there is nothing."""
+        """Return its output that it may not have sent, as the program reads it; ``None`` if there is none."""
         if self.unsent < 0:
             return None
         out, err = (b"".join(_contents(pipe)) for pipe in (self.out, self.err))
@@ -94,7 +94,7 @@ class ChildPipes:
         return left
 
     def last_words(self) -> Iterator[bytes]:
-        """What is left in its log and, unless :meth:`left` was asked for it, in its standard error."""
+        """Return the rest of its log and, unless :meth:`left` has read that, of its standard error."""
         yield from _contents(self.log)
         if self.unread:
             yield self.unread
@@ -131,7 +131,7 @@ class ChildPipes:
 
 
 def _contents(pipe: int) -> Iterator[bytes]:
-    """What is in a pipe now, and no more than fits into it, as another process may go on writing."""
+    """Return the content of a pipe, and no more than fits into it, as another process may go on writing."""
     rest = PIPE_SIZE
     with contextlib.suppress(BlockingIOError):
         while pipe >= 0 and rest > 0 and (data := os.read(pipe, min(rest, READ_SIZE))):
@@ -323,7 +323,7 @@ REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a forked child has to become.
+    """Role of a forked child.
 
     Attributes:
         order: The pool's order.

@@ -1,4 +1,4 @@
-"""What ends a child when neither the pool's process nor the fork server is left, even if it is stopped, or stuck in C code.
+"""Lifeline of a child: it ends when neither the pool's process nor the fork server is left, even if it is stopped, or stuck in C code.
 
 These two hold the writing end of one pipe, into which nothing is ever written. Each child has the kernel send SIGKILL
 to its process group when the last writer is gone. So a child outlives either of the two, never both; and neither needs

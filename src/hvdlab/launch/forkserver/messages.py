@@ -188,7 +188,7 @@ class Kept(ForkServerMessage, frozen=True):
 
 
 class Children(ForkServerMessage, frozen=True):
-    """What a successor gets after ``Loaded``: the living children. The ends of others follow as :class:`Exited`.
+    """Living children, for a successor after ``Loaded``. The ends of others follow as :class:`Exited`.
 
     The frame brings the lifeline's writing end along.
 
@@ -202,7 +202,7 @@ class Children(ForkServerMessage, frozen=True):
 
 
 class Refused(ForkServerMessage, frozen=True):
-    """What a successor gets while the pool's process lives: ``pid`` is that process. The connection ends then."""
+    """Refusal of a successor while the pool's process, ``pid``, lives. The connection ends then."""
 
     pid: int
 

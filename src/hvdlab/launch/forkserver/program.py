@@ -42,7 +42,7 @@ class StdPipes:
 
 
 class Preloads(Protocol):
-    """What is imported before a fork, and what the fork must not share of it.
+    """Imports before a fork, and the state of theirs that the fork must not share.
 
     Attributes:
         required: Modules that every rank needs, in the order in which they are imported. An import error there is a
@@ -63,7 +63,7 @@ class Preloads(Protocol):
         ...
 
     def for_training(self) -> Sequence[str]:
-        """What the frameworks that were imported import themselves when training begins."""
+        """Return the modules that the imported frameworks import themselves when training begins."""
         ...
 
     def refresh(self, threads: int) -> None:
@@ -96,7 +96,7 @@ class ForkedProgram(Preloads, Protocol):
         ...
 
     def read_area(self, area: int, stdout: bytes, stderr: bytes) -> bytes | None:
-        """What an ended rank left behind, for :class:`~hvdlab.launch.forkserver.messages.Exited`.
+        """Return the remains of an ended rank, for :class:`~hvdlab.launch.forkserver.messages.Exited`.
 
         Args:
             area: A descriptor of the memory that :meth:`make_area` made.

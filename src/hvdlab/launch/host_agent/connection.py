@@ -68,7 +68,7 @@ class HostTransport(Protocol):
         ...
 
     def machine(self, host: str) -> str:
-        """What the ranks of a host share memory with: hosts that are one machine have the same."""
+        """Return the machine's name: hosts that are one machine have the same, as their ranks share memory."""
         ...
 
     def variables(self, host: str) -> Mapping[str, str]:
@@ -262,7 +262,7 @@ class AgentLink:
 
 
 def _lacking(said: str, code: int) -> str:
-    """What the other host lacks, by the last words of an agent that never came up there; empty if they don't show it."""
+    """Return a sentence on the package or interpreter that the other host lacks, by the last words of an agent that never came up there."""
     remedy = "--launcher-option python=PATH names another one there"
     if module := _NO_MODULE.search(said):
         return f". The interpreter on that host lacks `{module[1]}`: install hvdlab for it, or {remedy}"

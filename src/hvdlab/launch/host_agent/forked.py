@@ -71,7 +71,7 @@ class ForkedRanks:
             self._server.send(Signal(rank, number))
 
     def reports(self) -> Iterator[wire.AgentMessage]:
-        """What the fork server has reported since the last call."""
+        """Return the fork server's reports since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._reports:

@@ -126,7 +126,7 @@ class RankDescriptors:
 
     @property
     def for_rank(self) -> list[int]:
-        """What the rank gets: standard input, output and error, then the call and the memory for its outcome."""
+        """Return the rank's descriptors: standard input, output and error, then the call and the memory for its outcome."""
         return [self.stdin, self.out[1], self.err[1], *((self.call, self.memory) if self.call >= 0 else ())]
 
     def child(self, rank: int, pid: int) -> Child:

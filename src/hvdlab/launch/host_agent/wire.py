@@ -36,7 +36,7 @@ class RankSpec(Part, frozen=True):
 
 
 class Start(AgentMessage, frozen=True):
-    """What to run; ranks are started by :class:`Spawn`.
+    """Program to run; ranks are started by :class:`Spawn`.
 
     Attributes:
         command: Program and arguments; in bytes, like the following, since they need not be UTF-8.

@@ -105,7 +105,7 @@ class Zygote:
             self._signals.setdefault(rank, []).append(number)
 
     def receive(self) -> list[Child | wire.RankNotStarted | wire.Preloaded] | None:
-        """What the zygote has answered; ``None`` once it has ended. Never blocks.
+        """Return the zygote's answers; ``None`` once it has ended. Never blocks.
 
         One that sends something else than answers, or answers for a rank that was not ordered, is killed.
         """

@@ -1,4 +1,4 @@
-"""What ranks read: each its share of the rows of a Parquet data set, in batches of numpy arrays."""
+"""Data of ranks: each reads its share of the rows of a Parquet data set, in batches of numpy arrays."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _rows(batch: Batch) -> int:
 
 
 class DataModule(ABC):
-    """What a rank trains on; a context manager. Derive from it for other formats, and give the class as ``data_module``.
+    """Data of a rank; a context manager. Derive from it for other formats, and give the class as ``data_module``.
 
     Args:
         train_dir, val_dir: Where the data sets are, by the store's names.

@@ -1,4 +1,4 @@
-"""What estimators of all frameworks share: from a data frame over Parquet to ranks, and saving and loading."""
+"""Base of the estimators of all frameworks: from a data frame over Parquet to ranks, and saving and loading."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Saved(MLReadable, MLWritable):  # type: ignore[misc]  # pyspark is not th
 
     @classmethod
     def _unpack(cls, data: bytes) -> dict[str, Any]:
-        """What :meth:`_pack` was given."""
+        """Return the object that :meth:`_pack` was given."""
         given: dict[str, Any] = cloudpickle.loads(data)
         return given
 
@@ -208,7 +208,7 @@ class HorovodEstimator(Estimator, EstimatorParams, _Saved):  # type: ignore[misc
 
 
 class HorovodModel(Model, ModelParams, _Saved):  # type: ignore[misc]
-    """What an estimator has trained: adds columns to data frames.
+    """Model that an estimator has trained: adds columns to data frames.
 
     An output of one number is a double; one of several is a vector.
     """

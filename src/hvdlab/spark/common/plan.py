@@ -1,4 +1,4 @@
-"""What ranks of an estimator train on and where they keep it, for all frameworks. Needs no pyspark."""
+"""Plan of an estimator's training: its data and where ranks keep the result, for all frameworks. Needs no pyspark."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TrainingPlan:
         return -(-steps // self.passes_per_step) * self.passes_per_step
 
     def open_data(self, rank: int, size: int) -> DataModule:
-        """What a rank trains on, as a context manager."""
+        """Return a rank's data, as a context manager."""
         fields = [*self.features, *self.labels, *([self.weight] if self.weight else [])]
         return self.data_module(
             self.remote.train_data_path,

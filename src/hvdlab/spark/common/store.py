@@ -101,7 +101,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """What is in the file at this path."""
+        """Return the content of the file at this path."""
 
     @abstractmethod
     def write(self, path: str, data: bytes) -> None:

@@ -139,7 +139,7 @@ def get_simple_meta_from_parquet(
     dataset_idx: int | None = None,
     columns: Sequence[str] | None = None,
 ) -> tuple[int, int, Metadata, float]:
-    """What is known of Parquet in the store: rows to train on, rows for validation, shapes by column, bytes of a row.
+    """Return the properties of Parquet in the store: rows to train on, rows for validation, shapes by column, bytes of a row.
 
     Shapes are those of the first row group; a rank that finds another shape refuses it.
 
@@ -233,7 +233,7 @@ def prepare_data(
 
 
 def get_dataset_properties(dataset_idx: int) -> tuple[int, int | None, Metadata, float]:
-    """What :func:`prepare_data` learnt: rows to train on, rows for validation, shapes by column, bytes of a row."""
+    """Return the properties that :func:`prepare_data` found: rows to train on, rows for validation, shapes by column, bytes of a row."""
     for written in _written.values():
         if written.index == dataset_idx and written.properties is not None:
             return written.properties

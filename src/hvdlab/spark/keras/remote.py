@@ -37,7 +37,7 @@ _ABOUT = "hvdlab.json"
 
 @dataclass(frozen=True)
 class KerasTrained:
-    """What rank 0 returns.
+    """Result of rank 0.
 
     Attributes:
         model: The bytes of a ``.keras`` file, with the optimizer.
@@ -313,7 +313,7 @@ def pack(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What :func:`pack` packed. Unpacking runs code that is in it."""
+    """Return the object that :func:`pack` packed. Unpacking runs code that is in it."""
     custom_objects, value = cloudpickle.loads(data)
     with keras.utils.custom_object_scope(custom_objects):
         return cloudpickle.loads(value)

@@ -35,7 +35,7 @@ _VALIDATION = "val"
 
 @dataclass(frozen=True)
 class LightningTrained:
-    """What rank 0 returns.
+    """Result of rank 0.
 
     Attributes:
         model: The module's state, on the CPU.

@@ -21,7 +21,7 @@ from hvdlab.spark.torch.remote import Trained, Training
 
 
 class ModuleEstimator(HorovodEstimator):
-    """What estimators of torch's modules share, whatever trains these."""
+    """Base of the estimators of torch's modules."""
 
     input_shapes = declared("input_shapes", "shape of each feature, with the batch as -1")
     loss_constructors = declared("loss_constructors", "functions that make the losses, on each rank")
@@ -66,7 +66,7 @@ class ModuleEstimator(HorovodEstimator):
         history: list[dict[str, Any]],
         output_shapes: Sequence[tuple[int, ...]] = (),
     ) -> TorchModel:
-        """What has been trained, of these states; an optimizer without one stays as it is."""
+        """Return the trained model of these states; an optimizer without one stays as it is."""
         # The estimator's own module and optimizer stay as they were.
         model, optimizer = cloudpickle.loads(cloudpickle.dumps((self.getModel(), self.getOptimizer())))
         model.load_state_dict(model_state)

@@ -110,7 +110,7 @@ def tensor_of(values: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def name_of(metric: Any) -> str:
-    """What a metric is called in histories."""
+    """Return the name of a metric in histories."""
     return str(getattr(metric, "__name__", type(metric).__name__))
 
 

@@ -24,7 +24,7 @@ _FOLDED = 256
 
 @dataclass(frozen=True)
 class Trained:
-    """What rank 0 returns.
+    """Result of rank 0.
 
     Attributes:
         model, optimizer: Their states, on the CPU.

@@ -168,7 +168,7 @@ _NOTHING = -1.0
 
 
 class KerasWatch(TrainingWatch):
-    """What :func:`watch` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
+    """Recording of a training, from :func:`watch`. It ends with :meth:`close`, or when the optimizer is watched again."""
 
     def __init__(self, model: Any, optimizer: Any, batch_size: float | None, every: int) -> None:
         self._optimizer, self._inner = optimizer, without_scaling(optimizer)
@@ -393,7 +393,7 @@ class KerasReplay(Replay):
 
 
 class KerasRecord(StepRecord):
-    """What :func:`record` returns. Recording ends with :meth:`close`, or when the model is recorded anew.
+    """Record of a model's steps, from :func:`record`. It ends with :meth:`close`, or when the model is recorded again.
 
     Attributes:
         steps: The last steps, the oldest first.

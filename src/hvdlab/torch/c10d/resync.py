@@ -21,7 +21,7 @@ _OPTIMIZER = "optimizer: "
 
 @dataclass(frozen=True)
 class Agreement:
-    """What :func:`agree` found and did; the same on all ranks.
+    """Outcome of :func:`agree`; the same on all ranks.
 
     Attributes:
         sources: For each rank of the group that got values, the rank that they came from.
@@ -59,7 +59,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class _Account:
-    """What a rank tells the others about its model and optimizer.
+    """Account of a rank's model and optimizer for the others.
 
     Attributes:
         place: Which shard of each parameter and buffer the rank has: ranks with the same place should have the same values.

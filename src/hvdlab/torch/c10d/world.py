@@ -63,7 +63,7 @@ class _AddedSet:
 
 
 class World:
-    """What this process's groups have in common. One object for each engine, kept beside it.
+    """Shared state of this process's groups. One object for each engine, kept beside it.
 
     Args:
         engine: The engine.

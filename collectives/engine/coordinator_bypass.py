@@ -34,7 +34,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Limit, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted
+from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.planes.buffers import host_view
 
 PATIENCE = 0.02
@@ -108,9 +108,10 @@ class CoordinatorBypass:
     def _agreed(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> bool:
         """Wait for the other members. Returns whether all have posted the same; if not, the handle goes to the coordinator."""
         board, number = posting.member.board, posting.number
-        # An abort ends the epoch, and with it the handle, unless all had posted before.
-        with contextlib.suppress(PlaneAborted):
-            self._wait(handle, posting, limit)
+        if not board.complete_soon(number):
+            # An abort ends the epoch, and with it the handle, unless all had posted before.
+            with contextlib.suppress(PlaneAborted):
+                self._wait(handle, posting, limit)
         if board.complete(number) and board.agreed(number):
             return True
         self._locked.update(RankState.finish_posting, handle, posting.member, agreed=False)
@@ -127,10 +128,9 @@ class CoordinatorBypass:
             self._locked.update(RankState.fail_posted, member, text)
             return
         self._locked.finish_posted(handle, posting, result)
-        if self._spans.enabled:
-            batch = batch_of(handle, posting)
-            if self._spans.batch(batch, handle.received, monotonic_ns(), PhaseTimes()):
-                self._schedule_events()
+        sequence = FIRST_SEQUENCE + posting.number
+        if self._spans.posted(handle, sequence, monotonic_ns()):
+            self._schedule_events()
 
     def _wait(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> None:
         board, number = posting.member.board, posting.number
@@ -166,5 +166,5 @@ def _result(request: Request, posting: PostedRequest) -> Result:
     root = posting.member.ranks.index(request.root)
     # The root's input is only read, and may be memory that can't be written to.
     if root != posting.member.index or output is not request.input:
-        np.copyto(host_view(output).reshape(-1), posting.parts[root])
+        np.copyto(host_view(output), posting.parts[root].reshape(output.shape))
     return Result(output)

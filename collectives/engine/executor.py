@@ -23,12 +23,13 @@ from typing import Protocol
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import RunBatch
 from hvdlab.collectives.engine.handles import CompletionHooks
-from hvdlab.collectives.engine.operations import Folds, run_batch, run_message, run_small, source_of
+from hvdlab.collectives.engine.operations import run_batch, run_message, run_small, source_of
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.registry import plane_class
 from hvdlab.collectives.planes.subgroups import PeerPlanes
+from hvdlab.collectives.reduce.fold import FoldScratch
 
 CONNECT_TIMEOUT = 30.0
 
@@ -164,7 +165,7 @@ class WorkQueue:
         self.run_lock = threading.Lock()
         self.wakeup: SimpleQueue[bool] = SimpleQueue()
         self.abandoned = False
-        self.folds: Folds = {}
+        self.folds = FoldScratch()
         self.current: Job | None = None
         self.running: PlaneSlot | None = None
         self.thread: threading.Thread | None = None

@@ -35,7 +35,7 @@ from hvdlab.collectives.planes.buffers import (
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.adasum import Segment, adasum, combine, levels, narrowed, products, widened
-from hvdlab.collectives.reduce.fold import UFUNCS, Fold, fold_plain, make_fold
+from hvdlab.collectives.reduce.fold import UFUNCS, FoldScratch, fold_plain
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
 
 Tables = tuple[tuple[int, ...], ...]
@@ -45,8 +45,6 @@ SMALL_BYTES = 4096
 """Size in bytes of the largest tensor that travels with the negotiation. Above, a few memory copies are cheaper."""
 SMALL_MEMBERS = 16
 """Members of the largest process set whose tensors do so: every member gets the bytes of all members."""
-
-Folds = dict[tuple[DType, ReduceOp], Fold]
 
 
 def run_batch(plane: Plane, batch: RunBatch, phases: PhaseTimes) -> tuple[list[Result], Completion | None]:
@@ -246,10 +244,12 @@ def payload_of(request: Request, members: int) -> bytes:
     return host_view(source).tobytes()
 
 
-def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds, source: int = -1) -> Result:
+def run_small(
+    request: Request, payloads: tuple[bytes, ...], scratch: FoldScratch, source: int = -1
+) -> Result:
     """Compute an allreduce from all members' bytes, or receive a message of rank ``source``.
 
-    The caller keeps ``folds``, for one thread at a time.
+    The caller keeps ``scratch``, for one thread at a time.
     """
     storage = storage_type(request.dtype)
     if request.kind is OpKind.SENDRECV:
@@ -257,10 +257,10 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds, sourc
             host_view(request.output).reshape(-1)[...] = np.frombuffer(payloads[0], storage)
             return Result(request.output, source=source)
         return Result()
-    return run_parts(request, [np.frombuffer(payload, storage) for payload in payloads], folds)
+    return run_parts(request, [np.frombuffer(payload, storage) for payload in payloads], scratch)
 
 
-def run_parts(request: Request, parts: HostArrays, folds: Folds) -> Result:
+def run_parts(request: Request, parts: HostArrays, scratch: FoldScratch) -> Result:
     """Compute an allreduce from all members' elements, which are not changed."""
     source, out = request.input, request.output
     assert source is not None
@@ -277,11 +277,9 @@ def run_parts(request: Request, parts: HostArrays, folds: Folds) -> Result:
     op, postscale = request.op, request.postscale
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / len(parts)
-    fold = folds.get((request.dtype, op))
-    if fold is None:
-        fold = folds[request.dtype, op] = make_fold(request.dtype, op)
-    with np.errstate(all="ignore"):
-        fold(parts, view if view.ndim == 1 else view.reshape(-1), request.prescale, postscale)
+    scratch.fold(
+        request.dtype, op, parts, view if view.ndim == 1 else view.reshape(-1), request.prescale, postscale
+    )
     return Result(out)
 
 

@@ -15,13 +15,14 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
-from hvdlab.collectives.engine.operations import SMALL_BYTES, Folds
+from hvdlab.collectives.engine.operations import SMALL_BYTES
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
-from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
+from hvdlab.collectives.planes.buffers import HOST, HostArray, HostArrays, host_view
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol.messages import Member
+from hvdlab.collectives.reduce.fold import MANY, FoldScratch
 from hvdlab.collectives.reduce.integers import needs_width
 
 LAYOUTS = 1024
@@ -30,8 +31,6 @@ LONGEST_PAUSE = 10
 """After more and more refusals in a row a rank leaves a board alone for up to 2 to the power of this requests."""
 
 _KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
-_BYTE = np.dtype(np.uint8)
-_NO_PARTS: HostArray = np.empty((0, 0), _BYTE)
 _PRIME, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 Key = tuple[object, ...]
@@ -219,20 +218,26 @@ class RequestLayout:
 
     Attributes:
         digest: Hash of the signature, which the members compare.
+        own: This rank's place on the board, by parity, in the shape of the tensor; empty if no tensor goes there.
         parts: The members' tensors, by parity: a row for each member, by position.
     """
 
-    __slots__ = ("digest", "parts")
+    __slots__ = ("digest", "own", "parts")
 
-    def __init__(self, request: Request, name: str, board: AgreementBoard) -> None:
+    def __init__(self, request: Request, name: str, board: AgreementBoard, index: int) -> None:
         shape = () if request.input is None else request.input.shape
         encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
         digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
         self.digest = digest if digest != DECLINED else 1
-        self.parts = (_NO_PARTS, _NO_PARTS)
+        self.own: tuple[HostArray, ...] = ()
+        self.parts: tuple[HostArrays, HostArrays] = ((), ())
         if request.input is not None and not needs_plane(request):
             size, storage = request.input.nbytes, storage_type(request.dtype)
-            self.parts = (board.tensors(0, size).view(storage), board.tensors(1, size).view(storage))
+            rows = tuple(board.tensors(parity, size).view(storage) for parity in (0, 1))
+            self.own = tuple(every[index].reshape(shape) for every in rows)
+            # Taken apart once for all requests of this layout, unless a fold works on the whole.
+            few = len(rows[0]) < MANY
+            self.parts = (tuple(rows[0]), tuple(rows[1])) if few else (rows[0], rows[1])
 
 
 class PostedRequest(NamedTuple):
@@ -246,7 +251,7 @@ class PostedRequest(NamedTuple):
 
     member: BoardMember
     number: int
-    parts: HostArray
+    parts: HostArrays
 
 
 class BoardMember:
@@ -268,7 +273,7 @@ class BoardMember:
         self.ranks = tuple(member.rank for member in members)
         #: Process ids of the members, by position.
         self._pids = [member.pid for member in members]
-        self.folds: Folds = {}
+        self.folds = FoldScratch()
         #: Layouts of requests, by signature.
         self._layouts: dict[Key, RequestLayout] = {}
         #: The request that this rank has posted and not left yet: one, of one thread, at a time.
@@ -306,15 +311,15 @@ class BoardMember:
             operations: For a request that needs the plane: how many operations this member has begun there. It goes into the digest,
                 since only if all members have begun as many is this request the next one on all of them.
         """
-        layout = self._layout(entry)
-        source, tensor = entry.request.input, None
+        layout, board, request = self._layout(entry), self.board, entry.request
         digest = layout.digest
-        if needs_plane(entry.request):
-            digest = (digest ^ operations * _PRIME) & _WORD or 1
-        elif source is not None:
-            tensor = host_view(source).reshape(-1).view(_BYTE)
         self._posted = entry
-        number = self.board.post(digest, tensor)
+        if layout.own:
+            assert request.input is not None
+            np.copyto(layout.own[board.number + 1 & 1], host_view(request.input))
+        elif needs_plane(request):
+            digest = (digest ^ operations * _PRIME) & _WORD or 1
+        number = board.post(digest, None)
         return PostedRequest(self, number, layout.parts[number & 1])
 
     def _layout(self, entry: Entry) -> RequestLayout:
@@ -328,7 +333,7 @@ class BoardMember:
         if layout is None:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = RequestLayout(request, entry.name, self.board)
+            layout = self._layouts[key] = RequestLayout(request, entry.name, self.board, self.index)
         return layout
 
     def unpost(self, *, agreed: bool) -> None:

@@ -14,6 +14,9 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.tracing.clocks import ClockSamples
 from hvdlab.collectives.tracing.recorder import Recorder
 
+_NO_PHASES = PhaseTimes()
+"""Times of a collective in which no plane took part. Never changed."""
+
 
 class SpanLog:
     """Log of a rank's spans: the recorder, the context of its batches, and whether a flush of it is scheduled.
@@ -108,6 +111,34 @@ class SpanLog:
                 )
                 for e in batch.entries
             ],
+        )
+        return True
+
+    def posted(self, entry: Entry, sequence: int, finished: int) -> bool:
+        """Record a collective that the members agreed on and computed in shared memory. Return whether there is something to flush.
+
+        Args:
+            entry: The collective; it began when all had posted it.
+            sequence: Its number, equal on all members.
+            finished: When it was done, in ns.
+        """
+        recorder, request = self.recorder, entry.request
+        if not recorder.enabled:
+            return False
+        self._touched.add(request.process_set)
+        recorder.span(
+            recorder.name_id(request.label or entry.name, entry.site),
+            request.kind,
+            request.dtype,
+            request.process_set,
+            sequence,
+            0,
+            request.input.nbytes if request.input is not None else 0,
+            entry.submitted,
+            entry.received,
+            entry.received,
+            finished,
+            _NO_PHASES,
         )
         return True
 

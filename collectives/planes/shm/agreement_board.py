@@ -89,7 +89,7 @@ class AgreementBoard:
 
         Args:
             digest: What is asked for, in 64 bits; not :data:`DECLINED`.
-            tensor: Its bytes, as ``uint8``, or ``None`` if there are none.
+            tensor: Its bytes, as ``uint8``; ``None`` if there are none, or the caller has put them in its row of :meth:`tensors`.
 
         Returns:
             The request's number.
@@ -136,10 +136,17 @@ class AgreementBoard:
             PlaneAborted: :meth:`abort` was called, perhaps after all had posted.
         """
         try:
-            self._signals.wait(ARRIVED, number, None if seconds is None else time.monotonic() + seconds)
+            self._signals.sleep(ARRIVED, number, None if seconds is None else time.monotonic() + seconds)
         except PlaneBroken:
             return False
         return True
+
+    def complete_soon(self, number: int) -> bool:
+        """Return whether all members have posted their ``number``-th request, or do so while this one offers them its core.
+
+        For the thread that posts, before :meth:`wait`: this neither sleeps nor needs a clock's limit.
+        """
+        return self._signals.reached_soon(ARRIVED, number)
 
     def agreed(self, number: int) -> bool:
         """Return whether all have posted the same ``number``-th request. Call it only when :meth:`complete` is true for that number."""

@@ -139,16 +139,16 @@ class Signals:
             PlaneAborted: :meth:`abort` was called, also before.
             PlaneBroken: ``deadline`` (``time.monotonic()``) has passed.
         """
+        if not self.reached_soon(row, value):
+            self.sleep(row, value, deadline)
+        elif self.aborted:
+            raise PlaneAborted
+
+    def reached_soon(self, row: int, value: int) -> bool:
+        """Look for some time whether all words have reached ``value``, and offer the core to other threads. Return whether they have."""
         words = self._rows[row]
         if min(words) >= value:
-            if self.aborted:
-                raise PlaneAborted
-            return
-        if not self._yield_until(words, value):
-            self._sleep(words, row, value, deadline)
-
-    def _yield_until(self, words: memoryview, value: int) -> bool:
-        """Look whether all words have reached ``value``, for some time, and offer the core to other threads. Returns whether they have."""
+            return True
         before = monotonic_ns()
         if before < self._sleep_until:
             while monotonic_ns() - before < _LOOKING:
@@ -166,7 +166,9 @@ class Signals:
             before = now
         return False
 
-    def _sleep(self, words: memoryview, row: int, value: int, deadline: float | None) -> None:
+    def sleep(self, row: int, value: int, deadline: float | None = None) -> None:
+        """Return once every member's counter is at least ``value``, as :meth:`wait` does, without looks and yields before it sleeps."""
+        words = self._rows[row]
         self._targets[self._index] = value * _ROWS + row
         try:
             with self._fence:

@@ -97,9 +97,9 @@ def allreducing(
     process_set: int,
 ) -> Operation:
     """The operation of an allreduce."""
-    chosen = chosen_operator(average, op)
+    chosen = op if type(op) is ReduceOp and average is None else chosen_operator(average, op)
     return Operation(
-        OpKind.ALLREDUCE, chosen, float(prescale_factor), float(postscale_factor), process_set=process_set
+        OpKind.ALLREDUCE, chosen, float(prescale_factor), float(postscale_factor), -1, process_set
     )
 
 

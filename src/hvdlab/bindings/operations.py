@@ -146,17 +146,13 @@ class Binding(Generic[T]):
                 memory = self._devices
                 direct = memory.is_direct(tensor)
         source = tensor if direct else memory.stage(tensor)
+        root = core_rank(operation.root, "broadcast") if kind is OpKind.BROADCAST else -1
+        # By position: by name it took as long again.
         request = Request(
-            kind,
-            dtype=dtype,
-            op=operation.op,
-            prescale=operation.prescale,
-            postscale=operation.postscale,
-            root=core_rank(operation.root, "broadcast") if kind is OpKind.BROADCAST else -1,
-            splits=operation.splits,
-            process_set=operation.process_set,
-            device=device,
-        )
+            kind, None, None, None, dtype, operation.op, operation.prescale, operation.postscale, root, operation.splits,
+            operation.process_set,
+        )  # fmt: skip
+        request.device = device
         output: T | OutputAllocator[T]
         if kind in _SHAPED_BY_RANKS:
             request.input = memory.view(source)

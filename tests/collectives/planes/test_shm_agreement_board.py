@@ -219,6 +219,20 @@ def test_what_was_posted_before_its_member_was_gone_counts(make: Callable[[int],
         assert not board.agreed(number + 1)
 
 
+def test_a_request_is_complete_soon_once_all_have_posted_or_an_abort_came_after(
+    make: Callable[[int], Boards],
+) -> None:
+    one, other = make(2)
+    number = one.post(5, None)
+    assert not one.complete_soon(number)
+    other.post(5, None)
+    assert one.complete_soon(number)
+    one.abort()
+    assert one.complete_soon(number)
+    with pytest.raises(PlaneAborted):
+        one.wait(number, None)
+
+
 def test_a_wait_gives_up_in_time_and_can_be_gone_on_with(make: Callable[[int], Boards]) -> None:
     one, other = make(2)
     number = one.post(5, None)

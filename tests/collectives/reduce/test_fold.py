@@ -15,6 +15,7 @@ from hvdlab.collectives.reduce.fold import (
     MANY,
     NARROW,
     Conversion,
+    FoldScratch,
     conversion_of,
     make_fold,
     narrow_bf16,
@@ -186,3 +187,17 @@ def test_a_binding_can_register_a_faster_conversion() -> None:
     assert used == ["widen", "widen"]
     with pytest.raises(ValueError, match="float32"):
         register_conversion(DType.F32, original)
+
+
+@pytest.mark.parametrize("in_context", [True, False])
+def test_folds_ignore_overflow_and_nan_whatever_the_thread_does(
+    in_context: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvdlab.collectives.reduce.fold._ERRORS_IN_CONTEXT", in_context)
+    scratch, out = FoldScratch(), np.empty(2, np.float32)
+    sources = [np.array([3e38, np.inf], np.float32), np.array([3e38, -np.inf], np.float32)]
+    with np.errstate(all="raise"):
+        scratch.fold(DType.F32, ReduceOp.SUM, sources, out, 1.0, 1.0)
+        assert np.geterr()["over"] == "raise"
+    assert out[0] == np.inf
+    assert np.isnan(out[1])

@@ -3,9 +3,10 @@
 A member posts by a plain store into its own word, which no other member writes. (One exception: words of a process that is gone,
 see ``AgreementBoard.mark_departed``.) A member that waits needs *all* words of a row to reach a value. It first offers its core to other
 threads some times (``sched_yield``), which costs them nothing: on a free core that is a look every half microsecond, on a shared one
-it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where something else is busy on the core, a
-yield takes milliseconds; then the member does without yields for a while, and only looks for some microseconds. After that it sleeps in
-the kernel.
+it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where something else runs on the core, a
+yield may take milliseconds. A thread that has work every now and then (a coordinator that forwards records) does not matter; one that is
+always busy takes most of the time. So the time that yields lose is limited: a member beyond the limit does without yields for a while,
+and only looks for some microseconds. After that it sleeps in the kernel.
 
 Sleeping without lost wake-ups
 ------------------------------
@@ -48,12 +49,17 @@ from time import monotonic_ns
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.shm.layout import WORD, Words
 
-YIELDS = 40
-"""Times that a waiting member offers its core to others before it sleeps: some 30 microseconds on a free core."""
+YIELDS = 100
+"""Times that a waiting member offers its core to others before it sleeps: some 70 microseconds on a free core, as long as it takes to
+wake a member whose core has gone idle."""
 _LONG_YIELD = 1_000_000
-"""Nanoseconds from which on a yield means that something busy shares the core; members' steps are shorter."""
+"""Nanoseconds from which on a yield means that something other than members runs on the core; members' steps are shorter."""
+_LOST_SHARE = 8
+"""Long yields may take one part in so many of a member's time …"""
+_LOST_LIMIT = 6_000_000
+"""… and so many nanoseconds beyond that: more than the two turns that a busy thread gets before it is known to be one."""
 _WITHOUT_YIELDS = 250_000_000
-"""Nanoseconds for which a member then does without yields."""
+"""Nanoseconds for which a member beyond the limit does without yields."""
 _LOOKING = 5_000
 """Nanoseconds for which it looks instead, before it sleeps: less than what sleeping and waking cost."""
 
@@ -84,7 +90,10 @@ class Signals:
         self._index = index
         self._members = layout.members
         self._yields = yields
+        #: When yields begin again, on ``time.monotonic_ns()``.
         self._sleep_until = 0
+        #: Nanoseconds that long yields have taken beyond their share, at the time of the last one.
+        self._lost = self._lost_at = 0
         self._words = memoryview(memory)[offset : offset + layout.control_bytes].cast("B").cast("Q")
         rows = [self._row(layout, n) for n in range(5)]
         self.arrived, self.reduced, self._targets = rows[ARRIVED], rows[REDUCED], rows[_TARGETS]
@@ -158,13 +167,19 @@ class Signals:
         for _ in range(self._yields):
             os.sched_yield()
             now = monotonic_ns()
-            if now - before > _LONG_YIELD:
+            if now - before > _LONG_YIELD and self._is_beyond_limit(now, now - before):
                 self._sleep_until = now + _WITHOUT_YIELDS
                 return min(words) >= value
             if min(words) >= value:
                 return True
             before = now
         return False
+
+    def _is_beyond_limit(self, now: int, lost: int) -> bool:
+        """Add up the time that long yields lose. Return whether it is more than what they may."""
+        self._lost = max(0, self._lost - (now - self._lost_at) // _LOST_SHARE) + lost
+        self._lost_at = now
+        return self._lost > _LOST_LIMIT
 
     def sleep(self, row: int, value: int, deadline: float | None = None) -> None:
         """Return once every member's counter is at least ``value``, as :meth:`wait` does, without looks and yields before it sleeps."""

@@ -7,14 +7,14 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.shm import signals as signals_module
 from hvdlab.collectives.planes.shm.layout import SegmentLayout
-from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, Signals
+from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, YIELDS, Signals
 from patience import PATIENCE
 from threads import asleep, in_threads
 
@@ -164,6 +164,51 @@ def test_a_satisfied_wait_makes_no_system_call(
         member.post(ARRIVED, 5)
     for member in members:
         member.wait(ARRIVED, 5)
+
+
+@pytest.fixture
+def yields(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Return how many yields one look takes, for a member whose first yield and whose others take so many ms of a simulated clock."""
+    memory = mmap.mmap(-1, LAYOUT.size)
+    member, now, made = Signals(memory, LAYOUT, 0), [1000.0], list[float]()
+    lengths = [0.0, 0.0]
+
+    def sched_yield() -> None:
+        now[0] += lengths[1] if made else lengths[0]
+        made.append(now[0])
+
+    def clock() -> int:
+        now[0] += 0.0005  # so that looks without yields end as well
+        return int(now[0] * 1e6)
+
+    def look(first: float, others: float, after: float = 0.0) -> int:
+        now[0] += after
+        lengths[:] = first, others
+        made.clear()
+        assert not member.reached_soon(ARRIVED, 1)
+        return len(made)
+
+    monkeypatch.setattr("hvdlab.collectives.planes.shm.signals.monotonic_ns", clock)
+    monkeypatch.setattr("os.sched_yield", sched_yield)
+    yield look
+    member.close()
+    memory.close()
+
+
+def test_a_member_goes_on_yielding_to_a_thread_that_has_work_now_and_then(
+    yields: Callable[..., int],
+) -> None:
+    assert [yields(2.0, 0.0005, after=50.0) for _ in range(20)] == [YIELDS] * 20
+
+
+def test_a_member_does_without_yields_while_a_busy_thread_takes_most_of_its_time(
+    yields: Callable[..., int],
+) -> None:
+    assert yields(4.0, 4.0) == 2
+    assert yields(4.0, 4.0) == 0
+    assert yields(4.0, 4.0, after=200.0) == 0
+    assert yields(4.0, 4.0, after=60.0) == 2
+    assert yields(0.0005, 0.0005, after=300.0) == YIELDS
 
 
 def test_calls_after_close_do_nothing(members: list[Signals]) -> None:

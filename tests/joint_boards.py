@@ -32,6 +32,7 @@ class SimBoard:
 
     def __init__(self, words: Words, index: int, epoch: int) -> None:
         self.epoch, self.members, self.number = epoch, len(words.posted), 0
+        self.capacity = 4096
         self.aborted = False
         self._words, self._index = words, index
 
@@ -93,7 +94,7 @@ class AtBoard:
     @property
     def keeps_lane(self) -> bool:
         """Whether nothing is executed on this rank's planes meanwhile."""
-        return needs_plane(self.entry.request)
+        return needs_plane(self.entry.request, self.posting.member.board.capacity)
 
 
 @dataclass

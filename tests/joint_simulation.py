@@ -329,10 +329,12 @@ class Simulation:
 
     def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> PostedRequest | None:
         """As the direct way does it: what needs the plane is posted only while nothing is executed on this rank."""
-        if not needs_plane(entry.request):
-            return me.state.try_post(entry, queued=queued)
         group = me.state.sets.get(entry.request.process_set)
-        if group is None or me.jobs:
+        if group is None or group.board_member is None:
+            return None
+        if not needs_plane(entry.request, group.board_member.board.capacity):
+            return me.state.try_post(entry, queued=queued)
+        if me.jobs:
             return None
         scope = entry.request.process_set, group.epoch
         return me.state.try_post(entry, (group.epoch, me.operations[scope]), queued=queued)

@@ -85,9 +85,10 @@ class CoordinatorBypass:
             InvalidRequestError, DuplicateNameError, AbortedError: As by :meth:`Engine.submit`.
         """
         request = handle.request
-        if not fits(request):
+        capacity = self._locked.board_capacity(request.process_set)
+        if not capacity or not fits(request):
             return queued
-        if not needs_plane(request):
+        if not needs_plane(request, capacity):
             posting = self._locked.try_post(handle, queued=queued)
             if posting is not None and self._agreed(handle, posting, limit):
                 self._compute(handle, posting)

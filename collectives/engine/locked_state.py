@@ -144,6 +144,11 @@ class LockedState:
         group = self.state.sets.get(process_set)
         return 0 if group is None else group.epoch
 
+    def board_capacity(self, process_set: int) -> int:
+        """Return the bytes that the board of a process set takes, 0 if there is no board; it may be another one at any moment."""
+        group = self.state.sets.get(process_set)
+        return 0 if group is None or group.board_member is None else group.board_member.board.capacity
+
     def want_flush(self) -> None:
         """Let the control thread send the queued messages, unless a wait is quicker."""
         if not self._flush_wanted:

@@ -13,20 +13,21 @@ import msgspec
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
-from hvdlab.collectives.engine.operations import SMALL_BYTES
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
 from hvdlab.collectives.planes.buffers import HOST, HostArray, HostArrays, host_view
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol.messages import Member
-from hvdlab.collectives.reduce.fold import MANY, FoldScratch
+from hvdlab.collectives.reduce.fold import MANY, FoldScratch, is_direct
 from hvdlab.collectives.reduce.integers import needs_width
 
 LAYOUTS = 1024
 """Layouts of requests that a rank keeps per board."""
+COSTLY_BYTES = 4096
+"""Bytes of the largest tensor on the board if each element takes much longer than a copy. Members share that work on the plane."""
 LONGEST_PAUSE = 10
 """After more and more refusals in a row a rank leaves a board alone for up to 2 to the power of this requests."""
 
@@ -208,9 +209,29 @@ def fits(request: Request) -> bool:
     return request.input is None or request.input.nbytes > 0
 
 
-def needs_plane(request: Request) -> bool:
-    """Return whether the tensor is too large for the board, or on a device: the members agree on the board, and use the data plane."""
-    return request.device != HOST or (request.input is not None and request.input.nbytes > SMALL_BYTES)
+def needs_plane(request: Request, capacity: int) -> bool:
+    """Return whether the tensor is too large for the board, or on a device: the members agree on the board, and use the data plane.
+
+    Args:
+        request: The request.
+        capacity: Bytes of the largest tensor that the board takes.
+    """
+    if request.device != HOST:
+        return True
+    if request.input is None or request.input.nbytes <= COSTLY_BYTES:
+        return False
+    return request.input.nbytes > capacity or not _reduces_quickly(request)
+
+
+def _reduces_quickly(request: Request) -> bool:
+    """Return whether one member reduces about as fast as it copies, so that each may do it for itself."""
+    if request.kind is not OpKind.ALLREDUCE:
+        return True
+    if request.op is ReduceOp.ADASUM or not is_direct(request.dtype):
+        return False
+    return request.dtype is DType.F32 or not needs_width(
+        request.dtype, request.op, request.prescale, request.postscale
+    )
 
 
 class RequestLayout:
@@ -218,23 +239,25 @@ class RequestLayout:
 
     Attributes:
         digest: Hash of the signature, which the members compare.
-        own: This rank's place on the board, by parity, in the shape of the tensor; empty if no tensor goes there.
+        own: This rank's place on the board, by parity, in the shape of the tensor; empty if this rank puts nothing there.
         parts: The members' tensors, by parity: a row for each member, by position.
     """
 
     __slots__ = ("digest", "own", "parts")
 
-    def __init__(self, request: Request, name: str, board: AgreementBoard, index: int) -> None:
+    def __init__(self, request: Request, name: str, member: BoardMember) -> None:
+        board, index = member.board, member.index
         shape = () if request.input is None else request.input.shape
         encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
         digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
         self.digest = digest if digest != DECLINED else 1
         self.own: tuple[HostArray, ...] = ()
         self.parts: tuple[HostArrays, HostArrays] = ((), ())
-        if request.input is not None and not needs_plane(request):
+        if request.input is not None and not needs_plane(request, board.capacity):
             size, storage = request.input.nbytes, storage_type(request.dtype)
             rows = tuple(board.tensors(parity, size).view(storage) for parity in (0, 1))
-            self.own = tuple(every[index].reshape(shape) for every in rows)
+            if request.kind is not OpKind.BROADCAST or request.root == member.ranks[index]:
+                self.own = tuple(every[index].reshape(shape) for every in rows)
             # Taken apart once for all requests of this layout, unless a fold works on the whole.
             few = len(rows[0]) < MANY
             self.parts = (tuple(rows[0]), tuple(rows[1])) if few else (rows[0], rows[1])
@@ -317,7 +340,7 @@ class BoardMember:
         if layout.own:
             assert request.input is not None
             np.copyto(layout.own[board.number + 1 & 1], host_view(request.input))
-        elif needs_plane(request):
+        elif needs_plane(request, board.capacity):
             digest = (digest ^ operations * _PRIME) & _WORD or 1
         number = board.post(digest, None)
         return PostedRequest(self, number, layout.parts[number & 1])
@@ -333,7 +356,7 @@ class BoardMember:
         if layout is None:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = RequestLayout(request, entry.name, self.board, self.index)
+            layout = self._layouts[key] = RequestLayout(request, entry.name, self)
         return layout
 
     def unpost(self, *, agreed: bool) -> None:
@@ -404,7 +427,9 @@ class BoardMember:
             return None
         number, entry = self.board.number, self._posted
         agreed = self.board.complete(number) and self.board.agreed(number)
-        return entry if agreed and not entry.given_up and not needs_plane(entry.request) else None
+        if not agreed or entry.given_up or needs_plane(entry.request, self.board.capacity):
+            return None
+        return entry
 
     def _release(self) -> None:
         self._layouts.clear()

@@ -34,7 +34,13 @@ from hvdlab.collectives.engine.entries import (
     plain_name,
 )
 from hvdlab.collectives.engine.operations import payload_of
-from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, SetState, check_request
+from hvdlab.collectives.engine.process_set_view import (
+    BoardMember,
+    PostedRequest,
+    SetState,
+    check_request,
+    needs_plane,
+)
 from hvdlab.collectives.engine.reattaching import FailoverFacts
 from hvdlab.collectives.errors import (
     AbortedError,
@@ -198,6 +204,8 @@ class RankState:
             alone = not group.pending
         if plane is not None and (not alone or group.epoch != plane[0]):
             return None  # the coordinator may be about to order the pending entries
+        if needs_plane(entry.request, group.board_member.board.capacity) != (plane is not None):
+            return None  # the caller has seen the board of an earlier epoch, which takes more or less
         if (
             self.lost is not None
             or self.failure is not None

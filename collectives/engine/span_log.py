@@ -14,6 +14,8 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.tracing.clocks import ClockSamples
 from hvdlab.collectives.tracing.recorder import Recorder
 
+UNTIMED_BYTES = 4096
+"""Up to this size a member that computes a result by itself spends its time in Python, and no phase is recorded."""
 _NO_PHASES = PhaseTimes()
 """Times of a collective in which no plane took part. Never changed."""
 
@@ -126,6 +128,7 @@ class SpanLog:
         if not recorder.enabled:
             return False
         self._touched.add(request.process_set)
+        nbytes = request.input.nbytes if request.input is not None else 0
         recorder.span(
             recorder.name_id(request.label or entry.name, entry.site),
             request.kind,
@@ -133,12 +136,12 @@ class SpanLog:
             request.process_set,
             sequence,
             0,
-            request.input.nbytes if request.input is not None else 0,
+            nbytes,
             entry.submitted,
             entry.received,
             entry.received,
             finished,
-            _NO_PHASES,
+            _NO_PHASES if nbytes <= UNTIMED_BYTES else PhaseTimes(transfer=finished - entry.received),
         )
         return True
 

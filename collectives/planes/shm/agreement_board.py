@@ -59,12 +59,14 @@ class AgreementBoard:
     Attributes:
         epoch: Epoch of the process set.
         members: Members of the process set.
+        capacity: Bytes of the largest tensor that a member can post; equal on all members.
         number: How many requests this member has posted or declined.
     """
 
     def __init__(self, memory: int, offset: int, members: int, index: int, epoch: int) -> None:
         layout = AgreementBoardLayout(members)
         self.epoch, self.members, self.number = epoch, members, 0
+        self.capacity = layout.place_bytes
         self._index = index
         self._memory = mmap.mmap(memory, layout.size, offset=offset)
         self._signals = Signals(self._memory, layout, index)

@@ -6,7 +6,7 @@ Imports no numpy: the coordinator sizes the segment with :func:`segment_size`.
 
     page 0…   doorbell | arrived[members] | reduced[members] | targets[members] | needs[2][members]
     then      slots of member 0 | slots of member 1 | …, each half a page into a page
-    then      the board (:mod:`agreement_board`): words like those of page 0 | two areas of a page for each member
+    then      the board (:mod:`agreement_board`): words like those of page 0 | two areas with a place for each member
 
 The half page is there because x86 copies slowly (down to a fortieth, where ``rep movsb`` does it) if the target lies
 a little further into its page than the source into its own. Large tensors begin near the start of a page, so this way
@@ -30,6 +30,14 @@ FEW = 8
 """Up to so many members slots have room for chunks of twice the default's size, for ``plane.ChunkChoice``."""
 SLOTS = 5
 """Default number of slots per member; see :mod:`schedules` for how it limits how far ahead a member may run."""
+
+BOARD_BYTES = 1024 * 1024
+"""Bytes of all members' tensors on the board at most, for :data:`FEW` members: as many as each member reduces by itself in the time that
+the steps of the pipeline take in Python. They are in a second-level cache."""
+MANY_BOARD_BYTES = 256 * 1024
+"""The same for more members, which are likely to share cores: there each of them reads what all have put there."""
+LARGEST_PLACE = 512 * 1024
+"""Bytes of the largest tensor on the board."""
 
 PAGE = 4096
 PHASE = PAGE // 2
@@ -96,11 +104,17 @@ class SegmentLayout(Words):
 
 @dataclass(frozen=True, slots=True)
 class AgreementBoardLayout(Words):
-    """Offsets within the board, which lies behind the slots: words, then two areas with a page of each member for small tensors."""
+    """Offsets within the board, which lies behind the slots: words, then two areas with a place of each member for small tensors."""
+
+    @property
+    def place_bytes(self) -> int:
+        """Size of a place, in whole pages: the more members, the less each of them can reduce by itself."""
+        together = BOARD_BYTES if self.members <= FEW else MANY_BOARD_BYTES
+        return min(max(together // self.members // PAGE * PAGE, PAGE), LARGEST_PLACE)
 
     def area(self, parity: int) -> int:
         """Offset of an area."""
-        return self.control_bytes + parity * self.members * PAGE
+        return self.control_bytes + parity * self.members * self.place_bytes
 
     @property
     def size(self) -> int:

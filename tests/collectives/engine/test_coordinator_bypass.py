@@ -319,7 +319,7 @@ def large(steps: int, beside: int) -> tuple[int, int]:
     """
     rank, before = context.engine().rank, agreed()
     for step in range(steps):
-        size = (2_000, 40_000, 300_000)[step % 3]
+        size = (90_000, 140_000, 300_000)[step % 3]
         x = np.full(size, rank + step, np.float64)
         handle = (
             hvd.allreduce_async(np.full(50_000, step, np.float32), "beside", op=hvd.Sum)
@@ -332,9 +332,47 @@ def large(steps: int, beside: int) -> tuple[int, int]:
         assert (np.asarray(hvd.broadcast(y, step % 3)) == step % 3).all()
         if handle is not None:
             assert (np.asarray(hvd.synchronize(handle)) == 3 * step).all()
-    return agreed() - before, context.engine()._executor._slots[
-        0, context.engine()._locked.epoch(0), "cpu"
-    ].operations
+    return agreed() - before, plane_operations()
+
+
+def plane_operations() -> int:
+    engine = context.engine()
+    return engine._executor._slots[0, engine._locked.epoch(0), "cpu"].operations
+
+
+def around_the_capacity() -> list[int]:
+    """Return the operations on the plane after each of several requests that are agreed on the board."""
+    wait_long_at_boards()  # however slow the machine is
+    engine, found = context.engine(), list[int]()
+    rank, capacity = engine.rank, engine._locked.board_capacity(0)
+    for dtype, nbytes in (
+        (np.float32, capacity),
+        (np.float32, capacity + 4),
+        (np.float16, 4096),
+        (np.float16, 4098),
+    ):
+        x = np.full(
+            (nbytes // np.dtype(dtype).itemsize // 2, 2)
+            if nbytes % 8 == 0
+            else nbytes // np.dtype(dtype).itemsize,
+            rank,
+            dtype,
+        )
+        assert (hvd.allreduce(x, op=hvd.Sum) == 3).all()
+        found.append(plane_operations())
+    for root in range(3):
+        y = np.full(capacity // 8, rank, np.float64)
+        assert (np.asarray(hvd.broadcast(y, root)) == root).all()
+        assert (y == rank).all()
+    assert (
+        hvd.allreduce(np.full(3000, 7, np.int32), op=hvd.Average) == 7
+    ).all()  # takes much longer than a copy
+    return [*found, plane_operations()]
+
+
+def test_tensors_lie_on_the_board_up_to_its_capacity_and_costly_ones_up_to_a_page() -> None:
+    with Ranks(3) as ranks:
+        assert ranks.run(around_the_capacity, timeout=PATIENCE) == [[0, 1, 1, 2, 3]] * 3
 
 
 def test_large_ones_meet_on_the_plane_in_one_order() -> None:

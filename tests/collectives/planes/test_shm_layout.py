@@ -34,7 +34,7 @@ def test_nothing_overlaps(members: int) -> None:
 def test_the_board_lies_behind_the_slots_and_nothing_of_it_overlaps(members: int) -> None:
     layout, board = SegmentLayout(members, chunk_bytes=8192, slots=5), AgreementBoardLayout(members)
     rows = [(board.row(n), board.row(n) + members * 8) for n in range(5)]
-    tensors = [(board.area(parity), board.area(parity) + members * 4096) for parity in range(2)]
+    tensors = [(board.area(parity), board.area(parity) + members * board.place_bytes) for parity in range(2)]
     areas = [(0, 4), *rows, *tensors]
     assert all(end <= start for (_, end), (start, _) in pairwise(areas))
     assert tensors[-1][1] <= board.size

@@ -21,7 +21,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.operations import run_small
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.base import KeyValue, PlaneContext
-from hvdlab.collectives.reduce.fold import conversion_of, register_conversion
+from hvdlab.collectives.reduce.fold import FoldScratch, conversion_of, register_conversion
 from hvdlab.torch.adapter import register_conversions
 
 MEMBERS = 8
@@ -125,7 +125,7 @@ def test_what_travels_with_the_negotiation_is_rounded_once(dtype: DType, convert
         wide = rng.normal(size=(MEMBERS, 500)) * np.exp2(rng.integers(-6, 7, size=(MEMBERS, 500)))
         parts = [inputs.from_float64(row, dtype) for row in wide]
         request = Request(OpKind.ALLREDUCE, input=parts[0], dtype=dtype, op=ReduceOp.SUM)
-        out = run_small(request, tuple(part.tobytes() for part in parts), {}).output
+        out = run_small(request, tuple(part.tobytes() for part in parts), FoldScratch()).output
         assert out is not None
     finally:
         for half, conversion in before.items():

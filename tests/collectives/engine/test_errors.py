@@ -331,7 +331,7 @@ def be_interrupted_anywhere(count: int) -> tuple[int, list[str]]:
                 try:
                     # Anonymous, since some of an attempt that failed may be in flight when the next one begins.
                     pending = [hvd.allreduce_async(np.ones(3, np.float32)) for _ in range(3)]
-                    hvd.allreduce(np.ones(1 << 14, np.float32), "large", op=hvd.Sum)
+                    hvd.allreduce(np.ones(1 << 18, np.float32), "large", op=hvd.Sum)
                     for operation in pending:
                         hvd.synchronize(operation)
                     go_on = hvd.allreduce(np.array([left > 0]), "go on", op=hvd.Max)

@@ -37,7 +37,7 @@ def three(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def total() -> float:
-    return float(hvd.allreduce(np.ones(5000), "total", op=hvd.Sum)[0])
+    return float(hvd.allreduce(np.ones(100_000), "total", op=hvd.Sum)[0])
 
 
 def reduce(count: int, times: int, *, leave: bool) -> list[float] | str:

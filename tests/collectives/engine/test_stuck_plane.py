@@ -72,7 +72,7 @@ def fd_exists(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
-def total(value: float, count: int = 5000) -> float:
+def total(value: float, count: int = 200_000) -> float:
     return float(hvd.allreduce(np.full(count, value), "total", op=hvd.Sum)[0])
 
 

@@ -65,7 +65,7 @@ memory: dict[str, Any] = {}
 
 
 def total(value: float = 1.0, name: str | None = "total") -> float:
-    return float(hvd.allreduce(np.full(5000, value), name, op=hvd.Sum)[0])
+    return float(hvd.allreduce(np.full(100_000, value), name, op=hvd.Sum)[0])
 
 
 def wait_for(name: str) -> None:

@@ -65,7 +65,7 @@ def every_operation() -> str:
 
 
 def total(value: float) -> float:
-    return float(hvd.allreduce(np.full(5000, value), "total", op=hvd.Sum)[0])
+    return float(hvd.allreduce(np.full(100_000, value), "total", op=hvd.Sum)[0])
 
 
 def wait_for_the_dead() -> None:

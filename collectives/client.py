@@ -38,7 +38,7 @@ class CoordinatorLostError(HvdlabError, ConnectionError):
 class Client:
     """A connection with one thread of its own, on which all callbacks run.
 
-    Callbacks must not block for long and must not call :meth:`close`, :meth:`cell_started` or other methods that
+    Callbacks must not block for long and must not call :meth:`close`, :meth:`flush` or other methods that
     wait for the coordinator. An exception in one is logged and stops neither the others nor the client. All methods may be
     called from any thread.
 
@@ -177,20 +177,23 @@ class Client:
 
     # -- cells ----------------------------------------------------------------------------------------------------
 
-    def cell_started(self, cell: str, ranks: Sequence[int], timeout: float = 10, *, label: str = "") -> None:
-        """Tell the coordinator that a cell is about to be sent to these ranks.
+    def cell_started(self, cell: str, ranks: Sequence[int], *, label: str = "") -> None:
+        """Tell the coordinator that a cell is about to be sent to these ranks. Does not wait.
 
-        Returns once the coordinator knows it, so that no rank's message about the cell can come before. ``label`` is the cell's name
-        for users.
+        The coordinator knows it before it forwards mail that is sent afterwards: it handles the messages of a connection in order. So no
+        rank that has the cell by mail can be ahead of it. Whoever sends the cell in another way calls :meth:`flush` before.
+
+        Args:
+            cell: The cell's id.
+            ranks: The ranks that get it.
+            label: The cell's name for users.
 
         Raises:
             CoordinatorLostError: The connection ended.
-            TimeoutError: The coordinator did not answer.
         """
         if label:
             self.label_cell(cell, label)
         self._send(m.CellStarted(cell, tuple(ranks)))
-        self.flush(timeout, events=False)
 
     def label_cell(self, cell: str, label: str) -> None:
         """Let :attr:`recording` show a cell under its name for users.
@@ -205,9 +208,13 @@ class Client:
                 del self._labels[next(iter(self._labels))]
 
     def flush(self, timeout: float = 10, *, events: bool = True) -> None:
-        """Wait until the coordinator has handled everything that this client has sent before. Raises like ``cell_started``.
+        """Wait until the coordinator has handled everything that this client has sent before.
 
         With ``events``, also until the events are here that it had for this client by then.
+
+        Raises:
+            CoordinatorLostError: The connection ended.
+            TimeoutError: The coordinator did not answer.
         """
         number = next(self._numbers)
         self._send(m.Ping(number, events))

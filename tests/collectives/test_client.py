@@ -82,14 +82,18 @@ def test_callbacks_get_the_present_membership_and_each_new_one(
     assert thread is not threading.current_thread()
 
 
-def test_a_cell_is_known_before_cell_started_returns(coordinator: CoordinatorProcess, client: Client) -> None:
+def test_a_cell_is_known_before_mail_that_is_sent_after_it_arrives(
+    coordinator: CoordinatorProcess, client: Client
+) -> None:
     client.expect([0, 1])
     ranks = [join(coordinator, rank, tracked=True) for rank in (0, 1)]
     client.wait_for(lambda now: now.complete, PATIENCE)
     definition = m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), "")
     for number in range(50):
         client.cell_started(str(number), [0, 1])
+        client.post("cell", b"", [0, 1])
         for rank in ranks:
+            wait_for(rank, m.Mail)
             rank.send(m.Announce(0, 1, (0,), (definition,)))  # before its CellBegin: nobody is taken for idle
         for rank in ranks:
             assert isinstance(wait_for(rank, m.Execute | m.Abort), m.Execute)  # type: ignore[arg-type]  # for isinstance
@@ -162,7 +166,7 @@ def test_waiting_in_a_callback_is_refused(client: Client, caplog: pytest.LogCapt
 
     def wait(membership: Membership) -> None:
         try:
-            client.cell_started("x", [])
+            client.flush()
         finally:
             done.set()
 
@@ -371,6 +375,7 @@ def test_a_cell_whose_end_was_lost_with_the_connection_has_ended(coordinator: Co
         client.wait_for(lambda now: now.complete, PATIENCE)
         epoch = wait_for(ranks[0], m.Configure).epoch
         client.cell_started("cell", [0, 1])
+        client.flush()
         ranks[1].send(m.CellEnd("cell"))
         ranks[1].send(m.Ping(7))
         wait_for(ranks[1], m.Pong)

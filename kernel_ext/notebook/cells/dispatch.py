@@ -586,7 +586,7 @@ class CellDispatcher:
         if not self._connected:
             return
         with contextlib.suppress(CoordinatorLostError):
-            # The coordinator must know before any rank can be ahead of the others in a collective.
+            # Over one connection and in this order: the coordinator knows it before any rank can be ahead of the others in a collective.
             self._client.cell_started(run.order.cell, ranks, label=run.order.label)
             for order, those in run.orders(ranks):
                 self._client.post(TO_RANK, encode(order), those)

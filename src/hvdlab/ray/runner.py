@@ -485,6 +485,7 @@ class StaticAdapter(Adapter):
         cell = f"ray-{next(self._calls)}"
         label = getattr(function, "__qualname__", type(function).__qualname__)
         self._client.cell_started(cell, range(len(workers)), label=label)
+        self._client.flush(events=False)  # the call takes another way than mail
         for rank, worker in enumerate(workers):
             perform = worker.perform_remotely if remotely else worker.perform
             references.append(perform.remote(call, what, cell, self._interrupts[rank]))

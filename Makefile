@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines clean
+.PHONY: help demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines intel-mpi clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -102,6 +102,10 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/timeline_drawing.py --json benchmarks/results/timeline_drawing.json
 	$(BIN)/python benchmarks/strangers.py --json benchmarks/results/strangers.json
 	$(BIN)/python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
+
+intel-mpi: ## an environment with Intel MPI, which benchmarks/allreduce.py then measures as well
+	$(PYTHON) -m venv out/intel-mpi
+	out/intel-mpi/bin/python -m pip install --quiet impi-rt mpi4py numpy
 
 tables: $(INSTALLED) ## write docs/reference/horovod.md and horovod-attributes.md from the code
 	$(BIN)/python docs/reference/horovod/table.py

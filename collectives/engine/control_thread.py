@@ -418,7 +418,7 @@ class ControlHandlers:
             self.memory_retry.memory_missing(effect.process_set, effect.epoch)
         else:
             self.memory_retry.memory_received(effect.process_set)
-        if memory >= 0:
+        if memory >= 0 or len(effect.members) == 1:
             self._open_board(effect, memory)
         store = self.store(effect.process_set, effect.epoch)
         context = PlaneContext(
@@ -472,10 +472,11 @@ class ControlHandlers:
 
     def _open_board(self, effect: NewEpoch, memory: int) -> None:
         members = len(effect.members)
-        if not 1 < members <= MEMBERS:
+        if members > MEMBERS:
             return
-        place = layout_from(effect.options, members).size
-        board = map_board(memory, place, members, effect.index, effect.epoch)
+        # One member agrees with itself at once, in memory of its own: it has to wait for no coordinator.
+        place = layout_from(effect.options, members).size if members > 1 else 0
+        board = map_board(memory if members > 1 else -1, place, members, effect.index, effect.epoch)
         if board is not None:
             member = BoardMember(board, effect.process_set, effect.index, effect.members)
             self._locked.update(RankState.attach_board, member)

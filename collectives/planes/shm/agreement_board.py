@@ -50,7 +50,7 @@ class AgreementBoard:
     """View that one member has of the board. ``post``, ``decline`` and ``retire`` are called under the engine's lock.
 
     Args:
-        memory: Descriptor of the process set's segment; it stays the caller's.
+        memory: Descriptor of the process set's segment; it stays the caller's. -1 for memory of this process, for one member.
         offset: Where the board begins in it.
         members: Members of the process set.
         index: This member's position.
@@ -191,8 +191,9 @@ def _distance(size: int) -> int:
 
 
 def map_board(memory: int, offset: int, members: int, index: int, epoch: int) -> AgreementBoard | None:
-    """Return the board in this segment, or ``None`` if it has no room for one, or can't be mapped."""
-    if offset % PAGE or os.fstat(memory).st_size < offset + AgreementBoardLayout(members).size:
+    """Return the board in this segment (-1: in memory of its own), or ``None`` if there is no room for one, or it can't be mapped."""
+    size = AgreementBoardLayout(members).size
+    if memory >= 0 and (offset % PAGE or os.fstat(memory).st_size < offset + size):
         return None
     try:
         return AgreementBoard(memory, offset, members, index, epoch)

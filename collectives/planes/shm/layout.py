@@ -38,6 +38,8 @@ MANY_BOARD_BYTES = 256 * 1024
 """The same for more members, which are likely to share cores: there each of them reads what all have put there."""
 LARGEST_PLACE = 512 * 1024
 """Bytes of the largest tensor on the board."""
+LONE_PLACE = 64 * 1024
+"""The same for a single member, whose plane copies a tensor once and not twice."""
 
 PAGE = 4096
 PHASE = PAGE // 2
@@ -109,6 +111,8 @@ class AgreementBoardLayout(Words):
     @property
     def place_bytes(self) -> int:
         """Size of a place, in whole pages: the more members, the less each of them can reduce by itself."""
+        if self.members == 1:
+            return LONE_PLACE
         together = BOARD_BYTES if self.members <= FEW else MANY_BOARD_BYTES
         return min(max(together // self.members // PAGE * PAGE, PAGE), LARGEST_PLACE)
 

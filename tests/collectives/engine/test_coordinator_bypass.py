@@ -71,6 +71,23 @@ def test_the_coordinator_is_not_asked() -> None:
     assert found == [[3 * 99 + 3.0, 2.0]] * 3
 
 
+def alone_without_the_coordinator(pid: int) -> list[float]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        found = [total(float(step)) for step in range(100)]
+        hvd.barrier()
+        large = np.full(1 << 20, 5.0, np.float32)
+        return [found[-1], float(hvd.broadcast(np.full(2, 7.0), 0)[0]), float(hvd.allreduce(large)[-1])]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_single_rank_waits_for_no_coordinator() -> None:
+    with Ranks(1) as ranks:
+        found = ranks.run(alone_without_the_coordinator, ranks.coordinator.pid, timeout=PATIENCE)
+    assert found == [[99.0, 7.0, 5.0]]
+
+
 def same_bits() -> int:
     """Every type and operator, on the board and through the coordinator."""
     chance = np.random.default_rng(context.engine().rank)

@@ -496,6 +496,19 @@ class Engine:
         """Call ``callback(sender, body)`` on the control thread; it must not block. Sender -1 is a client."""
         self._handlers.callbacks.on(topic, callback)
 
+    def on_abort(self, callback: Callable[[m.Abort], None]) -> None:
+        """Call this on the control thread when an epoch of a process set was aborted, also if nothing was pending here; it must not block."""
+        self._handlers.callbacks.aborts.append(callback)
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call this on the control thread after some time; it must not block. Any thread. A closed engine calls nothing."""
+        run = self._handlers.callbacks.run
+        self._control.call(lambda: self._control.call_later(seconds, lambda: run(call)))
+
+    def call_on_control(self, call: Callable[[], None]) -> None:
+        """Call this on the control thread, between two messages of the coordinator; it must not block. Any thread."""
+        self._control.call(lambda: self._handlers.callbacks.run(call))
+
     def on_interrupt(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when the notebook interrupts this rank."""
         self._handlers.callbacks.interrupts.append(callback)

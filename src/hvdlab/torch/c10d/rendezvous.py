@@ -28,6 +28,7 @@ from hvdlab.torch.c10d.call_history import keep_errors
 from hvdlab.torch.c10d.operation_names import renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.store import HvdlabStore
+from hvdlab.torch.c10d.watch_options import WatchOptions
 from hvdlab.torch.c10d.world import World, current_world, has_coordinator, require_whole_world, world_of_group
 
 _SPACE_BYTES = 16
@@ -141,10 +142,12 @@ def _met(engine: Engine, timeout: timedelta) -> str:
     return space.tobytes().hex()
 
 
-def create(options: Any) -> HvdlabProcessGroup:
+def create(options: Any, watch: object = None) -> HvdlabProcessGroup:
     """Make a process group. Torch calls this on the group's members only, which wait for each other here.
 
     Args:
+        watch: The user's ``pg_options``: :class:`WatchOptions`, or those of another backend, which count as none. A group without any has
+            those of the default group.
         options: Torch's options: ``store``, ``group_rank``, ``group_size``, ``timeout``, ``group_id`` and
             ``global_ranks_in_group``, which is empty for the default group.
 
@@ -156,6 +159,15 @@ def create(options: Any) -> HvdlabProcessGroup:
     members = tuple(options.global_ranks_in_group)
     rank, size = options.group_rank, options.group_size
     world = current_world() if members else world_of_group(options.store, rank, size)
-    return HvdlabProcessGroup(
-        world, rank, size, options.group_id, members or world.engine.ranks(), options.timeout
+    chosen = watch if isinstance(watch, WatchOptions) else world.watch if members else WatchOptions()
+    if not members:
+        world.watch = chosen
+    ranks = members or world.engine.ranks()
+    inner = chosen.inner_backend()
+    if not inner:
+        return HvdlabProcessGroup(world, rank, size, options.group_id, ranks, options.timeout)
+    from hvdlab.torch.c10d.watched import WatchedGroup
+
+    return WatchedGroup(
+        world, rank, size, options.group_id, ranks, options.timeout, options.store, inner, chosen.late
     )

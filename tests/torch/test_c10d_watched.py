@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
-from hvdlab.torch.c10d import WatchOptions
+from hvdlab.torch.c10d import WatchOptions, watched
 from ranks import Ranks
 
 LATE = 0.3
@@ -239,6 +239,40 @@ def _destroyed() -> None:
 
 def test_what_is_in_flight_ends_with_its_group(world: Ranks) -> None:
     world.run(_destroyed, timeout=60)
+    good(world)
+
+
+def _by_device(backend: str) -> tuple[str, str]:
+    dist.destroy_process_group()
+    kept: list[str] = []
+    make = watched.make_inner
+
+    def stands_in(kind: str, *given: Any) -> Any:
+        kept.append(kind)
+        return make("gloo", *given)
+
+    watched.make_inner = stands_in  # there is no GPU
+    try:
+        dist.init_process_group(backend)
+    finally:
+        watched.make_inner = make
+    group: Any = dist.group.WORLD
+    total = torch.ones(2)
+    dist.all_reduce(total)  # tensors of the host are agreed beside NCCL
+    assert total[0].item() == dist.get_world_size()
+    dist.destroy_process_group()
+    _begin()
+    return type(group).__name__, "".join(kept)
+
+
+def test_a_group_has_a_backend_for_each_device(world: Ranks) -> None:
+    assert (
+        world.run(_by_device, "cpu:hvdlab,cuda:nccl", timeout=60) == [("WatchedGroup", "nccl")] * world.size
+    )
+    assert (
+        world.run(_by_device, "cpu:hvdlab,cuda:hvdlab", timeout=60)
+        == [("HvdlabProcessGroup", "")] * world.size
+    )
     good(world)
 
 

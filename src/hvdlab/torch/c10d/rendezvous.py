@@ -56,6 +56,13 @@ def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any
             print("torch.distributed: this group is hvdlab's in place of Gloo's (HVDLAB_C10D=1).")
     if in_pool and dist.is_initialized() and _is_ours(given, backend) and _stays():
         return
+    if (
+        _is_ours(given, backend)
+        and "cuda:nccl" in str(given["backend"]).lower()
+        and given.get("pg_options") is None
+    ):
+        # Torch asks one backend alone for a group that Python makes, the first one: so NCCL goes inside.
+        given["pg_options"] = WatchOptions("watched", "nccl")
     named_store = given.get("store") is not None or given.get("init_method") not in (None, "env://")
     if (
         named_store

@@ -159,6 +159,19 @@ def test_abort_gives_up_what_is_in_flight(world: Ranks) -> None:
     good(world)
 
 
+def _backend_fails() -> None:
+    group: Any = dist.group.WORLD
+    if dist.get_rank() == 0:
+        group._generation.inner.abort()
+    with pytest.raises(AbortedError, match=r"all_reduce #.*torch's gloo failed on rank \d+: "):
+        dist.all_reduce(torch.ones(2))
+
+
+def test_a_failure_of_the_backend_that_no_rank_explains_is_shown_on_all(world: Ranks) -> None:
+    world.run(_backend_fails, timeout=60)
+    good(world)
+
+
 def _subgroups() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     pair = dist.new_group([0, 1], pg_options=WatchOptions("watched", "gloo", LATE), group_desc="pair")

@@ -465,6 +465,11 @@ class Engine:
         self.recorder.cell_begin(cell)
         self._locked.update(RankState.begin_cell, cell)
 
+    @property
+    def runs_cell(self) -> bool:
+        """Return whether a cell runs here; always true for a rank whose cells are not tracked, such as that of a script. Any thread."""
+        return not self.settings.cells_tracked or bool(self._locked.state.failover.cells)
+
     def hold_interrupt(self) -> None:
         """Mark the running cell as interrupted while native code runs that must not be left by an exception.
 

@@ -147,7 +147,7 @@ def test_the_ring_keeps_the_last_launches_of_each_channel_and_inner_group() -> N
     [
         LateLaunch("g", 3, "0>1.7", 4),
         LaunchQuery("g", 3, COLLECTIVES, 4),
-        LaunchAnswer("g", 3, COLLECTIVES, 1, report(REDUCED)),
+        LaunchAnswer("g", 3, COLLECTIVES, 1, report(REDUCED), True),
         LaunchVerdict(
             "g", 3, COLLECTIVES, 1, (0,), ("a.py:1",), (1,), (((0,), "barrier", "a.py:1"),), "note"
         ),

@@ -121,3 +121,25 @@ def test_a_resized_pool_makes_the_group_anew(pool: Pool) -> None:
         assert pool.run(SETUP, out=anew).errors == {}
         assert f"has other ranks now, and is made anew with {other}" in anew.text[0]
         good(pool, f"{other} ranks")
+
+
+ENDED = """
+tensor = torch.ones(2)
+if rank == 1:
+    work = dist.all_reduce(tensor, async_op=True)  # and the cell ends
+else:
+    while rank == 2 and not dist.group.WORLD._generation.wanted: pass
+    dist.all_reduce(tensor)
+"""
+
+
+def test_a_rank_whose_cell_ended_behind_its_launch_is_not_missing(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "hvdlab.torch.c10d")
+    pool = start_pool(3)
+    assert pool.run(SETUP).errors == {}
+    assert {rank: error.evalue for rank, error in pool.run(ENDED).errors.items()} == {}
+    assert list(pool.run("work.wait() if rank == 1 else None\ntensor[0].item()")) == [3.0] * 3
+    good(pool, "ended")

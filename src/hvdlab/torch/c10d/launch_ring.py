@@ -233,9 +233,12 @@ class Inquiry:
         self.number, self.members = number, tuple(members)
         self._waiting = set(asked)
         self._reports: dict[int, LaunchReport] = {}
+        #: Whether a rank has a stand-in for it already, which waits for those of all others.
+        self.stood_in = False
 
-    def answered(self, rank: int, report: LaunchReport) -> bool:
+    def answered(self, rank: int, report: LaunchReport, *, stood_in: bool = False) -> bool:
         """Record an answer. Return whether it was the last one."""
+        self.stood_in |= stood_in
         if rank not in self._waiting:
             return False
         self._waiting.discard(rank)
@@ -265,19 +268,24 @@ class LaunchQuery(WatchMail, frozen=True, array_like=True):
 
 
 class LaunchAnswer(WatchMail, frozen=True, array_like=True):
-    """To the comparer: the launches of this channel."""
+    """To the comparer: the launches of this channel, and whether the launch asked about has a stand-in here."""
 
     report: LaunchReport = LaunchReport()
+    stood_in: bool = False
 
 
 class LaunchVerdict(WatchMail, frozen=True, array_like=True):
-    """From the comparer: its comparison, with the fields of :class:`Verdict`."""
+    """From the comparer: its comparison, with the fields of :class:`Verdict`.
+
+    ``stand_in``: ranks that have launched it let a stand-in take part in the core.
+    """
 
     waited: tuple[int, ...] = ()
     sites: tuple[str, ...] = ()
     missing: tuple[int, ...] = ()
     parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()
     note: str = ""
+    stand_in: bool = False
 
 
 class InnerEnded(WatchMail, frozen=True, array_like=True):

@@ -517,12 +517,10 @@ class WatchedGroup(HvdlabProcessGroup):
             case LateLaunch():
                 self._on_late(mail)
             case LaunchQuery():
-                report = self._ring.report(generation.number, mail.channel, self._members)
-                answer = LaunchAnswer(mail.group, mail.generation, mail.channel, mail.number, report)
-                self._send(answer, [sender])
+                self._on_query(generation, sender, mail)
             case LaunchAnswer():
                 inquiry = self._inquiries.get((mail.generation, mail.channel, mail.number))
-                if inquiry is not None and inquiry.answered(sender, mail.report):
+                if inquiry is not None and inquiry.answered(sender, mail.report, stood_in=mail.stood_in):
                     self._conclude(mail.generation, mail.channel, inquiry)
             case LaunchVerdict():
                 self._on_verdict(generation, mail)
@@ -553,6 +551,16 @@ class WatchedGroup(HvdlabProcessGroup):
         self._engine.call_later(ANSWER_WITHIN, lambda: self._conclude(mail.generation, mail.channel, inquiry))
         self._send(LaunchQuery(mail.group, mail.generation, mail.channel, mail.number), living)
 
+    def _on_query(self, generation: Generation, sender: int, mail: LaunchQuery) -> None:
+        channel, number = mail.channel, mail.number
+        if not self._engine.runs_cell and generation.counts.get(channel, 0) >= number:
+            # Launched in a cell that has ended. Its stand-in goes before the answer, and so before those of all others: without it the
+            # coordinator would take them to wait for a rank that has left the operation out.
+            self._stand_in(generation, channel, number)
+        report = self._ring.report(generation.number, channel, self._members)
+        stood_in = (channel, number) in generation.stand_ins
+        self._send(LaunchAnswer(mail.group, mail.generation, channel, number, report, stood_in), [sender])
+
     def _conclude(self, generation: int, channel: str, inquiry: Inquiry) -> None:
         """Send the verdict to the ranks, unless that was done or the inner group has ended."""
         key = generation, channel, inquiry.number
@@ -562,8 +570,9 @@ class WatchedGroup(HvdlabProcessGroup):
         verdict = inquiry.verdict()
         parties = tuple((party.ranks, party.request, party.site) for party in verdict.parties)
         mail = LaunchVerdict(
-            self._name_in_mail, *key, verdict.waited, verdict.sites, verdict.missing, parties, verdict.note
-        )
+            self._name_in_mail, *key, verdict.waited, verdict.sites, verdict.missing, parties, verdict.note,
+            bool(verdict.missing) or inquiry.stood_in,
+        )  # fmt: skip
         # Before the end of the epoch, on the same connection: it reaches each rank before that.
         self._send(mail, [rank for rank in inquiry.members if rank in self._engine.living])
         if parties:
@@ -575,7 +584,7 @@ class WatchedGroup(HvdlabProcessGroup):
         generation.verdicts[channel, number] = verdict
         if verdict.parties:
             return  # the end of the epoch follows
-        if verdict.missing:
+        if verdict.stand_in:
             generation.wanted[channel] = max(number, generation.wanted.get(channel, 0))
             if generation.counts.get(channel, 0) >= number:
                 self._stand_in(generation, channel, number)

@@ -369,6 +369,7 @@ class ControlHandlers:
             if message.pending or not removed:
                 self._spans.recorder.abort(message.process_set, message.epoch, message.text)
             self.schedule_events()
+            self.callbacks.aborted(message)
 
     def perform(self, effects: list[Effect]) -> bool:
         """Carry out effects. Return whether there are jobs for which the caller has to wake the executor."""
@@ -612,6 +613,7 @@ class Callbacks:
         native_waits: Called to withdraw collectives for which native code may be waiting.
         reconnections: Called when this rank has found the coordinator's successor.
         stalls: Get the coordinator's reports of stalled collectives.
+        aborts: Get the ends of epochs that the coordinator has aborted, after all pending entries have failed.
         event_sinks: Get the events of all ranks, if this rank has subscribed to them.
         own_event_sinks: Get the events that this rank itself sends.
     """
@@ -628,6 +630,7 @@ class Callbacks:
         self.event_sinks: list[Callable[[int, bytes], None]] = []
         self.own_event_sinks: list[Callable[[int, bytes], None]] = []
         self.stalls: list[Callable[[m.Stalled], None]] = []
+        self.aborts: list[Callable[[m.Abort], None]] = []
 
     def on(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
         self._topics.setdefault(topic, []).append(callback)
@@ -677,6 +680,14 @@ class Callbacks:
     def stalled(self, message: m.Message) -> None:
         assert isinstance(message, m.Stalled)
         for callback in tuple(self.stalls):
+            _call(callback, message)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a binding's call on this thread, which continues if it raises."""
+        _call(call)
+
+    def aborted(self, message: m.Abort) -> None:
+        for callback in tuple(self.aborts):
             _call(callback, message)
 
 

@@ -465,6 +465,11 @@ class Engine:
         self.recorder.cell_begin(cell)
         self._locked.update(RankState.begin_cell, cell)
 
+    @property
+    def runs_cell(self) -> bool:
+        """Return whether a cell runs here; always true for a rank whose cells are not tracked, such as that of a script. Any thread."""
+        return not self.settings.cells_tracked or bool(self._locked.state.failover.cells)
+
     def hold_interrupt(self) -> None:
         """Mark the running cell as interrupted while native code runs that must not be left by an exception.
 
@@ -495,6 +500,19 @@ class Engine:
     def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
         """Call ``callback(sender, body)`` on the control thread; it must not block. Sender -1 is a client."""
         self._handlers.callbacks.on(topic, callback)
+
+    def on_abort(self, callback: Callable[[m.Abort], None]) -> None:
+        """Call this on the control thread when an epoch of a process set was aborted, also if nothing was pending here; it must not block."""
+        self._handlers.callbacks.aborts.append(callback)
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call this on the control thread after some time; it must not block. Any thread. A closed engine calls nothing."""
+        run = self._handlers.callbacks.run
+        self._control.call(lambda: self._control.call_later(seconds, lambda: run(call)))
+
+    def call_on_control(self, call: Callable[[], None]) -> None:
+        """Call this on the control thread, between two messages of the coordinator; it must not block. Any thread."""
+        self._control.call(lambda: self._handlers.callbacks.run(call))
 
     def on_interrupt(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when the notebook interrupts this rank."""

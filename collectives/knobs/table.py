@@ -117,6 +117,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HVDLAB_PRELOAD", TEXT, _P, "`torch,numpy`", "modules that the fork server imports before it forks ranks; empty for none. [TensorFlow](../how-to/tensorflow.md#in-a-notebook) is not among them by itself"),
     Knob("HVDLAB_ENV_EXCLUDE", TEXT, _P, "-", "variables that [do not travel](../how-to/several-hosts.md#the-environment-of-ranks) to ranks on other hosts and in engines, as patterns: `AWS_*,*_SECRET`"),
     Knob("HVDLAB_C10D", FLAG, _P, "0", "1 makes `dist.init_process_group()`, also with `\"gloo\"`, make [groups of hvdlab's](../how-to/torch-distributed.md) in a pool and under `hvdlab run`; may be set in a cell"),
+    Knob("HVDLAB_C10D_WATCH", TEXT, _R, "-", "how groups of [`torch.distributed`](../how-to/torch-distributed.md#watched-and-agreed-groups) are supervised that have no options of their own: `agreed`, or `watched` with torch's own NCCL or Gloo inside (`watched:nccl`, `watched:gloo`); unset `watched:nccl` where torch sees a GPU, else `agreed`"),
     Knob("HVDLAB_AS_HOROVOD", TEXT, _P, "-", "whether `import horovod` [means hvdlab](../how-to/moving-from-horovod.md) in a pool's ranks: unset if no Horovod is installed, 0 never, 1 always"),
     # -- output ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_OUTPUT_SHOWN", BYTES, _P, "4194304", "characters of a cell's [output](../how-to/large-output.md) that are shown, an equal share for each rank; 0 shows all"),

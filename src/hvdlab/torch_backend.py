@@ -61,8 +61,8 @@ def _of_any_backend(original: Any) -> Any:
     return monitored_barrier
 
 
-def _create(options: Any, _: object) -> Any:
+def _create(options: Any, watch: object) -> Any:
     """Torch's creator of a group. Only now are other modules of hvdlab's imported."""
     from hvdlab.torch.c10d.rendezvous import create
 
-    return create(options)
+    return create(options, watch)

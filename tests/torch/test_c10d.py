@@ -44,6 +44,15 @@ def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="module", params=[2, 3])
+def watched(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """A world whose groups have Gloo inside and are watched."""
+    env = {"HVDLAB_C10D_WATCH": "watched:gloo"}
+    with Ranks(request.param, init=False, imports=["hvdlab.torch"], env=env) as ranks:
+        ranks.run(_begin, timeout=60)
+        yield ranks
+
+
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Small whole numbers that differ between ranks, and which every dtype holds exactly."""
     generator = torch.Generator().manual_seed(7 + rank)
@@ -271,11 +280,13 @@ MATRIX: dict[str, Callable[[Group, int, int], Tensors]] = {
 }
 
 
-def _differences() -> list[str]:
-    """The cases of the matrix whose results differ from Gloo's."""
+def _differences(without: str = "") -> list[str]:
+    """The cases of the matrix whose results differ from Gloo's; one of them may be left out."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name, case in MATRIX.items():
+        if name == without:
+            continue
         outcomes = []
         for group in (_GROUPS["gloo"], dist.group.WORLD):
             try:
@@ -338,6 +349,24 @@ def _other_errors() -> list[str]:
 
 def test_every_operation_is_as_with_gloo(world: Ranks) -> None:
     assert world.run(_differences, timeout=120) == [[]] * world.size
+
+
+def test_every_operation_of_a_watched_group_is_as_with_gloo(watched: Ranks) -> None:
+    assert watched.run(_differences, "any source", timeout=120) == [[]] * watched.size
+
+
+def _from_any() -> None:
+    with pytest.raises(InvalidRequestError, match="a watched group has no receives from any rank"):
+        dist.recv(torch.zeros(1))
+    dist.barrier()
+
+
+def test_a_watched_group_refuses_receives_from_any_rank(watched: Ranks) -> None:
+    watched.run(_from_any, timeout=60)
+
+
+def test_wrong_calls_in_a_watched_group_raise_what_gloo_raises(watched: Ranks) -> None:
+    assert watched.run(_other_errors, timeout=60) == [[]] * watched.size
 
 
 def test_wrong_calls_raise_what_gloo_raises(world: Ranks) -> None:

@@ -15,7 +15,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
-from hvdlab.torch.c10d.store import KeeperAnswer, KeeperRequest, StoreState
+from hvdlab.torch.c10d.store import KeeperAnswer, KeeperRequest, StoreLink, StoreState
 from hvdlab.torch.c10d.world import World
 from patience import HOUR, PATIENCE
 from ranks import RankGone, Ranks
@@ -200,3 +200,33 @@ def test_values_through_python_and_cpp_and_no_wait_outlives_a_rank() -> None:
             assert expected in text, text
             assert "rank 1 died" in text, text
             ranks.renew()
+
+
+class OwnPost:
+    """Engine of a rank that keeps the values itself: its mail comes back at once."""
+
+    closed, living, rank = False, (0,), 0
+
+    def __init__(self) -> None:
+        self._callbacks: dict[str, Any] = {}
+
+    def on_mail(self, topic: str, callback: Any) -> None:
+        self._callbacks[topic] = callback
+
+    def post(self, topic: str, body: bytes, to: Any) -> None:
+        self._callbacks[topic](0, body)
+
+    def on_world(self, callback: Any) -> None: ...
+
+    on_leave = on_reconnected = on_world
+
+
+def test_a_rank_s_successor_does_not_get_the_answers_of_its_predecessor() -> None:
+    keeper = StoreState()
+    values = []
+    for value in (b"before", b"after"):  # two processes, one after the other, under one rank's number
+        link = StoreLink(OwnPost())  # type: ignore[arg-type]
+        link._state = keeper
+        link.ask(0, (0,), "s", "set", PATIENCE, keys=("a",), values=(value,))
+        values.append(link.ask(0, (0,), "s", "get", PATIENCE, keys=("a",)).values)
+    assert values == [(b"before",), (b"after",)]

@@ -9,8 +9,9 @@ import torch.distributed  # register() needs it  # noqa: F401
 
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.resync import Agreement, agree
+from hvdlab.torch.c10d.watch_options import WatchOptions
 from hvdlab.torch_backend import register
 
-__all__ = ["Agreement", "HvdlabProcessGroup", "agree"]
+__all__ = ["Agreement", "HvdlabProcessGroup", "WatchOptions", "agree"]
 
 register()

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -189,6 +189,13 @@ class _Record:
         self.calls: deque[CallRecord] = deque(maxlen=KEPT)
 
 
+class CallSource(Protocol):
+    """A group that remembers its calls by itself."""
+
+    def calls_of(self, group: str, epoch: int) -> CallHistoryMessage:
+        """Return the last calls of the group in an epoch. Any thread; must not block."""
+
+
 class Histories:
     """The last calls of all groups of this rank. One object for each engine.
 
@@ -200,6 +207,8 @@ class Histories:
         self._engine = engine
         self._changed = threading.Condition()
         self._records: dict[str, _Record] = {}
+        #: Where the calls of groups are that remember them by themselves.
+        self._sources: dict[str, CallSource] = {}
         #: How many requests this rank has sent.
         self._number = 0
         #: The answers to each request, by rank, as long as a thread waits for them: several may ask about one group at once.
@@ -215,10 +224,16 @@ class Histories:
             record.count += 1
             record.calls.append(call)
 
+    def attach(self, group: str, source: CallSource) -> None:
+        """Read the calls of a group from its own memory of them, until :meth:`forget`."""
+        with self._changed:
+            self._sources[group] = source
+
     def forget(self, group: str) -> None:
         """Forget the calls of a group that is gone."""
         with self._changed:
             self._records.pop(group, None)
+            self._sources.pop(group, None)
 
     def explain(self, group: str, epoch: int, missing: Sequence[int]) -> str:
         """Ask the missing ranks for their calls in this epoch, and say which rank, of these or this one, has skipped calls.
@@ -253,6 +268,9 @@ class Histories:
 
     def _said(self, group: str, epoch: int) -> CallHistoryMessage:
         with self._changed:
+            source = self._sources.get(group)
+            if source is not None:
+                return source.calls_of(group, epoch)
             record = self._records.get(group)
             if record is None or record.epoch != epoch:
                 return CallHistoryMessage(group, epoch)

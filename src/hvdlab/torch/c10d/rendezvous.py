@@ -28,6 +28,7 @@ from hvdlab.torch.c10d.call_history import keep_errors
 from hvdlab.torch.c10d.operation_names import renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.store import HvdlabStore
+from hvdlab.torch.c10d.watch_options import WatchOptions
 from hvdlab.torch.c10d.world import World, current_world, has_coordinator, require_whole_world, world_of_group
 
 _SPACE_BYTES = 16
@@ -55,6 +56,13 @@ def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any
             print("torch.distributed: this group is hvdlab's in place of Gloo's (HVDLAB_C10D=1).")
     if in_pool and dist.is_initialized() and _is_ours(given, backend) and _stays():
         return
+    if (
+        _is_ours(given, backend)
+        and "cuda:nccl" in str(given["backend"]).lower()
+        and given.get("pg_options") is None
+    ):
+        # Torch asks one backend alone for a group that Python makes, the first one: so NCCL goes inside.
+        given["pg_options"] = WatchOptions("watched", "nccl")
     named_store = given.get("store") is not None or given.get("init_method") not in (None, "env://")
     if (
         named_store
@@ -141,10 +149,12 @@ def _met(engine: Engine, timeout: timedelta) -> str:
     return space.tobytes().hex()
 
 
-def create(options: Any) -> HvdlabProcessGroup:
+def create(options: Any, watch: object = None) -> HvdlabProcessGroup:
     """Make a process group. Torch calls this on the group's members only, which wait for each other here.
 
     Args:
+        watch: The user's ``pg_options``: :class:`WatchOptions`, or those of another backend, which count as none. A group without any has
+            those of the default group.
         options: Torch's options: ``store``, ``group_rank``, ``group_size``, ``timeout``, ``group_id`` and
             ``global_ranks_in_group``, which is empty for the default group.
 
@@ -156,6 +166,15 @@ def create(options: Any) -> HvdlabProcessGroup:
     members = tuple(options.global_ranks_in_group)
     rank, size = options.group_rank, options.group_size
     world = current_world() if members else world_of_group(options.store, rank, size)
-    return HvdlabProcessGroup(
-        world, rank, size, options.group_id, members or world.engine.ranks(), options.timeout
+    chosen = watch if isinstance(watch, WatchOptions) else world.watch if members else WatchOptions()
+    if not members:
+        world.watch = chosen
+    ranks = members or world.engine.ranks()
+    inner = chosen.inner_backend()
+    if not inner:
+        return HvdlabProcessGroup(world, rank, size, options.group_id, ranks, options.timeout)
+    from hvdlab.torch.c10d.watched import WatchedGroup
+
+    return WatchedGroup(
+        world, rank, size, options.group_id, ranks, options.timeout, options.store, inner, chosen.late
     )

@@ -5,6 +5,7 @@ It needs no further connections, and no thread waits in C++: Ctrl-C ends a wait,
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, NotInitial
 _ASK, _ANSWER = "c10d.store.ask", "c10d.store.answer"
 _REMEMBERED = 256
 """Answers to each rank that the keeper remembers, for requests that come again."""
+_FIRST_BITS = 62
+"""Random bits of the number of a process's first request: all numbers after it still fit the wire's 64."""
 _FORMER = 4096
 """Former spaces that the keeper remembers, for requests that come after their end."""
 
@@ -174,7 +177,8 @@ class StoreLink:
         self._engine = engine
         self._state = StoreState()
         self._changed = threading.Condition()
-        self._number = 0
+        # The keeper remembers answers by rank and number. A rank's successor, in another process, must not get those of its predecessor.
+        self._number = secrets.randbits(_FIRST_BITS)
         #: Requests without an answer, by number, each with the rank that keeps the values.
         self._asked: dict[int, tuple[int, KeeperRequest]] = {}
         self._answers: dict[int, KeeperAnswer] = {}

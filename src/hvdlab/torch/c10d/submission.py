@@ -201,7 +201,7 @@ class Calls:
             InvalidRequestError: The group was destroyed or has lost ranks, or an argument is wrong. Nothing was sent.
         """
         self.require_usable(operation)
-        part = self._part(operation, outputs)
+        part = self.part(operation, outputs)
         work = HvdlabWork(
             self.engine,
             self.process_set,
@@ -230,7 +230,7 @@ class Calls:
             epoch = work.handles[0].epoch
             call = CallRecord(self.sequence, operation, site + part.about, self.world.steps.taken)
             self.world.histories.add(self.name_in_mail, epoch, call)
-            work.explain = functools.partial(self._explain, epoch)
+            work.explain = functools.partial(self.explain, epoch)
         return work
 
     def begin(
@@ -258,6 +258,12 @@ class Calls:
         works, self._coalescing.works = self._coalescing.works, None
         return CoalescedWork(works)
 
+    def gather(self, work: Any) -> None:
+        """Add a work that another object has begun to those that this thread coalesces, if it does."""
+        coalesced = getattr(self._coalescing, "works", None)
+        if coalesced is not None:
+            coalesced.append(work)
+
     def interrupted(self) -> None:
         """Give up the operations for which C++ may be waiting, since the user interrupts this rank. Control thread."""
         if self.closed:
@@ -283,7 +289,11 @@ class Calls:
     def label(self, operation: str, part: ModelPart = WHOLE) -> str:
         """Give the next operation its number, and return its name for errors, such as ``all_reduce #17 of group dp``."""
         self.sequence += 1
-        return f"{operation} #{self.sequence} of {self}{part.about}"
+        return self.name_of(operation, self.sequence, part.about)
+
+    def name_of(self, operation: str, number: int, about: str) -> str:
+        """Return the name, for errors, of the operation with this number; ``about`` is the part of a model that it is for."""
+        return f"{operation} #{number} of {self}{about}"
 
     def recorded_as(self, operation: str, part: ModelPart = WHOLE) -> str:
         """An operation's name in recordings."""
@@ -293,7 +303,7 @@ class Calls:
             self._labels[operation, part.name] = label
         return label
 
-    def _part(self, operation: str, tensors: Any) -> ModelPart:
+    def part(self, operation: str, tensors: Any) -> ModelPart:
         """The part of a model that an operation is for, as far as the stack and the tensors show it."""
         if module := sharded_module():
             return ModelPart(module, f" for {module}")
@@ -304,7 +314,7 @@ class Calls:
         bucket = self._buckets.text_of(tensors[0] if one else None, caller)
         return ModelPart(bucket, f", {bucket}") if bucket else WHOLE
 
-    def _explain(self, epoch: int, error: HvdlabError) -> str:
+    def explain(self, epoch: int, error: HvdlabError) -> str:
         """A sentence on the rank that has skipped an earlier call, if this may be why an operation failed; else empty."""
         if isinstance(error, AbortedError) and error.cause.kind in _MAY_BE_SHIFTED:
             asked = error.pending.missing

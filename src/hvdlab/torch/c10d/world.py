@@ -27,6 +27,7 @@ from hvdlab.collectives.settings import Settings
 from hvdlab.torch.c10d.call_history import Histories, OptimizerSteps
 from hvdlab.torch.c10d.operation_names import is_local
 from hvdlab.torch.c10d.store import HvdlabStore, StoreLink
+from hvdlab.torch.c10d.watch_options import WatchOptions
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -74,6 +75,7 @@ class World:
         store: The default group's store, if that is not one of torch's; kept here since C++ does not keep it alive.
         histories: The last calls of each group.
         steps: The count of steps that this rank's optimizers have taken.
+        watch: How the default group is watched, and groups without options of their own.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -83,6 +85,7 @@ class World:
         self.store: HvdlabStore | None = None
         self.histories = Histories(engine)
         self.steps = OptimizerSteps()
+        self.watch = WatchOptions()
         self._with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         self._groups_lock = threading.Lock()
         engine.on_native_waits(self._on_interrupt)

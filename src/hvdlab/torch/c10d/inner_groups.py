@@ -1,0 +1,119 @@
+"""Inner groups: groups of torch's own backends to which a watched group hands over its operations, and their abort.
+
+NCCL can abort a communicator. Gloo can't: a wait of its ends only as its connections do. So each inner group of Gloo's has an address of its
+own on the loopback interface, by which its connections are found in this process, and its abort shuts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hvdlab.collectives.errors import UnsupportedError
+
+_LOOPBACK = "127."
+_OUTLIVES = 2
+"""The limit of an inner group's own waits, as a multiple of the outer group's: the outer one gives up before, with a better text."""
+
+
+class InnerGroup(Protocol):
+    """One group of torch's own.
+
+    Attributes:
+        group: The group, which has torch's operations as methods.
+    """
+
+    group: Any
+
+    def abort(self) -> None:
+        """End the operations in flight with an error. Does not wait for them."""
+
+    def close(self) -> None:
+        """Drop the group, after :meth:`abort`; waits until its threads have ended."""
+
+
+def make_inner(kind: str, store: Any, rank: int, size: int, timeout: timedelta) -> InnerGroup:
+    """Make an inner group. Waits for the other ranks to do the same.
+
+    Args:
+        kind: Torch's backend: ``gloo`` or ``nccl``.
+        store: A store of this group's alone, in which the ranks find each other.
+        rank: This rank's number in the group.
+        size: Number of its ranks.
+        timeout: Limit of each wait of the outer group.
+
+    Raises:
+        UnsupportedError: There is no such inner group.
+        RuntimeError: Torch could not make it.
+    """
+    if kind == "gloo":
+        return GlooInner(store, rank, size, timeout * _OUTLIVES)
+    if kind == "nccl" and dist.is_nccl_available():
+        return NcclInner(store, rank, size, timeout * _OUTLIVES)
+    raise UnsupportedError(
+        f"A watched group can't have an inner group of {kind!r} here: it has one of gloo, or of nccl if torch has that."
+    )
+
+
+def _in_group(backend: Any, store: Any, rank: int, size: int, device: str, kind: Any) -> Any:
+    """Return a group with one backend: a group has more of torch's operations than a backend."""
+    group: Any = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device), kind, backend)
+    return group
+
+
+class GlooInner:
+    """Inner group of Gloo's, of ranks on one host."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # All of 127.0.0.0/8 is the loopback interface. The first byte keeps clear of 127.0, which other programs use.
+        own = _LOOPBACK + ".".join(str(1 + byte % 254) for byte in secrets.token_bytes(3))
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        options._timeout = timeout
+        store.set(f"address {rank}", own)
+        backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        # An end of each connection has the address of the rank that has accepted it; the other one is not bound to its rank's.
+        self._addresses = {store.get(f"address {other}").decode() for other in range(size)}
+        self.group = _in_group(backend, store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO)
+
+    def abort(self) -> None:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+                if self._is_connection(end):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _is_connection(self, end: socket.socket) -> bool:
+        if end.family != socket.AF_INET or end.type != socket.SOCK_STREAM:
+            return False
+        peer = end.getpeername()[
+            0
+        ]  # raises for a listening socket, whose end would have Gloo end the process
+        return peer in self._addresses or end.getsockname()[0] in self._addresses
+
+    def close(self) -> None:
+        self.group = None
+
+
+class NcclInner:
+    """Inner group of NCCL's."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        self.group = _in_group(self._backend, store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL)
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+    def close(self) -> None:
+        self.group = self._backend = None

@@ -1,0 +1,64 @@
+"""How a process group is watched: the options of a group, and the variable that holds where it has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+import torch.distributed as dist
+
+from hvdlab.collectives.errors import InvalidRequestError
+
+VARIABLE = "HVDLAB_C10D_WATCH"
+LATE_AFTER = 5.0
+"""Seconds after which a launch that has not ended counts as late: longer than most steps of training wait for their slowest rank."""
+_WAYS = ("", "agreed", "watched")
+_INNERS = ("", "gloo", "nccl")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """Options of a process group, given as ``pg_options`` to ``init_process_group`` or ``new_group``.
+
+    All ranks of a group must give the same. Empty values stand for those of ``HVDLAB_C10D_WATCH``, such as ``watched`` or
+    ``watched:gloo``, and after that for the default: groups are watched with NCCL inside if torch has that and sees a GPU, and
+    agreed otherwise.
+
+    Attributes:
+        watch: ``watched``: operations are handed over to a group of torch's own, and the ranks are compared when one is late.
+            ``agreed``: each operation is agreed through the coordinator before it begins.
+        inner: The backend of torch's inside of a watched group: ``nccl`` for CUDA tensors, or ``gloo`` for tensors of the host.
+        late: Seconds after which an operation of a watched group that has not ended counts as late.
+    """
+
+    watch: str = ""
+    inner: str = ""
+    late: float = LATE_AFTER
+
+    def __post_init__(self) -> None:
+        if self.watch not in _WAYS or self.inner not in _INNERS or not self.late > 0:
+            raise InvalidRequestError(
+                f"{self}: watch is 'agreed' or 'watched', inner is 'gloo' or 'nccl', and late is a positive number of seconds."
+            )
+
+    def inner_backend(self) -> str:
+        """Return the backend of the inner group; empty for a group that is agreed.
+
+        Raises:
+            InvalidRequestError: ``HVDLAB_C10D_WATCH`` holds neither of the two ways.
+        """
+        way, inner = self.watch, self.inner
+        if not way:
+            way, _, of_variable = os.environ.get(VARIABLE, "").partition(":")
+            inner = inner or of_variable
+            if way not in _WAYS or inner not in _INNERS:
+                raise InvalidRequestError(
+                    f"{VARIABLE}={os.environ[VARIABLE]!r}: give agreed, watched, watched:gloo or watched:nccl."
+                )
+        on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+        if not way:
+            way = "watched" if inner or on_gpus else "agreed"
+        if way == "agreed":
+            return ""
+        return inner or ("nccl" if on_gpus else "gloo")

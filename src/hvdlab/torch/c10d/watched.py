@@ -1,0 +1,727 @@
+"""Watched groups: each operation is handed over to an inner group of torch's own, and the ranks compare their launches only when one is late.
+
+Nothing is agreed before an operation. A rank records what it launches in a ring, and looks at times for a launch that has not ended. One that
+is late, or that torch's backend has failed, it reports to the lowest living rank of the group, the *comparer*, which asks the others for their
+rings and sends all of them its verdict. The control threads do that, so no rank's user has to be free for it.
+
+* The ranks have launched different operations: the comparer has the coordinator end the epoch of the group's process set.
+* Some have not launched it: those that have now wait for them in the core, by a barrier that stands for the launch (its *stand-in*). The core
+  ends this wait as it ends any other: the missing rank comes, fails, ends its cell, dies, or is interrupted; and it reports the stall.
+* All have launched it: it takes long.
+
+The end of an epoch ends the inner group on each rank. Once all ranks have reported that, they make the next one. All decisions are made on
+the control thread, between two messages of the coordinator.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+
+from hvdlab.collectives import context
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.requests import Request
+from hvdlab.collectives.errors import (
+    AbortedError,
+    Cause,
+    CauseKind,
+    CollectiveError,
+    Disagreement,
+    HvdlabError,
+    InvalidRequestError,
+    MismatchError,
+    Pending,
+)
+from hvdlab.collectives.protocol.messages import Abort
+from hvdlab.collectives.text import call_site
+from hvdlab.torch.c10d.call_history import CallHistoryMessage
+from hvdlab.torch.c10d.inner_groups import InnerGroup, make_inner
+from hvdlab.torch.c10d.launch_ring import (
+    COLLECTIVES,
+    AnyWatchMail,
+    InnerEnded,
+    Inquiry,
+    LateLaunch,
+    LaunchAnswer,
+    LaunchQuery,
+    LaunchRing,
+    LaunchSlot,
+    LaunchVerdict,
+    MakeInner,
+    WatchMail,
+    launch_of,
+)
+from hvdlab.torch.c10d.operation_names import renamed
+from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
+from hvdlab.torch.c10d.watch_options import LATE_AFTER
+from hvdlab.torch.c10d.watched_work import Generation, WatchedWork
+from hvdlab.torch.c10d.world import World
+from hvdlab.torch.dynamo import untraced, untraced_methods
+
+ANSWER_WITHIN = 1.0
+"""Seconds that ranks have to answer the comparer."""
+_LOOKS = 4
+"""How often within that time a rank looks for late launches."""
+_TOPIC = "c10d.watched"
+
+_OPERATIONS: dict[str, tuple[str, int]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather of lists", 1),
+    "allgather_coalesced": ("all_gather of lists", 1),
+    "_allgather_base": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter of lists", 0),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "barrier": ("barrier", -1),
+}
+"""Torch's methods of a group: the operation's name, and which argument has the tensor whose shape and dtype the ranks compare."""
+
+
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+"""Methods whose options name a root."""
+
+
+class LaunchWatch:
+    """The watched groups of this process: their mail, and the looks for late launches. One object for each engine, kept beside it.
+
+    Args:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._groups: weakref.WeakValueDictionary[str, WatchedGroup] = weakref.WeakValueDictionary()
+        self._due = False
+        engine.on_abort(self._on_abort)
+        engine.on_mail(_TOPIC, self._on_mail)
+        engine.on_world(self._on_world)
+        engine.on_leave(self._on_leave)
+
+    def add(self, name: str, group: WatchedGroup) -> None:
+        """Deliver mail to this group from now on."""
+        self._groups[name] = group
+
+    def remove(self, name: str) -> None:
+        self._groups.pop(name, None)
+
+    def look_later(self, seconds: float) -> None:
+        """Look for late launches in some time, unless that is to happen already. Any thread."""
+        if not self._due:
+            self._due = True
+            self._engine.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        # Before the looks: a launch behind them sees that it has to ask for another look.
+        self._due = False
+        now = time.monotonic()
+        pauses = [group.look(now) for group in list(self._groups.values())]
+        if soonest := min((pause for pause in pauses if pause), default=0.0):
+            self.look_later(soonest)
+
+    def _on_abort(self, message: Abort) -> None:
+        for group in list(self._groups.values()):
+            group.epoch_ended(message)
+
+    def _on_world(self) -> None:
+        for group in list(self._groups.values()):
+            group.world_changed()
+
+    def _on_leave(self, reason: str) -> None:
+        for group in list(self._groups.values()):
+            group.end_for_good(Abort(group.process_set, -1, CauseKind.COORDINATOR_LOST.value, (), reason, ""))
+
+    def _on_mail(self, sender: int, body: bytes) -> None:
+        mail: AnyWatchMail = msgspec.msgpack.decode(body, type=AnyWatchMail)
+        group = self._groups.get(mail.group)
+        if group is not None:
+            group.handle(sender, mail)
+
+
+@untraced_methods
+class WatchedGroup(HvdlabProcessGroup):
+    """A process group that hands the operations on its device over to an inner group of torch's, and watches them.
+
+    Operations on tensors of other devices, and monitored barriers, are those of an agreed group.
+
+    Args:
+        world, rank, size, name, members, timeout: As for :class:`HvdlabProcessGroup`.
+        store: Torch's store for this group.
+        inner: Torch's backend of the inner group: ``gloo`` for tensors of the host, ``nccl`` for those of GPUs.
+        late: Seconds after which a launch that has not ended counts as late.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rank: int,
+        size: int,
+        name: str,
+        members: Sequence[int],
+        timeout: timedelta,
+        store: Any,
+        inner: str,
+        late: float = LATE_AFTER,
+    ) -> None:
+        super().__init__(world, rank, size, name, members, timeout)
+        self.on_device, self.inner_kind, self._late, self._world = inner != "gloo", inner, late, world
+        self._device_type = "cuda" if self.on_device else "cpu"
+        self._store, self._timeout = store, timeout
+        self._name_in_mail, self.process_set = self._calls.name_in_mail, self._calls.process_set
+        self._ring = LaunchRing()
+        #: Held while a rank launches: the ring, the counts and the inner group have one order.
+        self._launching = threading.RLock()
+        #: At the comparer: inquiries by generation, channel and number, and the ranks that can make a generation's inner group.
+        self._inquiries: dict[tuple[int, str, int], Inquiry] = {}
+        self._ended_on: dict[int, set[int]] = {}
+        self._generation = Generation(-1)  # until the ranks have met; ends of epochs before that move it on
+        self._watch = context.companion(LaunchWatch)
+        self._watch.add(self._name_in_mail, self)
+        world.histories.attach(self._name_in_mail, self)
+        world.add(self)
+        self._begin_first()
+
+    def _begin_first(self) -> None:
+        """Make the first inner group: its number is that of the epoch in which the ranks meet, so that it is equal on all."""
+        request = Request(OpKind.BARRIER, f"{self._calls.name_in_core}.watched", process_set=self.process_set)
+        request.site = "dist.new_group"
+        handle = self._engine.submit(request)
+        handle.wait()
+        begun = threading.Event()
+
+        def begin() -> None:
+            # An end of this very epoch may have been handled between: then the ranks make the inner group of the next one.
+            if self._generation.number < handle.epoch:
+                self._generation = Generation(handle.epoch)
+            begun.set()
+
+        self._engine.call_on_control(begin)
+        begun.wait()
+        generation = self._generation
+        if generation.number == handle.epoch:
+            self._make(generation)
+        self._ready("dist.new_group")
+
+    # -- the inner group ----------------------------------------------------------------------------------------------
+
+    def _make(self, generation: Generation) -> None:
+        """Make the inner group of a generation, unless that was begun. A user's thread for the first, else a thread of its own."""
+        with generation.lock:
+            begun, generation.begun = generation.begun, True
+        if begun:
+            return
+        try:
+            space: Any = dist.PrefixStore(f"watched.{generation.number}", self._store)  # type: ignore[attr-defined]
+            inner = make_inner(self.inner_kind, space, self.rank(), self.size(), self._timeout)
+        except Exception as error:  # noqa: BLE001  (raised by the next launch)
+            generation.error = error
+        else:
+            generation.inner = inner
+            if generation.ended is not None:
+                inner.abort()
+                inner.close()
+        generation.made.set()
+
+    def _ready(self, operation: str) -> Generation:
+        """Return the present generation, once its inner group is made."""
+        while True:
+            generation = self._generation
+            if not generation.made.is_set():
+                try:
+                    made = generation.made.wait(self._calls.seconds)
+                except KeyboardInterrupt:
+                    self.withdraw_interrupted()
+                    raise
+                if not made:
+                    raise InvalidRequestError(
+                        f"{self._calls}: not all ranks came within {self._calls.seconds:g} s to make the inner group of "
+                        f"{self.inner_kind} anew. Is one of them stopped?"
+                    )
+            self._calls.require_usable(operation)  # it may have lost ranks meanwhile
+            if generation is not self._generation:
+                continue
+            if generation.error is not None:
+                raise InvalidRequestError(
+                    f"{self._calls}: torch could not make the inner group of {self.inner_kind}: {generation.error}"
+                )
+            return generation
+
+    def epoch_ended(self, message: Abort) -> None:
+        """End the inner group with its epoch, and report to the comparer that the next one can be made. Control thread."""
+        old = self._generation
+        if message.process_set != self.process_set or message.epoch < old.number or self._calls.closed:
+            return
+        new = Generation(message.epoch + 1)
+        self._end_generation(old, message, new)
+        if self._calls.has_its_ranks():
+            self._send(InnerEnded(self._name_in_mail, new.number), [self._comparer(self._members)])
+
+    def world_changed(self) -> None:
+        """Let the threads go on that wait for an inner group, if there will be none: the group has lost ranks. Control thread."""
+        generation = self._generation
+        if generation.number >= 0 and not generation.made.is_set() and not self._calls.has_its_ranks():
+            generation.made.set()
+
+    def end_for_good(self, message: Abort) -> None:
+        """End the inner group, with no other to follow: the coordinator is lost, or this rank leaves. Control thread."""
+        last = Generation(self._generation.number)
+        last.error = InvalidRequestError(message.text)
+        last.made.set()
+        self._end_generation(self._generation, message, last)
+
+    def _end_generation(self, old: Generation, message: Abort, new: Generation) -> None:
+        # The mark before the abort: a work that the abort fails finds the cause. The new one before that, so that no thread launches
+        # anything in the old one that has seen its works fail.
+        self._generation, old.ended = new, message
+        self._inquiries.clear()
+        if old.inner is not None:
+            old.inner.abort()
+            threading.Thread(target=self._drop, args=(old,), name="hvdlab-c10d-dropping", daemon=True).start()
+        old.made.set()
+        for work in list(old.flying):
+            work.end_failed()
+
+    def _drop(self, generation: Generation) -> None:
+        """Drop an inner group that was aborted; waits for torch's threads."""
+        inner, generation.inner = generation.inner, None
+        with self._launching:  # a thread in the middle of a launch has a reference of its own
+            pass
+        if inner is not None:
+            inner.close()
+
+    def shutdown(self) -> None:
+        """Take no more operations, and end the inner group."""
+        super().shutdown()
+        self._watch.remove(self._name_in_mail)
+        generation = self._generation
+        inner, generation.inner = generation.inner, None
+        if inner is not None:
+            if any(not work.is_over() for work in list(generation.flying)):
+                generation.ended = Abort(
+                    self.process_set,
+                    generation.number,
+                    CauseKind.SHUTDOWN.value,
+                    (),
+                    "the group was destroyed",
+                    "",
+                )
+                inner.abort()
+            inner.close()
+
+    def require_root(self, operation: str, options: Any) -> None:
+        """Raise ``InvalidRequestError`` if an operation's root is no rank of the group."""
+        self._root(operation, options)
+
+    # -- launching ----------------------------------------------------------------------------------------------------
+
+    def is_watched(self, tensor: Any, options: Any) -> bool:
+        """Return whether an operation on this tensor goes to the inner group."""
+        if tensor is not None:
+            return bool(tensor.device.type == self._device_type)
+        return not self.on_device or getattr(options, "device", None) is not None
+
+    def launch(
+        self, method: str, operation: str, tensor: Any, channel: str, args: Any, kwargs: Any
+    ) -> WatchedWork:
+        """Hand an operation over to the inner group.
+
+        Args:
+            method: Torch's method.
+            operation: Torch's name of the operation.
+            tensor: The tensor whose shape and dtype the ranks compare, or ``None``.
+            channel: The channel on which the launch counts.
+            args, kwargs: The method's arguments.
+        """
+        calls = self._calls
+        calls.require_usable(operation)
+        part = calls.part(operation.removesuffix(" of lists"), [] if tensor is None else [tensor])
+        while True:
+            generation = self._ready(operation)
+            with self._launching:
+                inner = generation.inner
+                if inner is None and generation is not self._generation:
+                    continue  # it has ended meanwhile
+                if inner is None:
+                    raise InvalidRequestError(
+                        f"{operation}: {calls} was destroyed, or has lost its coordinator."
+                    )
+                return self._launch(
+                    generation, inner, method, operation, tensor, channel, part.about, args, kwargs
+                )
+
+    def _launch(
+        self, generation: Generation, inner: InnerGroup, method: str, operation: str, tensor: Any, channel: str, about: str,
+        args: Any, kwargs: Any,
+    ) -> WatchedWork:  # fmt: skip
+        calls = self._calls
+        calls.sequence += 1
+        number = generation.counts[channel] = generation.counts.get(channel, 0) + 1
+        described = None if tensor is None else (tensor.shape, tensor.dtype)
+        options = args[-1] if args else None
+        slot = LaunchSlot(
+            generation.number, channel, number, calls.sequence, operation, described, options, call_site(2), about,
+            self._world.steps.taken,
+        )  # fmt: skip
+        self._ring.add(slot)
+        work = WatchedWork(self, generation, slot, calls.seconds)
+        try:
+            begun = getattr(inner.group, method)(*args, **kwargs)
+        except Exception as error:
+            refused = channel == COLLECTIVES or not isinstance(error, RuntimeError)
+            if (
+                refused and generation.ended is None
+            ):  # torch refuses the arguments: no other rank has seen anything
+                self._ring.drop_last()
+                generation.counts[channel] -= 1
+                raise
+            work.failed(error)  # a connection that has ended
+        else:
+            if begun is None:  # within a coalescing block of the inner group, which makes one work of all
+                return work
+            work.begun(begun, args[0] if args else [])
+        generation.flying.append(work)
+        calls.gather(work)
+        self._watch.look_later(self._pause())
+        if number <= generation.wanted.get(channel, 0):
+            self._engine.call_on_control(functools.partial(self._stand_in, generation, channel, number))
+        return work
+
+    def _pause(self) -> float:
+        return min(self._late, self._calls.seconds / 2) / _LOOKS
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        if self.on_device and device is not None and device.type == self._device_type:
+            self._ready("coalescing").inner.group._start_coalescing(device)  # type: ignore[union-attr]
+        else:
+            super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: Any = None) -> Any:
+        if not (self.on_device and device is not None and device.type == self._device_type):
+            return super()._end_coalescing(device)
+        return self._ready("coalescing").inner.group._end_coalescing(device)  # type: ignore[union-attr]
+
+    def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
+        if not self.is_watched(_first(tensors), None):
+            return super().send(tensors, target, tag)
+        return self.launch(
+            "send", "send", _first(tensors), f"{self.rank()}>{target}.{tag}", (tensors, target, tag), {}
+        )
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        if not self.is_watched(_first(tensors), None):
+            return super().recv(tensors, source, tag)
+        return self.launch(
+            "recv", "recv", _first(tensors), f"{source}>{self.rank()}.{tag}", (tensors, source, tag), {}
+        )
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        if not self.is_watched(_first(tensors), None):
+            return super().recv_anysource(tensors, tag)
+        raise InvalidRequestError(
+            "recv: a watched group has no receives from any rank, since a message that is not watched could hang unseen. "
+            'Name the source, or make a group with watch="agreed".'
+        )
+
+    # -- lateness -----------------------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> float:
+        """Report launches that are late. Returns in how many seconds to look again; 0 if nothing is in flight. Control thread."""
+        generation = self._generation
+        flying = generation.flying
+        while flying and flying[0].is_over():
+            flying.popleft()
+        seen: set[str] = set()
+        for work in list(flying):
+            channel = work.slot.channel
+            if channel in seen or work.is_over():
+                continue
+            seen.add(channel)
+            late = min(self._late, work.seconds / 2)
+            if now - max(work.began, work.reported) >= late:
+                self._report_late(work, now)
+        return self._pause() if flying else 0.0
+
+    def report_failed(self, work: WatchedWork) -> None:
+        """Have the ranks compare their launches, since torch's backend has failed one. Any thread."""
+        self._engine.call_on_control(lambda: self._report_late(work, time.monotonic()))
+
+    def _report_late(self, work: WatchedWork, now: float) -> None:
+        if work.generation.ended is not None:
+            work.end_failed()
+            return
+        key = work.slot.channel, work.slot.number
+        work.reported = now
+        stand_in = work.generation.stand_ins.get(key)
+        if stand_in is not None and not stand_in.done():
+            self._report_blocked(work, stand_in)
+            return
+        late = LateLaunch(self._name_in_mail, work.generation.number, *key)
+        self._send(late, [self._comparer(self._ranks_of(work.slot.channel))])
+
+    def _report_blocked(self, work: WatchedWork, stand_in: Handle) -> None:
+        if work.waiting:
+            stand_in.tell_blocked(time.monotonic() - work.began)
+
+    def _ranks_of(self, channel: str) -> tuple[int, ...]:
+        """Return the ranks of the world that launch on a channel."""
+        if channel == COLLECTIVES:
+            return tuple(self._members)
+        source, target = channel.partition(".")[0].split(">")
+        return self._members[int(source)], self._members[int(target)]
+
+    def _comparer(self, ranks: Sequence[int]) -> int:
+        living = self._engine.living
+        return min((rank for rank in ranks if rank in living), default=self._engine.rank)
+
+    def _send(self, mail: WatchMail, to: Sequence[int]) -> None:
+        """Send mail to ranks; this rank handles its own at once."""
+        others = [rank for rank in to if rank != self._engine.rank]
+        if others:
+            self._engine.post(_TOPIC, msgspec.msgpack.encode(mail), others)
+        if len(others) < len(to):
+            self.handle(self._engine.rank, mail)
+
+    # -- the comparison -----------------------------------------------------------------------------------------------
+
+    def handle(self, sender: int, mail: Any) -> None:
+        """Handle mail of a rank of this group. Control thread."""
+        generation = self._generation
+        match mail:
+            case InnerEnded():
+                self._on_inner_ended(sender, mail.generation)
+            case _ if mail.generation != generation.number:
+                return  # of an inner group that has ended
+            case LateLaunch():
+                self._on_late(mail)
+            case LaunchQuery():
+                self._on_query(generation, sender, mail)
+            case LaunchAnswer():
+                inquiry = self._inquiries.get((mail.generation, mail.channel, mail.number))
+                if inquiry is not None and inquiry.answered(sender, mail.report, stood_in=mail.stood_in):
+                    self._conclude(mail.generation, mail.channel, inquiry)
+            case LaunchVerdict():
+                self._on_verdict(generation, mail)
+            case MakeInner():
+                making = threading.Thread(
+                    target=self._make, args=(generation,), name="hvdlab-c10d-making", daemon=True
+                )
+                making.start()
+
+    def _on_inner_ended(self, sender: int, generation: int) -> None:
+        ended = self._ended_on.setdefault(generation, set())
+        ended.add(sender)
+        if ended >= set(self._members):
+            # All earlier ones are past as well: a rank reports a later end only after it has seen the earlier ones.
+            self._ended_on = {
+                number: ranks for number, ranks in self._ended_on.items() if number > generation
+            }
+            self._send(MakeInner(self._name_in_mail, generation), self._members)
+
+    def _on_late(self, mail: LateLaunch) -> None:
+        key = mail.generation, mail.channel, mail.number
+        if key in self._inquiries:
+            return
+        ranks = self._ranks_of(mail.channel)
+        living = [rank for rank in ranks if rank in self._engine.living]
+        inquiry = self._inquiries[key] = Inquiry(mail.number, ranks, living)
+        # Before the query: this rank's own answer may be the last one.
+        self._engine.call_later(ANSWER_WITHIN, lambda: self._conclude(mail.generation, mail.channel, inquiry))
+        self._send(LaunchQuery(mail.group, mail.generation, mail.channel, mail.number), living)
+
+    def _on_query(self, generation: Generation, sender: int, mail: LaunchQuery) -> None:
+        channel, number = mail.channel, mail.number
+        if not self._engine.runs_cell and generation.counts.get(channel, 0) >= number:
+            # Launched in a cell that has ended. Its stand-in goes before the answer, and so before those of all others: without it the
+            # coordinator would take them to wait for a rank that has left the operation out.
+            self._stand_in(generation, channel, number)
+        report = self._ring.report(generation.number, channel, self._members)
+        stood_in = (channel, number) in generation.stand_ins
+        self._send(LaunchAnswer(mail.group, mail.generation, channel, number, report, stood_in), [sender])
+
+    def _conclude(self, generation: int, channel: str, inquiry: Inquiry) -> None:
+        """Send the verdict to the ranks, unless that was done or the inner group has ended."""
+        key = generation, channel, inquiry.number
+        if self._inquiries.get(key) is not inquiry:
+            return
+        del self._inquiries[key]
+        verdict = inquiry.verdict()
+        parties = tuple((party.ranks, party.request, party.site) for party in verdict.parties)
+        mail = LaunchVerdict(
+            self._name_in_mail, *key, verdict.waited, verdict.sites, verdict.missing, parties, verdict.note,
+            bool(verdict.missing) or inquiry.stood_in,
+        )  # fmt: skip
+        # Before the end of the epoch, on the same connection: it reaches each rank before that.
+        self._send(mail, [rank for rank in inquiry.members if rank in self._engine.living])
+        if parties:
+            text = f"the ranks disagreed about launch {inquiry.number} of {self._calls}"
+            self._engine.withdraw(text, self.process_set, CauseKind.MISMATCH)
+
+    def _on_verdict(self, generation: Generation, verdict: LaunchVerdict) -> None:
+        channel, number = verdict.channel, verdict.number
+        generation.verdicts[channel, number] = verdict
+        if verdict.parties:
+            return  # the end of the epoch follows
+        if verdict.stand_in:
+            generation.wanted[channel] = max(number, generation.wanted.get(channel, 0))
+            if generation.counts.get(channel, 0) >= number:
+                self._stand_in(generation, channel, number)
+            return
+        self._all_launched(generation, channel, number)
+
+    def _stand_in(self, generation: Generation, channel: str, number: int) -> None:
+        """Let this rank's launch take part in the core, too. Control thread."""
+        if generation is not self._generation or (channel, number) in generation.stand_ins:
+            return
+        slot = next(
+            (slot for slot in self._ring.slots(generation.number, channel) if slot.number == number), None
+        )
+        operation = "" if slot is None else slot.operation.removesuffix(" of lists")
+        sequence, site, part = (0, "", "") if slot is None else (slot.sequence, slot.site, slot.part)
+        name = f"{self._calls.name_in_core}.{generation.number}.{channel}#{number}"
+        request = Request(OpKind.BARRIER, name, process_set=self.process_set, site=site)
+        if channel != COLLECTIVES:
+            source, target = ranks = self._ranks_of(channel)
+            byte = np.zeros(1, np.uint8)
+            request.kind, request.root, request.ranks = OpKind.SENDRECV, source, (source, target)
+            request.input, request.output, request.dtype = (
+                byte,
+                byte if ranks[1] == self._engine.rank else None,
+                DType.U8,
+            )
+        if slot is not None:
+            request.label = self._calls.recorded_as(operation)
+            request.about = f", {self._calls.name_of(operation, sequence, part)}"
+        try:
+            handle = generation.stand_ins[channel, number] = self._engine.submit(request)
+        except HvdlabError:
+            return  # the process set, or the coordinator, is gone: the end of this inner group is on its way
+
+        def done(result: object, error: Exception | None, /) -> None:
+            if error is None:
+                self._engine.call_on_control(lambda: self._all_launched(generation, channel, number))
+
+        if not handle.add_hook(done):
+            done(*handle.outcome())
+        work = next((each for each in generation.flying if each.slot[1:3] == (channel, number)), None)
+        if work is not None:
+            self._report_blocked(work, handle)
+
+    def _all_launched(self, generation: Generation, channel: str, number: int) -> None:
+        """End the epoch if torch's backend has failed a launch that all ranks have made: no rank explains that."""
+        if generation is not self._generation:
+            return
+        for work in generation.flying:
+            if work.failure and (work.slot.channel, work.slot.number) == (channel, number):
+                text = f"torch's {self.inner_kind} failed on rank {self._engine.rank}: {work.failure}"
+                self._engine.withdraw(text, self.process_set, CauseKind.PLANE_FAILED)
+                return
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def give_up(self, work: WatchedWork, seconds: float) -> None:
+        """Have all ranks give up what is in flight, since a wait has exceeded its limit."""
+        text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
+        self._engine.withdraw(text, self.process_set, CauseKind.TIMEOUT)
+
+    def withdraw_interrupted(self) -> None:
+        """Have all ranks give up what is in flight, since the user interrupts this rank."""
+        self._engine.withdraw(
+            f"rank {self._engine.rank} was interrupted", self.process_set, CauseKind.INTERRUPTED
+        )
+
+    def interrupted(self) -> None:
+        """Give up the operations for which C++ may be waiting, since the user interrupts this rank. Control thread."""
+        if any(work.has_future and not work.is_over() for work in list(self._generation.flying)):
+            self.withdraw_interrupted()
+
+    def future_asked_for(self) -> None:
+        """Give up what is in flight if an interrupt is held: C++ may wait for a future from now on."""
+        if self._engine.interrupt_is_held():
+            self.withdraw_interrupted()
+
+    def passed_to_native(self, error: CollectiveError) -> None:
+        """Keep an error that native code gets, which keeps its text alone."""
+        self._engine.sent_through_native.append(error.with_traceback(None))
+
+    def calls_of(self, group: str, epoch: int) -> CallHistoryMessage:
+        """Return the last collectives of an inner group, for the search for a skipped call. Any thread."""
+        report = self._ring.report(epoch, COLLECTIVES, self._members)
+        return CallHistoryMessage(group, epoch, report.first, report.launches)
+
+    def error_of(self, work: WatchedWork) -> Exception:
+        """Return the error with which a work of an inner group that has ended ends. May ask other ranks; not on the control thread."""
+        end, slot = work.generation.ended, work.slot
+        assert end is not None
+        operation = self._calls.name_of(slot.operation.removesuffix(" of lists"), slot.sequence, slot.part)
+        verdict = work.generation.verdicts.get((slot.channel, slot.number))
+        if verdict is not None and verdict.parties:
+            error = MismatchError(
+                operation, self.process_set, [Disagreement(*party) for party in verdict.parties]
+            )
+            if verdict.note:
+                error.add_note(verdict.note)
+            return error
+        cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site)
+        own = launch_of(slot, self._members).site
+        pending = Pending("barrier", "", (self._engine.rank,), end.ranks, {self._engine.rank: own})
+        if verdict is not None and verdict.missing:
+            sites = dict(zip(verdict.waited, verdict.sites, strict=True))
+            pending = Pending("barrier", "", verdict.waited, verdict.missing, sites)
+        aborted = AbortedError(pending, cause, self.process_set, work.generation.number)
+        why = self._calls.explain(work.generation.number, aborted) if slot.channel == COLLECTIVES else ""
+        return renamed(aborted, operation, why, slot.part)
+
+
+def _first(tensors: Any) -> Any:
+    """Return the first tensor of nested lists; ``None`` if there is none."""
+    while isinstance(tensors, (list, tuple)):
+        if not tensors:
+            return None
+        tensors = tensors[0]
+    return tensors
+
+
+def _handing_over(method: str, operation: str, index: int, agreed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of a watched group for one of torch's methods."""
+
+    def call(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+        if method in _ROOTED:
+            self.require_root(operation, args[-1])
+        tensor = _first(args[index]) if 0 <= index < len(args) else None
+        if not self.is_watched(tensor, args[-1] if args else None):
+            return agreed(self, *args, **kwargs)
+        return self.launch(method, operation, tensor, COLLECTIVES, args, kwargs)
+
+    call.__name__ = method
+    return untraced(call)
+
+
+for _method, (_operation, _index) in _OPERATIONS.items():
+    setattr(
+        WatchedGroup,
+        _method,
+        _handing_over(_method, _operation, _index, getattr(HvdlabProcessGroup, _method)),
+    )

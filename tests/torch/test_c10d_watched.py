@@ -1,0 +1,320 @@
+"""Watched groups whose ranks go different ways: late launches, mismatches, timeouts, and the same group and model afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
+from hvdlab.torch.c10d import WatchOptions, watched
+from ranks import Ranks
+
+LATE = 0.3
+KEPT: dict[str, Any] = {}
+
+
+def _begin() -> None:
+    dist.init_process_group("hvdlab", pg_options=WatchOptions("watched", "gloo", LATE))
+    KEPT["gloo"] = dist.new_group(backend="gloo")
+    torch.manual_seed(0)
+    KEPT["model"] = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, init=False, imports=["hvdlab.torch"]) as ranks:
+        ranks.run(_begin, timeout=60)
+        yield ranks
+
+
+def _good() -> float:
+    """One step of the model, and a sum."""
+    model, rank = KEPT["model"], dist.get_rank()
+    model.zero_grad()
+    model(torch.full((2, 4), float(rank + 1))).sum().backward()
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [dist.get_world_size()] * 3
+    return float(model.module.weight.grad.sum())
+
+
+def good(world: Ranks) -> None:
+    world.catch_up()
+    assert len(set(world.run(_good, timeout=60))) == 1
+
+
+def _disagrees() -> None:
+    rank = dist.get_rank()
+    tensor = torch.ones(2)
+    with pytest.raises(MismatchError) as caught:
+        dist.broadcast(tensor, 0) if rank == 1 else dist.all_reduce(tensor)
+    text = str(caught.value)
+    assert re.match(r"`(all_reduce|broadcast) #\d+ of group default_pg`: the ranks disagree\. ", text), text
+    assert re.search(r"rank 1 \(test_c10d_watched\.py:\d+\): broadcast float32\[2\] from rank 0", text), text
+    assert re.search(r"ranks? [0-9,-]+ \(test_c10d_watched\.py:\d+\): allreduce float32\[2\] sum", text), text
+
+
+def test_another_operation_is_a_mismatch_on_all_ranks(world: Ranks) -> None:
+    world.run(_disagrees, timeout=60)
+    good(world)
+
+
+def _late_rank() -> float:
+    """Rank 1 comes long after the others have been late."""
+    tensor = torch.ones(2)
+    if dist.get_rank() == 1:
+        while not _stands_in():  # the others' stand-ins wait for this rank
+            pass
+    dist.all_reduce(tensor)
+    return float(tensor[0])
+
+
+def _stands_in() -> bool:
+    group: Any = dist.group.WORLD
+    return bool(group._generation.wanted)
+
+
+def test_a_rank_that_comes_late_completes_the_operation(world: Ranks) -> None:
+    assert world.run(_late_rank, timeout=60) == [float(world.size)] * world.size
+    good(world)
+
+
+def _too_long() -> str:
+    if dist.get_rank() == 1:
+        dist.monitored_barrier(KEPT["gloo"])
+        return ""
+    with pytest.raises(AbortedError, match="the timeout of the process group") as caught:
+        dist.all_reduce(torch.ones(2), async_op=True).wait(timedelta(seconds=1))  # type: ignore[union-attr]
+    dist.monitored_barrier(KEPT["gloo"])
+    return str(caught.value)
+
+
+def test_a_wait_that_exceeds_its_limit_names_the_rank_that_is_missing(world: Ranks) -> None:
+    for text in world.run(_too_long, timeout=60)[:1]:
+        assert re.match(
+            r"all_reduce #\d+ of group default_pg \(test_c10d_watched\.py:\d+\): ranks? [0-9,-]+ waited; ",
+            text,
+        ), text
+    good(world)
+
+
+def _skips() -> str:
+    """Rank 1 skips a call that is like the one after it."""
+    rank, works = dist.get_rank(), []
+    for step in range(4):
+        works.append(dist.all_reduce(torch.ones(2), async_op=True))
+        if rank != 1 or step != 1:
+            works.append(dist.all_reduce(torch.ones(2), async_op=True))
+    for work in works[:-1]:
+        work.wait()  # type: ignore[union-attr]
+    if rank == 1:
+        works[-1].wait()  # type: ignore[union-attr]
+        dist.monitored_barrier(KEPT["gloo"])
+        return ""
+    with pytest.raises(AbortedError) as caught:
+        works[-1].wait(timedelta(seconds=1))  # type: ignore[union-attr]
+    dist.monitored_barrier(KEPT["gloo"])
+    return str(caught.value)
+
+
+def test_a_skipped_call_that_is_like_the_next_is_found(world: Ranks) -> None:
+    texts = world.run(_skips, timeout=60)
+    for rank in {*range(world.size)} - {1}:
+        assert "rank 1 skipped a call: where rank" in texts[rank], texts[rank]
+    good(world)
+
+
+def _message_without_receiver() -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        with pytest.raises(AbortedError, match=r"recv #.* timeout of the process group"):
+            dist.irecv(torch.zeros(3), 1, tag=3).wait(timedelta(seconds=1))  # type: ignore[union-attr]
+    dist.monitored_barrier(KEPT["gloo"])
+
+
+def test_a_receive_without_a_sender_is_given_up(world: Ranks) -> None:
+    world.run(_message_without_receiver, timeout=60)
+    good(world)
+
+
+def _aborts() -> None:
+    if dist.get_rank() == 1:
+        dist.monitored_barrier(KEPT["gloo"])
+        dist.group.WORLD.abort()  # type: ignore[union-attr]
+        return
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    dist.monitored_barrier(KEPT["gloo"])
+    with pytest.raises(AbortedError, match=r"rank 1 called abort\(\)"):
+        work.wait()  # type: ignore[union-attr]
+
+
+def test_abort_gives_up_what_is_in_flight(world: Ranks) -> None:
+    world.run(_aborts, timeout=60)
+    good(world)
+
+
+def _backend_fails() -> None:
+    group: Any = dist.group.WORLD
+    if dist.get_rank() == 0:
+        group._generation.inner.abort()
+    with pytest.raises(AbortedError, match=r"all_reduce #.*torch's gloo failed on rank \d+: "):
+        dist.all_reduce(torch.ones(2))
+
+
+def test_a_failure_of_the_backend_that_no_rank_explains_is_shown_on_all(world: Ranks) -> None:
+    world.run(_backend_fails, timeout=60)
+    good(world)
+
+
+def _subgroups() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pair = dist.new_group([0, 1], pg_options=WatchOptions("watched", "gloo", LATE), group_desc="pair")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=mesh["tp"].get_group())
+    assert total.item() == 2
+    if rank == 0:
+        with pytest.raises(
+            AbortedError, match=r"all_reduce #1 of group pair \(test_c10d_watched\.py:\d+\): .*timeout"
+        ):
+            dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait(timedelta(seconds=1))  # type: ignore[union-attr]
+    dist.monitored_barrier(KEPT["gloo"])
+    if rank < 2:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=pair)
+        assert total.item() == 2
+        dist.destroy_process_group(pair)
+
+
+def test_subgroups_and_meshes(world: Ranks) -> None:
+    world.run(_subgroups, timeout=60)
+    good(world)
+
+
+def _shards() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain, sharded = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    sharded.load_state_dict(plain.state_dict())
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(sharded, mesh=mesh)
+    for model in (plain, sharded):
+        model(torch.ones(2, 4)).sum().backward()
+    gradient: Any = sharded.weight.grad
+    torch.testing.assert_close(gradient.full_tensor(), plain.weight.grad)
+
+
+def test_fully_shard(world: Ranks) -> None:
+    world.run(_shards, timeout=60)
+
+
+def _other_device() -> float:
+    """Operations on tensors of another device than the inner group's are those of an agreed group."""
+    group: Any = dist.group.WORLD
+    group._device_type = "cuda"
+    try:
+        total, parts = torch.ones(2), [torch.zeros(2) for _ in range(dist.get_world_size())]
+        work: Any = dist.all_reduce(total, async_op=True)
+        work.wait()
+        assert type(work).__name__ == "HvdlabWork"
+        dist.all_gather(parts, total)
+        assert all(part.tolist() == total.tolist() for part in parts)
+        return float(total[0])
+    finally:
+        group._device_type = "cpu"
+
+
+def test_tensors_of_another_device_are_agreed(world: Ranks) -> None:
+    assert world.run(_other_device, timeout=60) == [float(world.size)] * world.size
+    good(world)
+
+
+def _destroyed() -> None:
+    pair = dist.new_group([0, 1], group_desc="pair")
+    if dist.get_rank() < 2:
+        assert type(pair).__name__ == "WatchedGroup"  # as the default group is
+    if dist.get_rank() == 0:
+        work: Any = dist.all_reduce(torch.ones(1), group=pair, async_op=True)
+        dist.destroy_process_group(pair)
+        with pytest.raises(AbortedError, match=r"all_reduce #1 of group pair .*: the group was destroyed"):
+            work.wait()
+    dist.monitored_barrier(KEPT["gloo"])
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(pair)
+
+
+def test_what_is_in_flight_ends_with_its_group(world: Ranks) -> None:
+    world.run(_destroyed, timeout=60)
+    good(world)
+
+
+def _by_device(backend: str) -> tuple[str, str]:
+    dist.destroy_process_group()
+    kept: list[str] = []
+    make = watched.make_inner
+
+    def stands_in(kind: str, *given: Any) -> Any:
+        kept.append(kind)
+        return make("gloo", *given)
+
+    watched.make_inner = stands_in  # there is no GPU
+    try:
+        dist.init_process_group(backend)
+    finally:
+        watched.make_inner = make
+    group: Any = dist.group.WORLD
+    total = torch.ones(2)
+    dist.all_reduce(total)  # tensors of the host are agreed beside NCCL
+    assert total[0].item() == dist.get_world_size()
+    dist.destroy_process_group()
+    _begin()
+    return type(group).__name__, "".join(kept)
+
+
+def test_a_group_has_a_backend_for_each_device(world: Ranks) -> None:
+    assert (
+        world.run(_by_device, "cpu:hvdlab,cuda:nccl", timeout=60) == [("WatchedGroup", "nccl")] * world.size
+    )
+    assert (
+        world.run(_by_device, "cpu:hvdlab,cuda:hvdlab", timeout=60)
+        == [("HvdlabProcessGroup", "")] * world.size
+    )
+    good(world)
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    for wrong in ({"watch": "looked at"}, {"inner": "mpi"}, {"late": 0.0}):
+        with pytest.raises(InvalidRequestError, match="watch is 'agreed' or 'watched'"):
+            WatchOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("variable", "options", "inner"),
+    [
+        ("", WatchOptions(), ""),
+        ("agreed", WatchOptions(), ""),
+        ("watched:gloo", WatchOptions(), "gloo"),
+        ("watched:gloo", WatchOptions("agreed"), ""),
+        ("agreed", WatchOptions("watched", "gloo"), "gloo"),
+        ("watched", WatchOptions(), "gloo"),
+    ],
+)
+def test_an_option_of_the_group_goes_before_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, options: WatchOptions, inner: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("HVDLAB_C10D_WATCH", variable)
+    assert options.inner_backend() == inner
+
+
+def test_a_variable_that_names_no_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDLAB_C10D_WATCH", "seen")
+    with pytest.raises(InvalidRequestError, match="HVDLAB_C10D_WATCH='seen'"):
+        WatchOptions().inner_backend()

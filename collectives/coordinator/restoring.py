@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hvdlab.collectives.coordinator.decision_log import DecisionKind
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
+from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class Restoring:
 
 def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: float) -> None:
     """A rank that knew an earlier coordinator tells what it knows. If the world is there already, the rank is like any newcomer."""
+    state.log.add_event()
     for cell, error in message.ended:
         if rank.tracked:
             state.restoring.cell_ended(cell, rank.rank)
@@ -110,6 +113,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
 
 def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
     """The client tells what it knows from the coordinator before, or from this one over another connection."""
+    state.log.add_event()
     for death in message.deaths:
         back = state.membership.ranks.get(death.rank)
         if back is not None and back.pid == death.pid:  # the others have gone on without it
@@ -139,27 +143,31 @@ def end_wait(state: CoordinatorState, now: float) -> None:
         if missing or not known:
             return
     restoring.active = False
+    count = len(restoring.resumed)
+    facts = {"coordinator": str(restoring.generation - 1), "resumed": str(count)}
+    facts["missing"] = format_ranks(missing) if missing else ""
+    decision = state.log.add(DecisionKind.TOOK_OVER, ranks=sorted(restoring.resumed), facts=facts)
     for rank in missing:
         reason = (
             f"it did not come back within {restoring.seconds:g} s after the coordinator had died and a new one "
             "had taken over"
         )
+        state.log.add(DecisionKind.DIED, cause=decision, ranks=(rank,), facts={"reason": reason})
         membership.record_death(rank, restoring.alive[rank], reason, now, explained=False, admitted=True)
     if membership.expected is None and state.elastic.active:
         # No client may come for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
         membership.set_expected({*membership.ranks, *membership.deaths})
         membership.awaited -= membership.deaths.keys()
-    _restore_sets(state)
+    _restore_sets(state, decision)
     _begin_cells(state)
     # A rank that has not resumed is dead, or another process than the one that was to be let go.
     state.admission.scale_down(tuple(restoring.resumed.keys() & restoring.released))
     membership.changed = membership.urgent = state.admission.due = True
-    count = len(restoring.resumed)
-    state.effects.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
+    state.effects.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks", decision)
     restoring.resumed, restoring.alive = {}, {}
 
 
-def _restore_sets(state: CoordinatorState) -> None:
+def _restore_sets(state: CoordinatorState, decision: int) -> None:
     restoring = state.restoring
     newest: dict[int, m.KnownSet] = {}
     for said in restoring.resumed.values():
@@ -185,7 +193,8 @@ def _restore_sets(state: CoordinatorState) -> None:
             knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
             state.effects.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))
     last_set = max((said.last_set for said in restoring.resumed.values()), default=0)
-    state.sets.restore(kept, last_set, max((known.epoch for known in newest.values()), default=0) + 1)
+    epoch = max((known.epoch for known in newest.values()), default=0) + 1
+    state.sets.restore(kept, last_set, epoch, decision)
     if newest and not restoring.recalled:
         # An expected rank that did not live when the coordinator died is not on its way.
         state.membership.awaited &= restoring.alive.keys()

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from hvdlab.collectives.coordinator import restoring
 from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
 from hvdlab.collectives.coordinator.deadlock import RunningCells, describe_deadlock, find_deadlock
 from hvdlab.collectives.coordinator.decision_log import (
@@ -43,7 +42,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
 from hvdlab.collectives.coordinator.point_to_point import lost_messages
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
-from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
+from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, Successor
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
 from hvdlab.collectives.dtypes import OpKind
@@ -78,6 +77,7 @@ class CoordinatorState:
         cells: Cells that run on tracked ranks.
         elastic: Ranks in elastic training.
         admission: Rules by which ranks get into the world.
+        successor: Restoration of the world of a coordinator that died.
         fusion: Dispatch of ready collectives.
         stalls, pauses: Watch over collectives that wait for long, and ranks whose users stop all clocks.
         history: Newest event batches, and their subscribers.
@@ -116,6 +116,9 @@ class CoordinatorState:
         self.elastic = ElasticRanks()
         known = self.membership, self.sets, self.cells, self.elastic, self.restoring
         self.admission = Admission(options, *known, self.effects, self.log)
+        known_to_successor = self.membership, self.sets, self.cells, self.elastic, self.admission
+        sized = options.size is not None
+        self.successor = Successor(self.restoring, *known_to_successor, self.effects, self.log, sized=sized)
         self.fusion = Fusion(options, self.sets, self.effects, self.log)
         places = self.sets, self.membership, self.effects
         self.stalls = StallInspector(options.stall_seconds, options.stall_shutdown, *places, self.log)
@@ -496,7 +499,7 @@ class CoordinatorState:
             self.stalls.check(now)
         self.sets.abort_failed(now)
         if self.restoring.active:
-            restoring.end_wait(self, now)
+            self.successor.end_wait(now)
         if self.membership.changed or self.admission.due:
             self.admission.due = False
             self.answers += self.admission.admit_newcomers()
@@ -643,6 +646,11 @@ def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]
 
 
 RankHandler = Callable[[CoordinatorState, RankPeer, Any, float], None]
+
+
+def _on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: float) -> None:
+    state.log.add_event()
+    state.successor.resume(rank, message)
 
 
 def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
@@ -840,7 +848,7 @@ def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now
 
 
 RANK_HANDLERS: dict[type, RankHandler] = {
-    m.Resume: on_resume,
+    m.Resume: _on_resume,
     m.Duplicate: _on_duplicate,
     m.Blocked: _on_blocked,
     m.Paused: _on_paused,
@@ -867,6 +875,17 @@ RANK_HANDLERS: dict[type, RankHandler] = {
 }
 
 ClientHandler = Callable[[CoordinatorState, int, Any, float], None]
+
+
+def _on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
+    """Add the facts of a client that has lost its coordinator. A rank that it knows to be dead loses its connection first."""
+    state.log.add_event()
+    for death in message.deaths:
+        back = state.membership.ranks.get(death.rank)
+        if back is not None and back.pid == death.pid:  # the others have continued without it
+            state.effects.add(CloseConnection(back.peer))
+            state.peer_lost(back.peer, death.reason, now)
+    state.successor.recall(message)
 
 
 def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> None:
@@ -929,7 +948,7 @@ CLIENT_HANDLERS: dict[type, ClientHandler] = {
     m.Bye: _on_client_bye,
     m.Ping: answer_ping,
     m.Post: _on_client_post,
-    m.Recall: on_recall,
+    m.Recall: _on_recall,
     m.Expect: _on_expect,
     m.Release: _on_release,
     m.CellStarted: _on_cell_started,

@@ -21,7 +21,7 @@ from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLo
 from hvdlab.collectives.coordinator.events import Effects
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets
+from hvdlab.collectives.coordinator.process_sets import OPEN, EpochAbort, ProcessSets
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
@@ -279,10 +279,11 @@ class Admission:
             return not busy or any(member in training or member in ready for member in members)
         return self._membership.ranks[rank].tracked and not busy
 
-    def abort_waits_on_regrouped(self) -> None:
-        """End the collectives that other ranks wait in and that a rank which has regrouped will not submit."""
+    def waits_on_regrouped(self) -> list[EpochAbort]:
+        """Return the aborts of the epochs in which other ranks wait for a collective that a regrouped rank will not submit."""
         ready = self._elastic.ready
-        for ps in list(self._sets):
+        aborts: list[EpochAbort] = []
+        for ps in self._sets:
             if ps.phase != OPEN or not ps.negotiation.pending:
                 continue
             absent = sorted(ps.negotiation.members & ready.keys())
@@ -292,7 +293,8 @@ class Admission:
                 text = f"{format_ranks(absent)} went back to {whose} last commit" + (
                     f" ({why})" if why else ""
                 )
-                self._sets.abort(ps, CauseKind.WITHDRAWN, absent, text)
+                aborts.append(EpochAbort(ps, CauseKind.WITHDRAWN, tuple(absent), text))
+        return aborts
 
 
 class WorldChange(Enum):

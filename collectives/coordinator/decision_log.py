@@ -33,6 +33,9 @@ LONGEST_FACT = 300
 MOST_NAMES = 8
 """Names of tensors that an entry has at most: an abort can end thousands of collectives."""
 
+STORY_OF_ERROR = 8
+"""Decisions in the notes of a broken invariant, apart from their causes."""
+
 _TELLING = ("reason", "kind", "text", "cell", "error", "first_site", "second_site")
 """Fields of messages that say why they were sent."""
 
@@ -189,9 +192,13 @@ class DecisionLog:
                 found[cause.number] = entry = cause
         return tuple(found[number] for number in sorted(found))
 
-    def explain(self, asked: StoryRequest) -> list[str]:
-        """Return the same as lines of text."""
-        return [line_of(entry) for entry in self.story(asked)]
+    def add_story_to(self, error: AssertionError) -> None:
+        """Add the story of the rank, tensor or process set that a broken invariant is about to its notes; the newest one if it is not known."""
+        about = subject_of_error(error)
+        process_set = about.process_set if about.rank < 0 else -1
+        asked = StoryRequest(0, STORY_OF_ERROR, about.rank, about.name, process_set)
+        for entry in self.story(asked) or self.story(StoryRequest(0, STORY_OF_ERROR)):
+            error.add_note(f"decision {line_of(entry)}")
 
 
 def line_of(entry: Decision) -> str:

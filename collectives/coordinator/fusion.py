@@ -16,7 +16,7 @@ from hvdlab.collectives.coordinator.events import Effects, Tuned
 from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason, log_verdict
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.priorities import have_priority
-from hvdlab.collectives.coordinator.process_sets import ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.process_sets import EpochAbort, ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
 from hvdlab.collectives.dtypes import OpKind
@@ -63,17 +63,19 @@ class Fusion:
         if chosen is not None:
             self.threshold, self.flush_delay = chosen.fusion_threshold, chosen.flush_delay
 
-    def flush(self, ps: ProcessSetState, *, release_all: bool) -> None:
+    def flush(self, ps: ProcessSetState, *, release_all: bool) -> EpochAbort | None:
         """Dispatch the ready rounds of an open epoch, and send the rejections, in order.
 
         Args:
             ps: The process set.
             release_all: Whether to hold nothing back for its priority, as the epoch may be aborted.
+
+        Returns:
+            The decision to abort the epoch, if it can't continue after that; otherwise ``None``.
         """
         negotiation = ps.negotiation
         if negotiation.conflict:
-            self._sets.abort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
-            return
+            return EpochAbort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
         ready, negotiation.ready = negotiation.ready, []
         if negotiation.priorities or have_priority(ready):
             ready = self._dispatch_by_priority(ps, ready, release_all=release_all)
@@ -89,7 +91,8 @@ class Fusion:
             self._dispatch_ready(ps, ready)
         if ps.gone and negotiation.pending:
             left = tuple(sorted(ps.gone))
-            self._sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+            return EpochAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+        return None
 
     def _dispatch_by_priority(
         self, ps: ProcessSetState, ready: list[NegotiationRound], *, release_all: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,10 +25,12 @@ from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import (
     Abort,
     Batch,
+    BoardMissing,
     Configure,
     DeclinePost,
     Dissolve,
     Execute,
+    PlaneFailed,
     ProcessSetAdded,
     Signature,
     StoreValue,
@@ -42,6 +44,20 @@ OPEN, SWITCHING, ENDED = range(3)
 
 PAST_STORES = 4
 """Former epochs of a process set whose rendezvous stores are kept."""
+
+
+class EpochAbort(NamedTuple):
+    """Decision to abort the present epoch of a process set.
+
+    Attributes:
+        process_set: The process set.
+        kind, ranks, text: The cause, as users see it.
+    """
+
+    process_set: ProcessSetState
+    kind: CauseKind
+    ranks: tuple[int, ...]
+    text: str
 
 
 class AboutSet(Protocol):
@@ -219,6 +235,26 @@ class ProcessSets:
                 self._effects.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
         elif (past := self.past_set(rank, message)) is not None:
             self.send_to_board(past, message)
+
+    def board_missing(self, rank: RankPeer, message: BoardMissing) -> None:
+        """Inform the ranks that may be at a board that ``rank`` has none of this epoch, or none any more."""
+        ps = self.open_set(rank, message) or self.past_set(rank, message)
+        if ps is not None:
+            self.send_to_board(ps, DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+
+    def plane_failed(self, rank: RankPeer, message: PlaneFailed, due: float) -> None:
+        """Record that a plane failed on ``rank``; :meth:`abort_failed` ends its epoch at ``due``, unless something else has before."""
+        ps = self.open_set(rank, message)
+        if ps is not None and ps.failure is None:
+            ps.failure = (due, rank.rank, message.text)
+        elif ps is None and (past := self.past_set(rank, message)) is not None:
+            past.plane_failed_before(due, message.epoch, rank.rank, message.text)
+
+    def renew(self, rank: RankPeer, message: AboutSet) -> None:
+        """Change over to the next epoch with the members that have not left."""
+        ps = self.open_set(rank, message)
+        if ps is not None:
+            self.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
 
     def send_to_board(self, ps: ProcessSetState, message: DeclinePost, *, without: int | None = None) -> None:
         """Pass the message on to all ranks that may be at that board.

@@ -18,12 +18,16 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
-from hvdlab.collectives.coordinator.deadlock import RunningCells, describe_deadlock, find_deadlock
+from hvdlab.collectives.coordinator.deadlock import (
+    RunningCells,
+    describe_deadlock,
+    find_absence,
+    find_deadlock,
+)
 from hvdlab.collectives.coordinator.decision_log import (
     DecisionKind,
     DecisionLog,
     InvariantOf,
-    subject_of_error,
 )
 from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
 from hvdlab.collectives.coordinator.events import (
@@ -116,9 +120,16 @@ class CoordinatorState:
         self.elastic = ElasticRanks()
         known = self.membership, self.sets, self.cells, self.elastic, self.restoring
         self.admission = Admission(options, *known, self.effects, self.log)
-        known_to_successor = self.membership, self.sets, self.cells, self.elastic, self.admission
-        sized = options.size is not None
-        self.successor = Successor(self.restoring, *known_to_successor, self.effects, self.log, sized=sized)
+        restored = (
+            self.membership,
+            self.sets,
+            self.cells,
+            self.elastic,
+            self.admission,
+            self.effects,
+            self.log,
+        )
+        self.successor = Successor(self.restoring, *restored, sized=options.size is not None)
         self.fusion = Fusion(options, self.sets, self.effects, self.log)
         places = self.sets, self.membership, self.effects
         self.stalls = StallInspector(options.stall_seconds, options.stall_shutdown, *places, self.log)
@@ -491,7 +502,8 @@ class CoordinatorState:
         if self.cells.idle:
             self._abort_waits_on_idle_ranks(now)
         if self.elastic.ready:
-            self.admission.abort_waits_on_regrouped()
+            for decision in self.admission.waits_on_regrouped():
+                self.sets.abort(*decision)
         if self.check_blocked:
             self.check_blocked = False
             self._abort_deadlock()
@@ -520,7 +532,9 @@ class CoordinatorState:
             # A rank was not taken to wait while a round of that name was held back; it may wait for the next one of the name, and in vain.
             self.check_later(now)
         release_all = bool(self.elastic.ready) or not negotiation.members.isdisjoint(self.cells.idle)
-        self.fusion.flush(ps, release_all=release_all)
+        decision = self.fusion.flush(ps, release_all=release_all)
+        if decision is not None:
+            self.sets.abort(*decision)
 
     def _reject_mismatches(self, now: float) -> bool:
         """Reject rounds in which ranks disagree, after the others have had their time to submit them; return whether any was."""
@@ -545,12 +559,9 @@ class CoordinatorState:
                     ps.negotiation.owed.discard_rank(rank)
             if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
                 self._cancel_messages_to_idle(ps, idle, now)
-                for current, missing in ps.negotiation.waiting():
-                    absent = [r for r in (missing or ps.members) if r in idle]
-                    if absent and not current.info.from_any:  # else another rank may send
-                        why = self.cells.absence_reason(absent, current.submissions)
-                        self.sets.abort(ps, why.kind, why.ranks, why.text)
-                        break
+                why = find_absence(ps, self.cells, idle)
+                if why is not None:
+                    self.sets.abort(ps, why.kind, why.ranks, why.text)
 
     def _cancel_messages_to_idle(self, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
         """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
@@ -598,11 +609,7 @@ class CoordinatorState:
         try:
             self._validate()
         except AssertionError as error:
-            about = subject_of_error(error)
-            known = about.rank >= 0 or about.name or about.process_set >= 0
-            asked = m.StoryRequest(0, 8, about.rank, about.name, about.process_set if about.rank < 0 else -1)
-            for line in self.log.explain(asked if known else m.StoryRequest(0, 8)):
-                error.add_note(f"decision {line}")
+            self.log.add_story_to(error)
             raise
 
     def _validate(self) -> None:
@@ -743,19 +750,12 @@ def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.Decline
 
 
 def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardMissing, now: float) -> None:
-    ps = state.sets.open_set(rank, message) or state.sets.past_set(rank, message)
-    if ps is not None:
-        state.sets.send_to_board(ps, m.DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+    state.sets.board_missing(rank, message)
 
 
 def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
     """Record that a plane failed. A member that died explains it better, if the end of its connection comes in time."""
-    ps = state.sets.open_set(rank, message)
-    if ps is not None and ps.failure is None:
-        ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
-    elif ps is None and (ps := state.sets.past_set(rank, message)) is not None:
-        due = now + state.options.failure_grace
-        ps.plane_failed_before(due, message.epoch, rank.rank, message.text)
+    state.sets.plane_failed(rank, message, now + state.options.failure_grace)
 
 
 def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, now: float) -> None:
@@ -767,9 +767,7 @@ def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, n
 
 
 def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
-    ps = state.sets.open_set(rank, message)
-    if ps is not None:
-        state.sets.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
+    state.sets.renew(rank, message)
 
 
 def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:

@@ -36,7 +36,7 @@ MOST_NAMES = 8
 STORY_OF_ERROR = 8
 """Decisions in the notes of a broken invariant, apart from their causes."""
 
-_TELLING = ("reason", "kind", "text", "cell", "error", "first_site", "second_site")
+_REASONS = ("reason", "kind", "text", "cell", "error", "first_site", "second_site")
 """Fields of messages that say why they were sent."""
 
 
@@ -241,8 +241,8 @@ def _described(event: Event) -> tuple[DecisionKind, dict[str, str]]:
         return DecisionKind.RESUMED, _of_recall(event.message)
     if isinstance(event, Received):
         message = event.message
-        told = {field: str(getattr(message, field, "")) for field in _TELLING}
-        facts = {"message": type(message).__name__} | told
+        reasons = {field: str(getattr(message, field, "")) for field in _REASONS}
+        facts = {"message": type(message).__name__} | reasons
         return DecisionKind.RECEIVED, {key: _shortened(text) for key, text in facts.items() if text}
     if isinstance(event, PeerConnected):
         hello = event.hello

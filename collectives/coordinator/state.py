@@ -193,7 +193,7 @@ class CoordinatorState:
                 if event is not None:
                     self.log.handling(
                         event, rank
-                    )  # of several events the last one completes whatever is decided now
+                    )  # of several events, the last one leads to the decisions at the end
                 self._end_batch(now)
                 self._due = self._find_due()
             if self.fusion.tuning.configured:

@@ -60,6 +60,8 @@ class Client:
         self._closing = False
         self._reconnecting = threading.Lock()
         self._pongs: set[int] = set()
+        #: Answers to the calls of :meth:`story` that wait, by ticket.
+        self._stories: dict[int, m.Story] = {}
         self._numbers = itertools.count(1)
         self._subscribed = False
         self._taken = 0  # the number of the last batch of events
@@ -249,6 +251,40 @@ class Client:
         finally:
             with self._changed:
                 del self._collected[token]
+
+    def story(
+        self,
+        last: int = 20,
+        *,
+        rank: int | None = None,
+        name: str = "",
+        process_set: int | None = None,
+        decision: int = 0,
+        timeout: float = 10,
+    ) -> tuple[m.Decision, ...]:
+        """Return the coordinator's newest decisions and the entries that led to them, oldest first.
+
+        Args:
+            last: How many decisions there are at most, apart from their causes.
+            rank: The rank that they are about; ``None`` for any.
+            name: The tensor that they are about; empty for any.
+            process_set: The process set that they are about; ``None`` for any.
+            decision: The number of the one to return with its causes; 0 for any.
+            timeout: Seconds to wait for the answer.
+
+        Raises:
+            CoordinatorLostError: The connection ended.
+            TimeoutError: The coordinator did not answer.
+        """
+        ticket = next(self._numbers)
+        subject = (-1 if rank is None else rank), name, (-1 if process_set is None else process_set)
+        self._send(m.StoryRequest(ticket, last, *subject, decision))
+        try:
+            self._wait(lambda: ticket in self._stories, Deadline(timeout), "the coordinator's story")
+        finally:
+            with self._changed:
+                answer = self._stories.pop(ticket, None)
+        return () if answer is None else answer.decisions
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt these ranks: their engines' ``on_interrupt`` callbacks are called."""
@@ -547,6 +583,10 @@ class Client:
                 return  # an answer to the heartbeat: it only says that the coordinator lives
             with self._changed:
                 self._pongs.add(message.number)
+                self._changed.notify_all()
+        elif isinstance(message, m.Story):
+            with self._changed:
+                self._stories[message.ticket] = message
                 self._changed.notify_all()
         elif isinstance(message, m.Stalled):
             c = message.collective

@@ -37,7 +37,20 @@ class HvdlabError(RuntimeError):
     """Base of all errors raised by hvdlab itself. (Horovod's core reports its errors as ``RuntimeError``.)
 
     Its text may quote peers and files; control characters in it are shown escaped, so that a terminal obeys none of them.
+
+    Attributes:
+        decision: Number of the entry in the coordinator's decision log that led to it; 0 if no decision of the coordinator did. A traceback
+            names it in its last line, and ``%hvd_pool status --story`` lists the entries.
     """
+
+    decision: int = 0
+
+    def because_of(self, decision: int) -> Self:
+        """Name the entry in the coordinator's decision log that led to this error; 0 leaves it without one. Return the error."""
+        if decision:
+            self.decision = decision
+            self.add_note(f"[decision {decision} of the coordinator]")
+        return self
 
     def __str__(self) -> str:
         return visible_lines(self._text())
@@ -294,12 +307,15 @@ class Cause:
         ranks: The ranks it happened on, or that are missing; empty if it is not a matter of single ranks.
         text: One sentence for the user.
         site: The line of code that caused it, if known (``cell [7] line 4``).
+        decision: Number of the entry in the coordinator's decision log; 0 if the coordinator did not end it. Causes that differ in it
+            alone are equal.
     """
 
     kind: CauseKind
     ranks: tuple[int, ...] = ()
     text: str = ""
     site: str = ""
+    decision: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +348,7 @@ class AbortedError(CollectiveError):
     def __init__(self, pending: Pending, cause: Cause, process_set: int = 0, epoch: int = 0) -> None:
         self.pending, self.cause, self.process_set, self.epoch = pending, cause, process_set, epoch
         super().__init__(pending, cause, process_set, epoch)
+        self.because_of(cause.decision)
 
     @property
     def rank(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -16,6 +16,9 @@ from hvdlab.kernel_ext.notebook.output.limit import KeptSink
 from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.session import shell_colours
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
 
 class RunningCell(Protocol):
@@ -63,7 +66,10 @@ class BackgroundSink:
 class BackgroundCell:
     """Cell of ``%%hvd_run --background``; its output goes on to the notebook's cell that started it."""
 
-    def __init__(self, run: RunningCell, shell: InteractiveShell, name: str | None, label: str) -> None:
+    def __init__(
+        self, run: RunningCell, pool: Pool, shell: InteractiveShell, name: str | None, label: str
+    ) -> None:
+        self._pool = pool
         self._run, self._shell, self._name, self._label = run, shell, name, label
 
     @property
@@ -83,6 +89,7 @@ class BackgroundCell:
         results.import_display = CellImportDisplay()
         if self._name and self._shell.user_ns.get(self._name) is self:
             self._shell.user_ns[self._name], results.name = results, self._name
+        self._pool.explain(results)
         failure = failure_of(results, colours=shell_colours(self._shell))
         if failure is not None:
             raise failure

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.collectives.text import visible_lines
 from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice, restarted_notice
-from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
+from hvdlab.magics.arguments import MagicParser, add_pool_options, count_of, documented, parse_ranks, positive
 from hvdlab.magics.running import make_sink
 from hvdlab.magics.session import Session, as_usage_error, ranks_of, say_ranks
-from hvdlab.magics.status_table import StatusTable
+from hvdlab.magics.status_table import StatusTable, StoryTable
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 COMMANDS = ("start", "status", "resize", "repair", "restart", "sync", "stop", "attach", "detach", "list")
 WITH_ARGUMENT = ("start", "resize", "restart", "sync", "attach")
 OF_SYNC = {"source": "--from", "without": "--without"}
+OF_STORY = {"rank": "--rank", "name": "--name", "last": "--last"}
+STORY_ENTRIES = 20
+"""Decisions that `status --story` shows, apart from their causes."""
 
 
 def pool_parser() -> MagicParser:
@@ -52,6 +55,19 @@ def pool_parser() -> MagicParser:
         metavar="NAME",
         help="for start: the ranks outlive the notebook; `attach NAME` in another one finds them",
     )
+    parser.add_argument(
+        "--story",
+        action="store_true",
+        help="for status: the coordinator's newest decisions, and their causes",
+    )
+    parser.add_argument("--rank", type=int, metavar="R", help="for status --story: about this rank")
+    parser.add_argument("--name", metavar="TENSOR", help="for status --story: about this tensor")
+    parser.add_argument(
+        "--last",
+        type=count_of("decisions"),
+        metavar="N",
+        help=f"for status --story: how many (default: {STORY_ENTRIES})",
+    )
     return parser
 
 
@@ -76,6 +92,11 @@ class PoolMagics(Magics):
             parser.error(f"`{options.command}` takes no argument, but got `{options.argument}`")
         if options.keep is not None and options.command != "start":
             parser.error(f"--keep belongs to `start`, not to `{options.command}`")
+        if options.story and options.command != "status":
+            parser.error(f"--story belongs to `status`, not to `{options.command}`")
+        for name, option in OF_STORY.items():
+            if getattr(options, name) is not None and not options.story:
+                parser.error(f"{option} belongs to `status --story`")
         for name, option in OF_SYNC.items():
             if getattr(options, name) is not None and options.command != "sync":
                 parser.error(f"{option} belongs to `sync`, not to `{options.command}`")
@@ -96,10 +117,19 @@ class PoolMagics(Magics):
         kept = f"; `%hvd_pool attach {pool.name}` in another notebook finds them" if pool.name else ""
         print(_ready(pool) + kept)
 
-    def _status(self, options: Any) -> StatusTable:
+    def _status(self, options: Any) -> StatusTable | StoryTable:
         pool = self.session.need_pool("%hvd_pool status")
+        if options.story:
+            return self._story(pool, options)
         with as_usage_error():
             return StatusTable(pool.status(), self.session.labels)
+
+    def _story(self, pool: Pool, options: Any) -> StoryTable:
+        try:
+            found = pool.story(options.last or STORY_ENTRIES, rank=options.rank, name=options.name or "")
+        except (HvdlabError, TimeoutError) as error:
+            raise UsageError(f"%hvd_pool status --story: {error}") from error
+        return StoryTable(found)
 
     def _resize(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool resize")

@@ -85,12 +85,13 @@ def run_cell(
         with as_usage_error():
             run = pool.start_run(source, **arguments)
         session.labels[run.cell] = label
-        handle = BackgroundCell(run, shell, options.out, label)
+        handle = BackgroundCell(run, pool, shell, options.out, label)
         if options.out:
             shell.user_ns[options.out] = handle
         return handle
     with as_usage_error():
         results = pool.run(source, **arguments, prompter=ProcessPrompter(shows_beside=in_notebook(shell)))
+    pool.explain(results)
     return _conclude(session, results, options.out, quiet=_quiet(source))
 
 

@@ -1,8 +1,9 @@
-"""``%hvd_pool status`` as tables: of ranks, and of the parameter servers that they use."""
+"""``%hvd_pool status`` as tables: of ranks and the parameter servers that they use, or of the coordinator's decisions."""
 
 from __future__ import annotations
 
 import html
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ WIDEST = 300
 
 COLUMNS = ("rank", "host", "pid", "device", "state", "cell", "memory", "CPU", "plane")
 SERVER_COLUMNS = ("server", "host", "pid", "keys", "values", "memory")
-_NUMBERS = {"rank", "server", "pid", "memory", "CPU", "keys", "values"}
+STORY_COLUMNS = ("no", "time", "decision", "about", "facts", "cause")
+_NUMBERS = {"no", "cause", "rank", "server", "pid", "memory", "CPU", "keys", "values"}
 
 
 class StatusTable:
@@ -65,6 +67,42 @@ class StatusTable:
     def _repr_html_(self) -> str:
         servers = self.server_cells()
         return in_output(_html(COLUMNS, self.cells()) + (_html(SERVER_COLUMNS, servers) if servers else ""))
+
+
+class StoryTable:
+    """Table of the coordinator's decisions and the events that led to them; text in a terminal, HTML in a notebook.
+
+    Args:
+        entries: Entries of the decision log, oldest first.
+    """
+
+    def __init__(self, entries: Sequence[Any]) -> None:
+        self.entries = list(entries)
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows."""
+        return [_story_row(entry) for entry in self.entries]
+
+    def __repr__(self) -> str:
+        return _text(STORY_COLUMNS, self.cells())
+
+    def _repr_html_(self) -> str:
+        return in_output(_html(STORY_COLUMNS, self.cells()))
+
+
+def _story_row(entry: Any) -> tuple[str, ...]:
+    from hvdlab.collectives.coordinator.decision_log import subject_of
+
+    seconds = time.strftime("%H:%M:%S", time.localtime(entry.when))
+    row = (
+        str(entry.number),
+        f"{seconds}.{int(entry.when * 1000) % 1000:03d}",
+        entry.kind,
+        subject_of(entry),
+        ", ".join(f"{key}: {text}" for key, text in entry.facts.items()),
+        str(entry.cause or ""),
+    )
+    return tuple(visible(text, WIDEST) for text in row)
 
 
 def _text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,6 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
+from hvdlab.collectives.protocol.messages import Decision
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, DoneArrived, OutputArrived, RankDied
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
@@ -163,6 +164,19 @@ class FakePool:
 
     def repair(self) -> list[int]:
         return []
+
+    def story(self, last: int = 20, *, rank: int | None = None, name: str = "") -> tuple[Decision, ...]:
+        facts = {"reason": "killed by SIGKILL"}
+        told = (
+            Decision(17, 0.25, "lost connection", ranks=(1,), facts={"reason": "end of file"}),
+            Decision(18, 0.5, "died", 17, ranks=(1,), facts=facts),
+            Decision(19, 0.75, "aborted", 18, 0, 3, ("<loss>",)),
+        )
+        return tuple(d for d in told if rank is None or rank in d.ranks)[-last:]
+
+    def explain(self, results: CellResults) -> None:
+        if results.deaths:
+            results.story = ("18 died rank 1",)
 
     def status(self) -> list[Any]:
         return [

@@ -17,10 +17,11 @@ from typing import Protocol
 
 from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator.deadlock import RunningCells
+from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog
 from hvdlab.collectives.coordinator.events import Effects
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets
+from hvdlab.collectives.coordinator.process_sets import OPEN, EpochAbort, ProcessSets
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
@@ -49,6 +50,7 @@ class Admission:
         elastic: Ranks in elastic training.
         restoring: Restoration of the world that a dead coordinator had.
         effects: Where messages to ranks are added.
+        log: Where decisions are added.
 
     Attributes:
         due: Whether newcomers may be admitted at the end of this batch of events.
@@ -63,6 +65,7 @@ class Admission:
         elastic: ElasticRanks,
         restoring: WorldRestoration,
         effects: Effects,
+        log: DecisionLog,
     ) -> None:
         self.due = False
         self._options = options
@@ -72,6 +75,7 @@ class Admission:
         self._elastic = elastic
         self._restoring = restoring
         self._effects = effects
+        self._log = log
 
     def refusal(self, rank: int, hello: m.Hello) -> str:
         """Return why a peer may not come as this rank, or an empty text."""
@@ -127,10 +131,13 @@ class Admission:
 
     def set_expected(self, ranks: tuple[int, ...]) -> None:
         """Make these ranks, and no others, the expected ones; members among the others leave."""
+        decision = 0
+        if self._membership.expected != tuple(sorted(set(ranks))):
+            decision = self._log.add(DecisionKind.RESIZED, ranks=sorted(set(ranks)))
         dropped = self._membership.set_expected(ranks)
         self._cells.discard_all_but({*ranks, *self._membership.ranks})
         for rank in dropped:
-            self._effects.send((rank.peer,), m.Leave("the world was resized"))
+            self._effects.send((rank.peer,), m.Leave("the world was resized", decision))
         leaving = {rank.rank for rank in dropped}
         busy = any(self._cells.is_running(rank) for rank in leaving)
         for ps in list(self._sets):
@@ -139,9 +146,10 @@ class Admission:
                 continue
             if busy or (ps.phase == OPEN and ps.negotiation.pending):
                 text = f"{format_ranks(sorted(going))} left, because the world was resized"
-                self._sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text)
+                self._sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text, cause=decision)
             else:
-                self._sets.change_members(ps, tuple(rank for rank in ps.members if rank not in going))
+                staying = tuple(rank for rank in ps.members if rank not in going)
+                self._sets.change_members(ps, staying, decision)
 
     def scale_down(self, ranks: tuple[int, ...]) -> None:
         """Remove ranks where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
@@ -163,13 +171,15 @@ class Admission:
 
     def _remove_released(self, going: set[int]) -> None:
         """Remove released ranks that have come to where the world may change; the others continue without them, and nothing fails."""
+        decision = self._log.add(DecisionKind.RELEASED, ranks=sorted(going))
         left = [rank for rank in self._membership.expected or () if rank not in going]
         for rank in self._membership.set_expected(left):
             self._elastic.drop(rank.rank)
-            self._effects.send((rank.peer,), m.Leave("its host is not part of the job any more"))
+            self._effects.send((rank.peer,), m.Leave("its host is not part of the job any more", decision))
         for ps in list(self._sets):
             if going & (set(ps.members) - ps.gone):
-                self._sets.change_members(ps, tuple(rank for rank in ps.members if rank not in going))
+                staying = tuple(rank for rank in ps.members if rank not in going)
+                self._sets.change_members(ps, staying, decision)
 
     def reject_left_out(self, rank: RankPeer, message: m.Announce) -> None:
         """Fail the submissions of a rank that was asked to leave: the others continue without it, and no epoch of its own will end.
@@ -177,6 +187,19 @@ class Admission:
         The epoch is not aborted: operations that it still executes with the others complete.
         """
         text = f"rank {rank.rank} was let go, and the others go on without it"
+        submitted = [
+            defined for local in message.locals if (defined := rank.definitions.get(local)) is not None
+        ]
+        decision = 0
+        if submitted:
+            decision = self._log.add(
+                DecisionKind.REJECTED,
+                process_set=message.process_set,
+                epoch=message.epoch,
+                names=[defined.info.name for defined in submitted],
+                ranks=(rank.rank,),
+                facts={"reason": text},
+            )
         for local in message.locals:
             defined = rank.definitions.get(local)
             if defined is not None:
@@ -184,7 +207,9 @@ class Admission:
                 pending = m.AbortedCollective(int(info.kind), info.name, (rank.rank,), (), (site,))
                 scope = message.process_set, message.epoch
                 kind = CauseKind.MEMBERSHIP.value
-                refusal = m.Cancelled(*scope, (local,), kind, (rank.rank,), text, "", pending)
+                refusal = m.Cancelled(
+                    *scope, (local,), kind, (rank.rank,), text, "", pending, decision=decision
+                )
                 self._effects.send((rank.peer,), refusal)
 
     def admit_newcomers(self) -> list[tuple[int, m.Regrouped]]:
@@ -228,7 +253,9 @@ class Admission:
             for rank in new:
                 membership.ranks[rank].outdated = False
             # The members keep their order: a restored world has no other record of which rank came first.
-            self._sets.change_members(world, (*(rank for rank in current if rank in stay), *sorted(new)))
+            decision = self._log.add(DecisionKind.ADMITTED, ranks=sorted(new), facts={"world": change.value})
+            members = (*(rank for rank in current if rank in stay), *sorted(new))
+            self._sets.change_members(world, members, decision)
             return [
                 (membership.ranks[rank].peer, m.Regrouped(ticket)) for rank, ticket in self._elastic.resume()
             ]
@@ -252,10 +279,11 @@ class Admission:
             return not busy or any(member in training or member in ready for member in members)
         return self._membership.ranks[rank].tracked and not busy
 
-    def abort_waits_on_regrouped(self) -> None:
-        """End the collectives that other ranks wait in and that a rank which has regrouped will not submit."""
+    def waits_on_regrouped(self) -> list[EpochAbort]:
+        """Return the aborts of the epochs in which other ranks wait for a collective that a regrouped rank will not submit."""
         ready = self._elastic.ready
-        for ps in list(self._sets):
+        aborts: list[EpochAbort] = []
+        for ps in self._sets:
             if ps.phase != OPEN or not ps.negotiation.pending:
                 continue
             absent = sorted(ps.negotiation.members & ready.keys())
@@ -265,7 +293,8 @@ class Admission:
                 text = f"{format_ranks(absent)} went back to {whose} last commit" + (
                     f" ({why})" if why else ""
                 )
-                self._sets.abort(ps, CauseKind.WITHDRAWN, absent, text)
+                aborts.append(EpochAbort(ps, CauseKind.WITHDRAWN, tuple(absent), text))
+        return aborts
 
 
 class WorldChange(Enum):

@@ -6,6 +6,7 @@ The cells that run on each rank explain why it has not submitted a collective th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,6 +97,15 @@ class AbsenceReason:
     kind: CauseKind
     ranks: tuple[int, ...]
     text: str
+
+
+def find_absence(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int]) -> AbsenceReason | None:
+    """Return why ranks without a cell will not submit the oldest collective of ``ps`` that waits for one; ``None`` if none does."""
+    for current, missing in ps.negotiation.waiting():
+        absent = [rank for rank in (missing or ps.members) if rank in idle]
+        if absent and not current.info.from_any:  # otherwise another rank may send
+            return cells.absence_reason(absent, current.submissions)
+    return None
 
 
 class DeadlockedRank(NamedTuple):

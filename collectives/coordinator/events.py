@@ -72,11 +72,13 @@ class CloseConnection(NamedTuple):
 class Log(NamedTuple):
     """Write a line for the operator.
 
-    ``warning`` is False for news that peers learn anyway, such as a death: they go to the log file only.
+    ``warning`` is False for news that peers learn anyway, such as a death: they go to the log file only. ``decision`` is the entry of the
+    decision log that the line is about, or 0.
     """
 
     text: str
     warning: bool = True
+    decision: int = 0
 
 
 class Tuned(NamedTuple):
@@ -108,13 +110,13 @@ class Effects:
         if peers:
             self._effects.append(Send(peers, message))
 
-    def log(self, text: str) -> None:
-        """Write a warning for the operator."""
-        self._effects.append(Log(text))
+    def log(self, text: str, decision: int = 0) -> None:
+        """Write a warning for the operator, about an entry of the decision log if there is one."""
+        self._effects.append(Log(text, decision=decision))
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, decision: int = 0) -> None:
         """Write a line to the log file only, about an event that peers get to know anyway."""
-        self._effects.append(Log(text, warning=False))
+        self._effects.append(Log(text, warning=False, decision=decision))
 
     def pop_all(self) -> list[Effect]:
         """Return the effects, and begin with none."""

@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from hvdlab.collectives.autotune import Parameters, Tuner, TuningSample
+from hvdlab.collectives.coordinator.decision_log import DecisionLog
 from hvdlab.collectives.coordinator.events import Effects, Tuned
-from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason
+from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason, log_verdict
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.priorities import have_priority
-from hvdlab.collectives.coordinator.process_sets import ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.process_sets import EpochAbort, ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
 from hvdlab.collectives.dtypes import OpKind
@@ -30,6 +31,7 @@ class Fusion:
         options: Settings of the state.
         sets: Process sets, to change and abort.
         effects: Where orders and rejections are added.
+        log: Where verdicts are added.
 
     Attributes:
         threshold: Bytes that are fused into one operation at most.
@@ -38,7 +40,9 @@ class Fusion:
         tuning: Changes these settings, if the options ask for it.
     """
 
-    def __init__(self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects) -> None:
+    def __init__(
+        self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects, log: DecisionLog
+    ) -> None:
         self.threshold = options.fusion_threshold
         self.flush_delay = options.flush_delay
         self.windows = FusionWindows()
@@ -47,6 +51,7 @@ class Fusion:
         self._separate_groups = options.separate_groups
         self._sets = sets
         self._effects = effects
+        self._log = log
 
     def defer(self, ps: ProcessSetState, now: float, *, urgent: bool) -> bool:
         """Return whether the ready rounds of ``ps`` wait for more to fuse with them; not if it is ``urgent``."""
@@ -58,17 +63,19 @@ class Fusion:
         if chosen is not None:
             self.threshold, self.flush_delay = chosen.fusion_threshold, chosen.flush_delay
 
-    def flush(self, ps: ProcessSetState, *, release_all: bool) -> None:
+    def flush(self, ps: ProcessSetState, *, release_all: bool) -> EpochAbort | None:
         """Dispatch the ready rounds of an open epoch, and send the rejections, in order.
 
         Args:
             ps: The process set.
             release_all: Whether to hold nothing back for its priority, as the epoch may be aborted.
+
+        Returns:
+            The decision to abort the epoch, if it can't continue after that; otherwise ``None``.
         """
         negotiation = ps.negotiation
         if negotiation.conflict:
-            self._sets.abort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
-            return
+            return EpochAbort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
         ready, negotiation.ready = negotiation.ready, []
         if negotiation.priorities or have_priority(ready):
             ready = self._dispatch_by_priority(ps, ready, release_all=release_all)
@@ -84,7 +91,8 @@ class Fusion:
             self._dispatch_ready(ps, ready)
         if ps.gone and negotiation.pending:
             left = tuple(sorted(ps.gone))
-            self._sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+            return EpochAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+        return None
 
     def _dispatch_by_priority(
         self, ps: ProcessSetState, ready: list[NegotiationRound], *, release_all: bool
@@ -145,9 +153,7 @@ class Fusion:
         ps.sequence += 1
         two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
         ranks, peers = zip(*two, strict=True)
-        send_execute(
-            ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, self._effects
-        )
+        send_execute(ps, [(current,) for current in rounds], ranks, peers, self._effects)
 
     def _dispatch_fused(
         self,
@@ -167,9 +173,7 @@ class Fusion:
                 self.tuning.before(ps)
             if reported:
                 ps.negotiation.priorities.ordered(ps.sequence, batches)
-            send_execute(
-                ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, self._effects, reported=reported
-            )
+            send_execute(ps, batches, ps.members, ps.peers, self._effects, reported=reported)
             if tuned:
                 self.tuning.executed(ps, rounds)
 
@@ -178,6 +182,7 @@ class Fusion:
         peers = dict(zip(ps.members, ps.peers, strict=True))
         locals: dict[tuple[RejectReason, int], list[int]] = {}
         for _, rank, local, verdict in rejected:
+            log_verdict(self._log, ps.id, ps.epoch, verdict)
             locals.setdefault((verdict, rank), []).append(local)
         audiences: dict[tuple[RejectReason, tuple[int, ...]], list[int]] = {}
         for (verdict, rank), numbers in locals.items():
@@ -280,9 +285,7 @@ Table = tuple[tuple[int, ...], ...]
 
 
 def send_execute(
-    process_set: int,
-    epoch: int,
-    sequence: int,
+    ps: ProcessSetState,
     batches: Sequence[Sequence[NegotiationRound]],
     ranks: tuple[int, ...],
     peers: tuple[int, ...],
@@ -290,15 +293,16 @@ def send_execute(
     *,
     reported: bool = False,
 ) -> None:
-    """Order all members to execute ``batches``; members whose local ids agree share a message.
+    """Order these ranks of ``ps`` to execute ``batches``; ranks whose local ids agree share a message.
 
-    The end of each batch is ``reported`` by the member at position 0, if wanted.
+    The end of each batch is ``reported`` by the member at position 0, if asked for.
     """
+    process_set, epoch, sequence, decision = ps.id, ps.epoch, ps.sequence, ps.decision
     if len(batches) == 1 and len(batches[0]) == 1:
         (only,) = batches[0]
         if only.same_local_id and not only.extras:  # a short way for the common case
             one = Batch((only.local,), (), _payloads(batches[0], ranks), (), reported)
-            effects.send(peers, Execute(process_set, epoch, sequence, (one,)))
+            effects.send(peers, Execute(process_set, epoch, sequence, (one,), decision))
             return
     tables = [_tables(batch, ranks) for batch in batches]
     payloads = [_payloads(batch, ranks) for batch in batches]
@@ -309,7 +313,7 @@ def send_execute(
                 for batch, table, payload in zip(batches, tables, payloads, strict=True)
             ]
         )
-        effects.send(peers, Execute(process_set, epoch, sequence, same))
+        effects.send(peers, Execute(process_set, epoch, sequence, same, decision))
         return
     by_locals: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank, peer in zip(ranks, peers, strict=True):
@@ -321,7 +325,7 @@ def send_execute(
                 for batch, numbers, table, payload in zip(batches, locals, tables, payloads, strict=True)
             ]
         )
-        effects.send(tuple(alike), Execute(process_set, epoch, sequence, own))
+        effects.send(tuple(alike), Execute(process_set, epoch, sequence, own, decision))
 
 
 def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:

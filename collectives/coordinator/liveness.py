@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Protocol
 
 from hvdlab.collectives.coordinator.connections import NEVER, Connection, Connections
 from hvdlab.collectives.coordinator.events import Event, Received
+from hvdlab.collectives.coordinator.membership import MembershipTable
 from hvdlab.collectives.coordinator.options import ServerOptions
-from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
@@ -27,12 +28,23 @@ from hvdlab.collectives.protocol.messages import Ping, RankLost
 from hvdlab.collectives.system import process_state
 
 
+class WatchedJob(Protocol):
+    """Job whose peers are watched, as far as that depends on it."""
+
+    @property
+    def membership(self) -> MembershipTable: ...
+
+    def is_paused(self, peer: int) -> bool:
+        """Return whether the rank of this connection is paused for its user."""
+        ...
+
+
 class Liveness:
     """Watch over the connections that were introduced.
 
     Args:
         connections: The connections, to close those of dead peers.
-        state: Membership of the job, and the ranks that are paused; it is only read.
+        job: Membership of the job, and the ranks that are paused; it is only read.
         options: Times after which silent peers are pinged, and count as dead.
         log: Takes warnings for the operator.
     """
@@ -40,12 +52,12 @@ class Liveness:
     def __init__(
         self,
         connections: Connections,
-        state: CoordinatorState,
+        job: WatchedJob,
         options: ServerOptions,
         log: Callable[[str], None],
     ) -> None:
         self._connections = connections
-        self._state = state
+        self._job = job
         self._options = options
         self._log = log
         self._ping = 0
@@ -74,7 +86,7 @@ class Liveness:
 
         They were written before the launcher could see the end, but may lie unread where clients are read first.
         """
-        rank = self._state.membership.ranks.get(lost.rank)
+        rank = self._job.membership.ranks.get(lost.rank)
         connection = self._connections.open.get(rank.peer) if rank is not None else None
         if rank is None or connection is None or rank.pid != lost.pid:
             return
@@ -93,7 +105,7 @@ class Liveness:
             if silence < options.ping_after:
                 upcoming = min(upcoming, connection.heard + options.ping_after)
             elif silence >= options.dead_after and not (
-                self._state.is_paused(connection.peer) or may_be_busy(connection)
+                self._job.is_paused(connection.peer) or may_be_busy(connection)
             ):
                 self._log(f"{connection.name} has been silent for {silence:.0f} s")
                 self._connections.peer_lost(connection, f"no sign of life for {silence:.0f} s", events)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from hvdlab.collectives.coordinator.decision_log import InvariantOf
 from hvdlab.collectives.coordinator.signatures import LocalDefinition
 from hvdlab.collectives.protocol.handshake import AgreedVersions
 from hvdlab.collectives.protocol.messages import MOST_RANKS, Death, Hello, Member, World
@@ -294,8 +295,9 @@ class MembershipTable:
     def validate(self) -> None:
         """Assert the invariants that hold between batches of events."""
         for rank, peer in self.ranks.items():
-            assert peer.rank == rank
-            assert rank not in self.deaths
+            with InvariantOf(rank=rank):
+                assert peer.rank == rank
+                assert rank not in self.deaths
         if self.expected is not None:
             assert self.awaited <= set(self.expected)
             assert self.deaths.keys() <= set(self.expected)

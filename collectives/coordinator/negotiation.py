@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog, InvariantOf
 from hvdlab.collectives.coordinator.point_to_point import MessageChannels, give_to_receiver
 from hvdlab.collectives.coordinator.priorities import PriorityQueue
 from hvdlab.collectives.coordinator.rounds import Extra, Item, NegotiationRound, parties_of
@@ -510,17 +511,21 @@ class Negotiation:
         self.priorities.validate()
         assert all(current.info.fuse_key is not None for current in self.ready), "held, but never fused"
         for name, current in self.rounds.items():
-            assert name == current.info.name
-            assert current.submissions.keys() <= members
-            assert current.submissions, name
-            assert len(current.submissions) < self.size or current.info.between, (name, current.submissions)
-            assert (current.mismatch_since is None) == all(
-                d.info is current.info for d in current.submissions.values()
-            )
-            assert not self.is_complete(current)
-            for rank, queue in (current.queued or {}).items():
-                assert queue
-                assert rank in current.submissions
+            with InvariantOf(name=name):
+                assert name == current.info.name
+                assert current.submissions.keys() <= members
+                assert current.submissions, name
+                assert len(current.submissions) < self.size or current.info.between, (
+                    name,
+                    current.submissions,
+                )
+                assert (current.mismatch_since is None) == all(
+                    d.info is current.info for d in current.submissions.values()
+                )
+                assert not self.is_complete(current)
+                for rank, queue in (current.queued or {}).items():
+                    assert queue
+                    assert rank in current.submissions
         for group, held in self.incomplete_groups.items():
             assert 0 < len(held) < held[0].info.group_size
             assert all(r.info.group == group and r.submissions.keys() | {*r.absent} == members for r in held)
@@ -531,7 +536,23 @@ class Negotiation:
 
 
 class RejectReason(Protocol):
-    """Reason to reject a round: the *verdict* on it."""
+    """Reason to reject a round: the *verdict* on it.
+
+    Attributes:
+        name: The round's name.
+        decision: Its entry in the decision log; 0 as long as it has none.
+    """
+
+    name: str
+    decision: int
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks that it is about."""
+        ...
+
+    def facts(self) -> dict[str, str]:
+        """Return its other fields for the decision log."""
+        ...
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
         """Return the message to a rank about its submissions with these local ids."""
@@ -541,27 +562,39 @@ class RejectReason(Protocol):
 class Mismatch:
     """Reason to reject a round in which ranks disagree."""
 
-    __slots__ = ("name", "parties")
+    __slots__ = ("decision", "name", "parties")
 
     def __init__(self, name: str, parties: tuple[Party, ...]) -> None:
-        self.name, self.parties = name, parties
+        self.name, self.parties, self.decision = name, parties, 0
+
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for party in self.parties for rank in party.ranks)
+
+    def facts(self) -> dict[str, str]:
+        return {format_ranks(party.ranks): f"{party.request} ({party.site})" for party in self.parties[:4]}
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        return Reject(process_set, epoch, locals, self.name, self.parties)
+        return Reject(process_set, epoch, locals, self.name, self.parties, self.decision)
 
 
 class DuplicateName:
     """Reason to reject a round whose name one rank has submitted twice."""
 
-    __slots__ = ("first_site", "name", "rank", "second_site")
+    __slots__ = ("decision", "first_site", "name", "rank", "second_site")
 
     def __init__(self, name: str, rank: int, first_site: str, second_site: str) -> None:
         self.name, self.rank, self.first_site, self.second_site = name, rank, first_site, second_site
+        self.decision = 0
+
+    def ranks(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+    def facts(self) -> dict[str, str]:
+        return {"first_site": self.first_site, "second_site": self.second_site}
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        return RejectDuplicate(
-            process_set, epoch, locals, self.name, self.rank, self.first_site, self.second_site
-        )
+        sites = self.first_site, self.second_site
+        return RejectDuplicate(process_set, epoch, locals, self.name, self.rank, *sites, self.decision)
 
 
 class Impossible:
@@ -573,13 +606,19 @@ class Impossible:
         joined: The ranks that have joined, if it can't be done because of them.
     """
 
-    __slots__ = ("joined", "name", "reason")
+    __slots__ = ("decision", "joined", "name", "reason")
 
     def __init__(self, name: str, reason: str, joined: tuple[int, ...] = ()) -> None:
-        self.name, self.reason, self.joined = name, reason, joined
+        self.name, self.reason, self.joined, self.decision = name, reason, joined, 0
+
+    def ranks(self) -> tuple[int, ...]:
+        return self.joined
+
+    def facts(self) -> dict[str, str]:
+        return {"reason": self.reason}
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        return Decline(process_set, epoch, locals, self.name, self.reason, self.joined)
+        return Decline(process_set, epoch, locals, self.name, self.reason, self.joined, self.decision)
 
 
 class InVain:
@@ -587,16 +626,39 @@ class InVain:
 
     Attributes:
         report: Submissions that there had been.
-        kind, ranks, text: The cause.
+        kind, culprits, text: The cause.
     """
 
-    __slots__ = ("kind", "ranks", "report", "text")
+    __slots__ = ("culprits", "decision", "kind", "name", "report", "text")
 
-    def __init__(self, report: AbortedCollective, kind: CauseKind, ranks: tuple[int, ...], text: str) -> None:
-        self.report, self.kind, self.ranks, self.text = report, kind, ranks, text
+    def __init__(
+        self, report: AbortedCollective, kind: CauseKind, culprits: tuple[int, ...], text: str
+    ) -> None:
+        self.report, self.kind, self.culprits, self.text = report, kind, culprits, text
+        self.name, self.decision = report.name, 0
+
+    def ranks(self) -> tuple[int, ...]:
+        return self.culprits
+
+    def facts(self) -> dict[str, str]:
+        return {"cause": self.kind.value, "text": self.text}
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        return Cancelled(process_set, epoch, locals, self.kind.value, self.ranks, self.text, "", self.report)
+        cause = self.kind.value, self.culprits, self.text, ""
+        return Cancelled(process_set, epoch, locals, *cause, self.report, decision=self.decision)
+
+
+def log_verdict(log: DecisionLog, process_set: int, epoch: int, verdict: RejectReason) -> None:
+    """Add the verdict to the decision log, unless it is there: slower ranks get it later, under the same number."""
+    if not verdict.decision:
+        verdict.decision = log.add(
+            DecisionKind.REJECTED,
+            process_set=process_set,
+            epoch=epoch,
+            names=(verdict.name,),
+            ranks=verdict.ranks(),
+            facts=verdict.facts(),
+        )
 
 
 class Rejection(NamedTuple):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog, InvariantOf
 from hvdlab.collectives.coordinator.events import Effects, SendConfigure
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
-from hvdlab.collectives.coordinator.negotiation import Impossible, Negotiation
-from hvdlab.collectives.coordinator.plane_selection import AUTOMATIC, Hierarchy, choose_plane, without_memory
+from hvdlab.collectives.coordinator.negotiation import Impossible, Negotiation, log_verdict
+from hvdlab.collectives.coordinator.plane_selection import (
+    AUTOMATIC,
+    Hierarchy,
+    PlaneChoice,
+    choose_plane,
+    without_memory,
+)
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import describe
 from hvdlab.collectives.dtypes import OpKind
@@ -18,10 +25,12 @@ from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import (
     Abort,
     Batch,
+    BoardMissing,
     Configure,
     DeclinePost,
     Dissolve,
     Execute,
+    PlaneFailed,
     ProcessSetAdded,
     Signature,
     StoreValue,
@@ -35,6 +44,20 @@ OPEN, SWITCHING, ENDED = range(3)
 
 PAST_STORES = 4
 """Former epochs of a process set whose rendezvous stores are kept."""
+
+
+class EpochAbort(NamedTuple):
+    """Decision to abort the present epoch of a process set.
+
+    Attributes:
+        process_set: The process set.
+        kind, ranks, text: The cause, as users see it.
+    """
+
+    process_set: ProcessSetState
+    kind: CauseKind
+    ranks: tuple[int, ...]
+    text: str
 
 
 class AboutSet(Protocol):
@@ -66,10 +89,12 @@ class ProcessSetState:
         past_stores: Stores of former epochs, in which ranks may still be finding each other to finish operations.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
         past_failure: (when, epoch, rank, text) of a plane's failure that is about to abort operations of a former epoch.
+        decision: Entry of the decision log that began this epoch, which counts its orders; they carry its number.
+        ended_by: Entry of the decision that ended the epoch before, while the next has not begun; 0 if it is not known.
     """
 
     __slots__ = (
-        "aborted", "declined", "epoch", "failure", "former", "gone", "id", "members", "negotiation", "next_members", "past_failure",
+        "aborted", "decision", "declined", "ended_by", "epoch", "failure", "former", "gone", "id", "members", "negotiation", "next_members", "past_failure",
         "past_stores", "peers", "phase", "sequence", "store",
     )  # fmt: skip
 
@@ -87,6 +112,7 @@ class ProcessSetState:
         self.past_failure: tuple[float, int, int, str] | None = None
         self.failure: tuple[float, int, str] | None = None
         self.sequence = 0
+        self.decision = self.ended_by = 0
         self.negotiation = Negotiation(())
         self.store = RendezvousValues()
         self.past_stores: dict[int, RendezvousValues] = {}
@@ -125,6 +151,7 @@ class ProcessSets:
     Args:
         membership: Ranks that live, and may enter an epoch.
         effects: Where messages to members are added.
+        log: Where decisions are added.
         hierarchy: Wishes of the user for ranks on several hosts.
         first_epoch: First epoch of sets of this coordinator, above those of the ones before.
         by_seniority: Whether members are in the order in which they came into the world, not in that of their numbers.
@@ -138,6 +165,7 @@ class ProcessSets:
         self,
         membership: MembershipTable,
         effects: Effects,
+        log: DecisionLog,
         hierarchy: Hierarchy = AUTOMATIC,
         first_epoch: int = 1,
         *,
@@ -147,6 +175,7 @@ class ProcessSets:
         self.by_id: dict[int, ProcessSetState] = {WORLD: self.world}
         self._membership = membership
         self._effects = effects
+        self._log = log
         self._hierarchy = hierarchy
         self._by_seniority = by_seniority
         self._next_id = 1
@@ -207,6 +236,26 @@ class ProcessSets:
         elif (past := self.past_set(rank, message)) is not None:
             self.send_to_board(past, message)
 
+    def board_missing(self, rank: RankPeer, message: BoardMissing) -> None:
+        """Inform the ranks that may be at a board that ``rank`` has none of this epoch, or none any more."""
+        ps = self.open_set(rank, message) or self.past_set(rank, message)
+        if ps is not None:
+            self.send_to_board(ps, DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+
+    def plane_failed(self, rank: RankPeer, message: PlaneFailed, due: float) -> None:
+        """Record that a plane failed on ``rank``; :meth:`abort_failed` ends its epoch at ``due``, unless something else has before."""
+        ps = self.open_set(rank, message)
+        if ps is not None and ps.failure is None:
+            ps.failure = (due, rank.rank, message.text)
+        elif ps is None and (past := self.past_set(rank, message)) is not None:
+            past.plane_failed_before(due, message.epoch, rank.rank, message.text)
+
+    def renew(self, rank: RankPeer, message: AboutSet) -> None:
+        """Change over to the next epoch with the members that have not left."""
+        ps = self.open_set(rank, message)
+        if ps is not None:
+            self.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
+
     def send_to_board(self, ps: ProcessSetState, message: DeclinePost, *, without: int | None = None) -> None:
         """Pass the message on to all ranks that may be at that board.
 
@@ -221,15 +270,32 @@ class ProcessSets:
     # -- ends of epochs -------------------------------------------------------------------------------------------
 
     def abort(
-        self, ps: ProcessSetState, kind: CauseKind, ranks: Iterable[int], text: str, site: str = ""
+        self,
+        ps: ProcessSetState,
+        kind: CauseKind,
+        ranks: Iterable[int],
+        text: str,
+        site: str = "",
+        *,
+        cause: int = 0,
     ) -> None:
-        """Abort the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
+        """Abort the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun.
+
+        Args:
+            ps: The process set.
+            kind, ranks, text, site: The cause, as users see it.
+            cause: Entry of the decision log that led to it; 0 for the event that is being handled.
+        """
         if ps.phase == ENDED:
             return
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
         pending = ps.negotiation.report()
-        self._send_abort(ps, Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending))
+        ranks = tuple(ranks)
+        names = [collective.name for collective in pending]
+        number = self._log_abort(ps, old, kind, ranks, text, site, cause, names)
+        self._send_abort(ps, Abort(ps.id, old, kind.value, ranks, text, site, pending, number))
         self._end(ps, ENDED)
+        ps.ended_by = number
 
     def abort_past(
         self,
@@ -239,10 +305,36 @@ class ProcessSets:
         ranks: Iterable[int],
         text: str,
         site: str = "",
+        *,
+        cause: int = 0,
     ) -> None:
         """Abort operations that are still executed of the epochs up to ``epoch``, which ended in order."""
         if ps.aborted < epoch < ps.epoch:
-            self._send_abort(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
+            ranks = tuple(ranks)
+            number = self._log_abort(ps, epoch, kind, ranks, text, site, cause)
+            self._send_abort(ps, Abort(ps.id, epoch, kind.value, ranks, text, site, (), number))
+
+    def _log_abort(
+        self,
+        ps: ProcessSetState,
+        epoch: int,
+        kind: CauseKind,
+        ranks: tuple[int, ...],
+        text: str,
+        site: str,
+        cause: int,
+        names: Iterable[str] = (),
+    ) -> int:
+        facts = {"cause": kind.value, "text": text, "site": site}
+        return self._log.add(
+            DecisionKind.ABORTED,
+            cause=cause,
+            process_set=ps.id,
+            epoch=epoch,
+            names=names,
+            ranks=ranks,
+            facts=facts,
+        )
 
     def _send_abort(self, ps: ProcessSetState, abort: Abort) -> None:
         """Send an abort to members that live, and to former members that may be executing something with them."""
@@ -255,17 +347,19 @@ class ProcessSets:
             if last <= abort.epoch:
                 del ps.former[rank]
 
-    def change_members(self, ps: ProcessSetState, members: tuple[int, ...]) -> None:
-        """Change over to new members in order.
+    def change_members(self, ps: ProcessSetState, members: tuple[int, ...], decision: int = 0) -> None:
+        """Change over to new members in order, because of this ``decision``, or of the event that is being handled (0).
 
         Ranks finish the operations that were ordered in the old epoch, and announce their pending submissions again in the new one.
         """
         ps.next_members = members
+        ps.ended_by = decision
         if ps.phase == OPEN:
             self._end(ps, SWITCHING)
 
     def _end(self, ps: ProcessSetState, phase: int) -> None:
         if ps.phase == OPEN:
+            self._count_orders(ps)
             if phase == SWITCHING:
                 if ps.failure is not None:
                     # What the members execute can't come to its end, although the epoch ends in order.
@@ -295,13 +389,16 @@ class ProcessSets:
         self.configure(ps)
         return ps
 
-    def restore(self, sets: Mapping[int, tuple[int, ...]], last_id: int, epoch: int) -> None:
-        """Take over the process sets of a coordinator that died, with those members that are here; they are configured next.
+    def restore(
+        self, sets: Mapping[int, tuple[int, ...]], last_id: int, epoch: int, decision: int = 0
+    ) -> None:
+        """Restore the process sets of a coordinator that died, with those members that are here; they are configured next.
 
         Args:
             sets: Members of each set, by id.
             last_id: The highest id that was given.
             epoch: The first epoch that was not used.
+            decision: Entry of the decision log that leads to them.
         """
         ranks = self._membership.ranks
         self._next_id = max(self._next_id, last_id + 1)
@@ -311,6 +408,7 @@ class ProcessSets:
             ps.epoch = self._first_epoch
             ps.aborted = ps.epoch - 1
             ps.next_members = members
+            ps.ended_by = decision
             ps.peers = tuple(ranks[rank].peer for rank in members)  # these are no newcomers
 
     def remove(self, ps: ProcessSetState, peers: tuple[int, ...]) -> None:
@@ -351,10 +449,18 @@ class ProcessSets:
         ps.phase = OPEN
         described = tuple(ranks[r].member for r in members)
         choice = choose_plane(described, self._hierarchy)
+        ps.decision = self._log_beginning(ps, choice)
         for note in choice.notes:
-            self._effects.log(f"process set {ps.id}: {note}")
+            self._effects.log(f"process set {ps.id}: {note}", ps.decision)
         message = Configure(
-            ps.id, ps.epoch, described, choice.plane, choice.options, choice.memory > 0, choice.device_planes
+            ps.id,
+            ps.epoch,
+            described,
+            choice.plane,
+            choice.options,
+            choice.memory > 0,
+            choice.device_planes,
+            decision=ps.decision,
         )
         if not choice.memory:
             self._effects.send(ps.peers, message)
@@ -364,6 +470,30 @@ class ProcessSets:
             message, plane=other.plane, options=other.options, has_memory=False
         )
         self._effects.add(SendConfigure(ps.peers, message, choice.memory, fallback))
+
+    def _log_beginning(self, ps: ProcessSetState, choice: PlaneChoice) -> int:
+        facts = {"plane": choice.plane, "devices": ", ".join(choice.device_planes.values())}
+        facts["note"] = "; ".join(choice.notes)
+        cause, ps.ended_by = ps.ended_by, 0
+        return self._log.add(
+            DecisionKind.BEGAN,
+            cause=cause,
+            process_set=ps.id,
+            epoch=ps.epoch,
+            ranks=ps.members,
+            facts=facts,
+        )
+
+    def _count_orders(self, ps: ProcessSetState) -> None:
+        """Write the number of the orders of this epoch into the entry of its beginning."""
+        if ps.sequence:
+            self._log.amend(ps.decision, {"orders": str(ps.sequence)})
+
+    def count_orders(self) -> None:
+        """Write the numbers of orders so far of all open epochs into the decision log."""
+        for ps in self:
+            if ps.phase == OPEN:
+                self._count_orders(ps)
 
     def _in_order(self, ps: ProcessSetState, entering: Iterable[int]) -> tuple[int, ...]:
         """Return the members of the epoch that is due, by position.
@@ -417,11 +547,13 @@ class ProcessSets:
         if target is None:
             self._reject_change(ps, current, "there is no such process set")
             return
-        self.abort(target, CauseKind.MEMBERSHIP, (), f"process set {target.id} was removed")
+        number = self._log.add(DecisionKind.REMOVED, process_set=target.id, epoch=target.epoch)
+        text = f"process set {target.id} was removed"
+        self.abort(target, CauseKind.MEMBERSHIP, (), text, cause=number)
         self.remove(target, ps.peers)
         for rank, peer in zip(ps.members, ps.peers, strict=True):
             batch = Batch((current.submissions[rank].local,))
-            self._effects.send((peer,), Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
+            self._effects.send((peer,), Execute(ps.id, ps.epoch, ps.sequence, (batch,), ps.decision))
 
     def _add_set(self, ps: ProcessSetState, current: NegotiationRound, ranks: tuple[int, ...]) -> None:
         absent = [rank for rank in ranks if rank not in ps.members]
@@ -446,6 +578,7 @@ class ProcessSets:
     def _reject_change(self, ps: ProcessSetState, current: NegotiationRound, why: str) -> None:
         info = current.info
         verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
+        log_verdict(self._log, ps.id, ps.epoch, verdict)
         for rank, peer in zip(ps.members, ps.peers, strict=True):
             self._effects.send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
 
@@ -464,14 +597,16 @@ class ProcessSets:
         """Assert the invariants that hold between batches of events."""
         ranks = self._membership.ranks
         for id, ps in self.by_id.items():
-            assert ps.id == id
-            assert ps.phase == OPEN or not ps.members, (id, ps.phase)
-            assert ps.next_members is None
-            assert ps.gone <= set(ps.members)
-            assert ps.negotiation.ranks == ps.members
-            for rank, peer in zip(ps.members, ps.peers, strict=True):
-                assert rank in ps.gone or (ranks[rank].peer == peer), (id, rank)
-            ps.negotiation.validate()
+            with InvariantOf(process_set=id):
+                assert ps.id == id
+                assert ps.phase == OPEN or not ps.members, (id, ps.phase)
+                assert ps.next_members is None
+                assert ps.gone <= set(ps.members)
+                assert ps.negotiation.ranks == ps.members
+                for rank, peer in zip(ps.members, ps.peers, strict=True):
+                    with InvariantOf(rank=rank):
+                        assert rank in ps.gone or (ranks[rank].peer == peer), (id, rank)
+                ps.negotiation.validate()
 
 
 def _plane_failure(rank: int, text: str) -> str:

@@ -1,30 +1,30 @@
-"""A successor's first task: to restore the world of the coordinator that died, from what its ranks and its client tell.
+"""A successor's first task: to restore the world of the coordinator that died, from the facts that its ranks and its client send.
 
-The successor decides nothing before all ranks have come that lived when the other one died: collectives of some would else wait for
+The successor decides nothing before all ranks have come that lived when the other one died: otherwise collectives of some would wait for
 ranks that are on their way, or fail for their absence. A rank that has not come after a while counts as dead. Process sets keep their
-ids; epochs go on above all that were, so that no message to or from the dead coordinator can be taken for a new one.
+ids. Epochs continue above all that were, so that no message to or from the dead coordinator can be mistaken for a new one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hvdlab.collectives.coordinator.events import CloseConnection
+from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
+from hvdlab.collectives.coordinator.deadlock import RunningCells
+from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog
+from hvdlab.collectives.coordinator.events import Effects
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
+from hvdlab.collectives.coordinator.process_sets import ProcessSets
+from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.protocol import messages as m
-
-if TYPE_CHECKING:
-    from hvdlab.collectives.coordinator.state import CoordinatorState
 
 EPOCHS = 1 << 20
 """Distance between the first epochs of two generations of the coordinator."""
 
 REMEMBERED = 4096
-"""Ends of cells that are remembered, in case the client tells that they still run."""
+"""Ends of cells that are remembered, in case the client reports that they still run."""
 
 
 class Restoring:
-    """Facts from ranks and the client so far, of which a successor restores its world.
+    """Facts from ranks and the client so far, from which a successor restores its world.
 
     Args:
         generation: How many coordinators have died before this one.
@@ -33,8 +33,14 @@ class Restoring:
     Attributes:
         active: Whether the world is still being restored. Until it is, no process set has an epoch.
         due: When waiting is over at the latest; ``None`` until the first event.
-        recalled: Whether a client has told what it knew.
+        recalled: Whether a client has sent its facts.
         released: Ranks that are to be let go where elastic training lets the world change, once it is there.
+        resumed: Facts of the ranks that have come, by rank.
+        alive: Process ids, or 0, of the ranks that lived, as ranks and the client report them.
+        cells: Cells that the client reports to run, each with its ranks; empty once they count as running.
+        ran_in: Process ids of the ranks that the client knew.
+        renewed: Ranks in whose place another process has come meanwhile.
+        ended: Newest ends of cells, as (cell, rank), that the ranks have reported.
     """
 
     def __init__(self, generation: int, seconds: float) -> None:
@@ -45,187 +51,232 @@ class Restoring:
         self.released: set[int] = set()
         self.seconds = seconds
         self.resumed: dict[int, m.Resume] = {}
-        self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as ranks and the client say
+        self.alive: dict[int, int] = {}
         self.cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
-        self.ran_in: dict[int, int] = {}  # the processes that the client knew then
-        self.renewed: set[int] = set()  # ranks that another process has come for meanwhile
-        self.ended: dict[
-            tuple[str, int], None
-        ] = {}  # the newest (cell, rank) of which the rank has said that the cell has ended
+        self.ran_in: dict[int, int] = {}
+        self.renewed: set[int] = set()
+        self.ended: dict[tuple[str, int], None] = {}
 
     def begin(self, now: float) -> None:
         """Start the clock at the first event."""
         if self.active and self.due is None:
             self.due = now + self.seconds
 
-    def take(self, rank: int, said: m.Resume) -> None:
-        """A rank has told what it knew."""
-        self.resumed[rank] = said
-        for other in said.alive:
+    def add(self, rank: int, facts: m.Resume) -> None:
+        """Add the facts of a rank that has come."""
+        self.resumed[rank] = facts
+        for other in facts.alive:
             self.alive.setdefault(other, 0)
 
     def cell_ended(self, cell: str, rank: int) -> None:
-        """A cell has ended on a rank. The client may not know that yet, even if it has told already what it knows.
+        """Record that a cell has ended on a rank. The client may not know that yet, even if it has sent its facts already.
 
-        The coordinator may first read a connection that the client has given up, so the client can tell twice; and a connection that
-        was lost while the coordinator lived may have taken the news of the end with it.
+        The coordinator may first read a connection that the client has given up, so that the client sends its facts twice. A connection
+        that was lost while the coordinator lived may have taken the news of the end with it.
         """
         self.ended[cell, rank] = None
         if len(self.ended) > REMEMBERED:
             del self.ended[next(iter(self.ended))]
 
     def drop(self, rank: int) -> None:
-        """A rank has come, and is gone again."""
+        """Forget a rank that has come, and is gone again."""
         self.resumed.pop(rank, None)
         self.alive.pop(rank, None)
 
     def awaited(self, membership: MembershipTable) -> list[int]:
-        """Ranks that lived and have not come, and that still have a place in the world."""
+        """Return the ranks that lived and have not come, and that still have a place in the world."""
         known = self.resumed.keys() | membership.deaths.keys() | self.renewed
         expected = membership.expected
         return sorted(r for r in self.alive if r not in known and (expected is None or r in expected))
 
 
-def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: float) -> None:
-    """A rank that knew an earlier coordinator tells what it knows. If the world is there already, the rank is like any newcomer."""
-    for cell, error in message.ended:
-        if rank.tracked:
-            state.restoring.cell_ended(cell, rank.rank)
-            state.cells.end(cell, rank.rank, error)
-    for cell in message.cells:
-        if rank.tracked:
-            state.cells.begin(cell, rank.rank)
-    if message.elastic:
-        state.elastic.training.add(rank.rank)
-    state.admission.due = True
-    if state.restoring.active:
-        if message.released:
-            state.restoring.released.add(rank.rank)
-        state.restoring.take(rank.rank, message)
-        return
-    for known in message.sets:
-        if known.id > 0:
-            state.effects.send((rank.peer,), m.Dissolve(known.id))
+class Successor:
+    """Restoration of the world of a coordinator that died: facts come in, and end the wait for the ranks that lived.
 
+    Args:
+        facts: Facts of ranks and the client; inactive in a first coordinator.
+        sized: Whether the number of ranks is known, so that no client need come.
+        membership: Ranks that have come, and deaths.
+        sets: Process sets, to restore.
+        cells: Cells that run.
+        elastic: Ranks in elastic training.
+        admission: Rules by which ranks get into the world.
+        effects: Where messages to ranks are added.
+        log: Where decisions are added.
+    """
 
-def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
-    """The client tells what it knows from the coordinator before, or from this one over another connection."""
-    for death in message.deaths:
-        back = state.membership.ranks.get(death.rank)
-        if back is not None and back.pid == death.pid:  # the others have gone on without it
-            state.effects.add(CloseConnection(back.peer))
-            state.peer_lost(back.peer, death.reason, now)
-    state.admission.set_expected(message.expected)
-    state.membership.restore_deaths(message.deaths)
-    restoring = state.restoring
-    restoring.recalled = True
-    restoring.cells = message.cells
-    restoring.ran_in = {member.rank: member.pid for member in message.members}
-    if restoring.active:
-        for member in message.members:
-            restoring.alive[member.rank] = member.pid
-    else:
-        _begin_cells(state)
-    state.admission.scale_down(message.released)
-    state.admission.due = True
+    def __init__(
+        self,
+        facts: Restoring,
+        membership: MembershipTable,
+        sets: ProcessSets,
+        cells: RunningCells,
+        elastic: ElasticRanks,
+        admission: Admission,
+        effects: Effects,
+        log: DecisionLog,
+        *,
+        sized: bool,
+    ) -> None:
+        self._facts = facts
+        self._sized = sized
+        self._membership = membership
+        self._sets = sets
+        self._cells = cells
+        self._elastic = elastic
+        self._admission = admission
+        self._effects = effects
+        self._log = log
 
-
-def end_wait(state: CoordinatorState, now: float) -> None:
-    """Restore the world if all awaited ranks have come, or waiting has lasted long enough."""
-    restoring, membership = state.restoring, state.membership
-    missing = restoring.awaited(membership)
-    if restoring.due is None or now < restoring.due:
-        known = restoring.recalled or (state.options.size is not None and restoring.resumed)
-        if missing or not known:
+    def resume(self, rank: RankPeer, message: m.Resume) -> None:
+        """Add the facts of a rank that knew an earlier coordinator. If the world is there already, the rank is like any newcomer."""
+        facts = self._facts
+        for cell, error in message.ended:
+            if rank.tracked:
+                facts.cell_ended(cell, rank.rank)
+                self._cells.end(cell, rank.rank, error)
+        for cell in message.cells:
+            if rank.tracked:
+                self._cells.begin(cell, rank.rank)
+        if message.elastic:
+            self._elastic.training.add(rank.rank)
+        self._admission.due = True
+        if facts.active:
+            if message.released:
+                facts.released.add(rank.rank)
+            facts.add(rank.rank, message)
             return
-    restoring.active = False
-    for rank in missing:
+        for known in message.sets:
+            if known.id > 0:
+                self._effects.send((rank.peer,), m.Dissolve(known.id))
+
+    def recall(self, message: m.Recall) -> None:
+        """Add the facts of a client, from the coordinator before or from this one over another connection."""
+        self._admission.set_expected(message.expected)
+        self._membership.restore_deaths(message.deaths)
+        facts = self._facts
+        facts.recalled = True
+        facts.cells = message.cells
+        facts.ran_in = {member.rank: member.pid for member in message.members}
+        if facts.active:
+            for member in message.members:
+                facts.alive[member.rank] = member.pid
+        else:
+            self._begin_cells()
+        self._admission.scale_down(message.released)
+        self._admission.due = True
+
+    def end_wait(self, now: float) -> None:
+        """Restore the world if all awaited ranks have come, or waiting has lasted long enough."""
+        facts, membership = self._facts, self._membership
+        missing = facts.awaited(membership)
+        if facts.due is None or now < facts.due:
+            known = facts.recalled or (self._sized and facts.resumed)
+            if missing or not known:
+                return
+        facts.active = False
+        count = len(facts.resumed)
+        decision = self._log_end(missing)
+        for rank in missing:
+            self._record_missing(rank, now, decision)
+        if membership.expected is None and self._elastic.active:
+            # No client may come for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
+            membership.set_expected({*membership.ranks, *membership.deaths})
+            membership.awaited -= membership.deaths.keys()
+        self._restore_sets(decision)
+        self._begin_cells()
+        # A rank that has not resumed is dead, or another process than the one that was to be let go.
+        self._admission.scale_down(tuple(facts.resumed.keys() & facts.released))
+        membership.changed = membership.urgent = self._admission.due = True
+        self._effects.note(f"took over from coordinator {facts.generation - 1} with {count} ranks", decision)
+        facts.resumed, facts.alive = {}, {}
+
+    def _log_end(self, missing: list[int]) -> int:
+        resumed = self._facts.resumed
+        facts = {"coordinator": str(self._facts.generation - 1), "resumed": str(len(resumed))}
+        facts["missing"] = format_ranks(missing) if missing else ""
+        return self._log.add(DecisionKind.TOOK_OVER, ranks=sorted(resumed), facts=facts)
+
+    def _record_missing(self, rank: int, now: float, decision: int) -> None:
         reason = (
-            f"it did not come back within {restoring.seconds:g} s after the coordinator had died and a new one "
+            f"it did not come back within {self._facts.seconds:g} s after the coordinator had died and a new one "
             "had taken over"
         )
-        membership.record_death(rank, restoring.alive[rank], reason, now, explained=False, admitted=True)
-    if membership.expected is None and state.elastic.active:
-        # No client may come for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
-        membership.set_expected({*membership.ranks, *membership.deaths})
-        membership.awaited -= membership.deaths.keys()
-    _restore_sets(state)
-    _begin_cells(state)
-    # A rank that has not resumed is dead, or another process than the one that was to be let go.
-    state.admission.scale_down(tuple(restoring.resumed.keys() & restoring.released))
-    membership.changed = membership.urgent = state.admission.due = True
-    count = len(restoring.resumed)
-    state.effects.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
-    restoring.resumed, restoring.alive = {}, {}
+        self._log.add(DecisionKind.DIED, cause=decision, ranks=(rank,), facts={"reason": reason})
+        pid = self._facts.alive[rank]
+        self._membership.record_death(rank, pid, reason, now, explained=False, admitted=True)
+
+    def _restore_sets(self, decision: int) -> None:
+        facts, ranks = self._facts, self._membership.ranks
+        newest: dict[int, m.KnownSet] = {}
+        for resumed in facts.resumed.values():
+            for known in resumed.sets:
+                if known.id not in newest or newest[known.id].epoch < known.epoch:
+                    newest[known.id] = known
+        kept: dict[int, tuple[int, ...]] = {}
+        for id, known in sorted(newest.items()):
+            members = tuple(rank for rank in known.ranks if rank in facts.resumed)
+            if id == 0:
+                members = self._same_processes(known, members)
+            if members and _stands(known, members, facts):
+                kept[id] = members
+                self._leave_out(id, members)
+            else:
+                knowing = [r for r, resumed in facts.resumed.items() if any(k.id == id for k in resumed.sets)]
+                self._effects.send(tuple(ranks[r].peer for r in knowing), m.Dissolve(id))
+        last_set = max((resumed.last_set for resumed in facts.resumed.values()), default=0)
+        epoch = max((known.epoch for known in newest.values()), default=0) + 1
+        self._sets.restore(kept, last_set, epoch, decision)
+        if newest and not facts.recalled:
+            # An expected rank that did not live when the coordinator died is not on its way.
+            self._membership.awaited &= facts.alive.keys()
+
+    def _leave_out(self, id: int, members: tuple[int, ...]) -> None:
+        """Inform the ranks that were cut off when the others continued without them: they must not wait to be members."""
+        resumed, ranks = self._facts.resumed, self._membership.ranks
+        former = [r for r, facts in resumed.items() if r not in members and _is_in(facts, id, r)]
+        self._effects.send(tuple(ranks[r].peer for r in former if id > 0), m.Dissolve(id))
+        for rank in (ranks[r] for r in former if id == 0):
+            if rank.tracked or resumed[rank.rank].elastic:
+                self._admission.become_outdated(rank)
+
+    def _same_processes(self, known: m.KnownSet, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of these members of the world that are the processes that they were in it.
+
+        A process in the place of one that died may have come to a coordinator that died before it had restored the world: such a
+        process resumes like the others, but is a newcomer. As a member it would have the place of the one that died, before ranks
+        that have been there for longer.
+        """
+        processes = {*zip(known.ranks, known.pids, strict=False)}
+        ranks = self._membership.ranks
+        return tuple(rank for rank in members if (rank, ranks[rank].pid) in processes)
+
+    def _begin_cells(self) -> None:
+        """Count the cells that the client reported to run as running, on the ranks that have not reported their end."""
+        facts, ranks = self._facts, self._membership.ranks
+        for cell, on in facts.cells:
+            for rank in on:
+                there = rank in ranks and ranks[rank].tracked and rank not in facts.renewed
+                # A connection that the client has given up may be read late, and name a process that has died since then.
+                same = there and facts.ran_in.get(rank, ranks[rank].pid) == ranks[rank].pid
+                if same and (cell, rank) not in facts.ended:
+                    self._cells.begin(cell, rank)
+        facts.cells = ()
 
 
-def _restore_sets(state: CoordinatorState) -> None:
-    restoring = state.restoring
-    newest: dict[int, m.KnownSet] = {}
-    for said in restoring.resumed.values():
-        for known in said.sets:
-            if known.id not in newest or newest[known.id].epoch < known.epoch:
-                newest[known.id] = known
-    kept: dict[int, tuple[int, ...]] = {}
-    for id, known in sorted(newest.items()):
-        members = tuple(rank for rank in known.ranks if rank in restoring.resumed)
-        if id == 0:
-            members = _same_processes(state, known, members)
-        if members and _stands(known, members, restoring):
-            kept[id] = members
-            # A rank that was cut off when the others went on without it is no member any more, and must not wait to be one.
-            former = [r for r, said in restoring.resumed.items() if r not in members and _is_in(said, id, r)]
-            state.effects.send(
-                tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id)
-            )
-            for rank in (state.membership.ranks[r] for r in former if id == 0):
-                if rank.tracked or restoring.resumed[rank.rank].elastic:
-                    state.admission.become_outdated(rank)
-        else:
-            knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
-            state.effects.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))
-    last_set = max((said.last_set for said in restoring.resumed.values()), default=0)
-    state.sets.restore(kept, last_set, max((known.epoch for known in newest.values()), default=0) + 1)
-    if newest and not restoring.recalled:
-        # An expected rank that did not live when the coordinator died is not on its way.
-        state.membership.awaited &= restoring.alive.keys()
+def _is_in(facts: m.Resume, id: int, rank: int) -> bool:
+    return any(known.id == id and rank in known.ranks for known in facts.sets)
 
 
-def _same_processes(state: CoordinatorState, known: m.KnownSet, members: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of these members of the world that are the processes that they were in it.
-
-    A process in the place of one that died may have come to a coordinator that died before it had restored the world: such a process resumes like
-    the others, but is a newcomer. As a member it would have the place of the one that died, before ranks that have been there for longer.
-    """
-    processes = {*zip(known.ranks, known.pids, strict=False)}
-    return tuple(rank for rank in members if (rank, state.membership.ranks[rank].pid) in processes)
-
-
-def _is_in(said: m.Resume, id: int, rank: int) -> bool:
-    return any(known.id == id and rank in known.ranks for known in said.sets)
-
-
-def _stands(known: m.KnownSet, members: tuple[int, ...], restoring: Restoring) -> bool:
-    """Whether all members of a process set have it, and no rank was about to add or remove it."""
+def _stands(known: m.KnownSet, members: tuple[int, ...], facts: Restoring) -> bool:
+    """Return whether all members of a process set have it, and no rank was about to add or remove it."""
     if known.id == 0:
         return True
-    having = {rank for rank, said in restoring.resumed.items() if any(k.id == known.id for k in said.sets)}
+    resumed = facts.resumed
+    having = {rank for rank, sent in resumed.items() if any(k.id == known.id for k in sent.sets)}
     if not having.issuperset(members):
         return False
     return not any(
-        known.id in said.removing or (known.ranks in said.adding and rank not in having)
-        for rank, said in restoring.resumed.items()
+        known.id in sent.removing or (known.ranks in sent.adding and rank not in having)
+        for rank, sent in resumed.items()
     )
-
-
-def _begin_cells(state: CoordinatorState) -> None:
-    """Count the cells that the client knows to run as running, on the ranks that have not said that they ended."""
-    restoring, ranks = state.restoring, state.membership.ranks
-    for cell, on in restoring.cells:
-        for rank in on:
-            there = rank in ranks and ranks[rank].tracked and rank not in restoring.renewed
-            # A connection that the client has given up may be read late, and name a process that has died since then.
-            same = there and restoring.ran_in.get(rank, ranks[rank].pid) == ranks[rank].pid
-            if same and (cell, rank) not in restoring.ended:
-                state.cells.begin(cell, rank)
-    restoring.cells = ()

@@ -24,6 +24,7 @@ class NegotiationRound:
         queued: Later submissions of the same name by rank, oldest first; ``None`` if there never were any.
         since: When the first submission came (monotonic seconds).
         reported: How many times it was reported as stalled.
+        stalled: Entry of the decision log about that; 0 until then.
         mismatch_since: When the first signature that differs came, or ``None``.
         absent: Once it is complete, members that have joined and did not submit it.
         priority: Priority of the first submission, or ``None`` if that had none.
@@ -31,7 +32,7 @@ class NegotiationRound:
 
     __slots__ = (
         "absent", "extras", "info", "local", "mismatch_since", "payloads", "priority", "queued", "reported", "same_local_id", "since",
-        "submissions",
+        "stalled", "submissions",
     )  # fmt: skip
 
     def __init__(
@@ -45,7 +46,7 @@ class NegotiationRound:
         self.payloads: dict[int, bytes] | None = None
         self.queued: dict[int, deque[Item]] | None = None
         self.since = since
-        self.reported = 0
+        self.reported = self.stalled = 0
         self.mismatch_since: float | None = None
         self.absent: tuple[int, ...] = ()
         self.priority = priority

@@ -345,7 +345,8 @@ class CoordinatorServer:
                 if closing is not None:
                     connections.close_after_flush(closing)
             elif type(effect) is Log:
-                (self._log if effect.warning else self._note)(effect.text)
+                decision = f" [decision {effect.decision}]" if effect.decision else ""
+                (self._log if effect.warning else self._note)(effect.text + decision)
             elif type(effect) is Tuned:
                 self._write_tuning(effect.line)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog
 from hvdlab.collectives.coordinator.events import Effects
 from hvdlab.collectives.coordinator.membership import MembershipTable
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
@@ -34,6 +35,7 @@ class StallInspector:
         sets: Process sets, to abort.
         membership: Ranks and clients of the job.
         effects: Where reports are added.
+        log: Where stalls are added.
 
     Attributes:
         due: When to check next; ``None`` if nothing waited at the last check.
@@ -47,10 +49,12 @@ class StallInspector:
         sets: ProcessSets,
         membership: MembershipTable,
         effects: Effects,
+        log: DecisionLog,
     ) -> None:
         self._sets = sets
         self._membership = membership
         self._effects = effects
+        self._log = log
         self._every = every or math.inf
         self._shutdown = shutdown or math.inf
         self._first = min(self._every, self._shutdown)
@@ -86,9 +90,10 @@ class StallInspector:
                     self._report_round(ps, current, missing, now - current.since)
                 upcoming.append(min(self._next_report(current), self._end_of(current)))
         stuck, times = self.executions.check(now, self._every)
-        for ps, seconds, report in stuck:
+        for ps, seconds, report, operation in stuck:
             lacking = f"{_ranks_or_rest(report.missing)} do not answer (stopped, or busy in C code)"
-            self._report_stall(ps, report, seconds, f"has been executed for {seconds:.0f} s: {lacking}")
+            text = f"has been executed for {seconds:.0f} s: {lacking}"
+            operation.decision = self._report_stall(ps, report, seconds, text, operation.decision)
         self.due = min(upcoming + times, default=None)
 
     def _report_round(
@@ -103,7 +108,8 @@ class StallInspector:
         lacking = (
             f"submitted by {_ranks_or_rest(report.waited)}, missing {_ranks_or_rest(report.missing)}{joined}"
         )
-        self._report_stall(ps, report, seconds, f"has been waiting for {seconds:.0f} s: {lacking}")
+        text = f"has been waiting for {seconds:.0f} s: {lacking}"
+        current.stalled = self._report_stall(ps, report, seconds, text, current.stalled)
 
     def _next_report(self, current: NegotiationRound) -> float:
         return current.since + self._every * (current.reported + 1)
@@ -124,18 +130,31 @@ class StallInspector:
         what = call_name(kind_label(current.info.kind), current.info.name)
         lacking = f"{format_ranks(missing)} did not submit it" if missing else "its group was not complete"
         text = f"{what}: {lacking} within {self._shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
-        self._effects.log(text)
+        decision = current.stalled or self._log.add(
+            DecisionKind.STALLED, process_set=ps.id, epoch=ps.epoch, names=(current.info.name,), ranks=missing
+        )
+        self._effects.log(text, decision)
         if ps.phase == OPEN:
-            self._sets.abort(ps, CauseKind.TIMEOUT, missing, text)
+            self._sets.abort(ps, CauseKind.TIMEOUT, missing, text, cause=decision)
 
     def _report_stall(
-        self, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str
-    ) -> None:
-        self._effects.send(tuple(self._membership.clients), Stalled(ps.id, seconds, report))
-        if self._is_shown(report.waited):
-            return
-        what = call_name(kind_label(report.kind), report.name)
-        self._effects.log(f"{what} {text}")
+        self, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str, decision: int
+    ) -> int:
+        """Report a stall; return its entry in the decision log, which it gets with its first report (``decision`` 0)."""
+        decision = decision or self._log.add(
+            DecisionKind.STALLED,
+            process_set=ps.id,
+            epoch=ps.epoch,
+            names=(report.name,),
+            ranks=report.missing,
+            facts={"text": text},
+        )
+        stalled = Stalled(ps.id, seconds, report, decision)
+        self._effects.send(tuple(self._membership.clients), stalled)
+        if not self._is_shown(report.waited):
+            what = call_name(kind_label(report.kind), report.name)
+            self._effects.log(f"{what} {text}", decision)
+        return decision
 
     def _is_shown(self, waited: tuple[int, ...]) -> bool:
         """Return whether a client runs cells on these ranks: it shows its user the stall, better than a line in the log would."""
@@ -193,7 +212,7 @@ class Executions:
                 operation.reported = max(operation.reported + 1, int((now - operation.since) / every))
                 if operation.silent:
                     report = _silence_report(waits[key][1], operation.silent)
-                    stuck.append(OverdueOperation(ps, now - operation.since, report))
+                    stuck.append(OverdueOperation(ps, now - operation.since, report, operation))
             asked = operation.asked
             upcoming.append(_ask_at(operation, every) if asked is None else asked + ANSWER_WITHIN)
         return stuck, upcoming
@@ -238,13 +257,14 @@ class AwaitedOperation:
         reported: How many times the stall time had passed when the operation was looked at last.
         asked: When its members were asked for a sign of life, or ``None``.
         silent: The members that have not answered.
+        decision: Entry of the decision log about it; 0 until it is reported.
     """
 
-    __slots__ = ("asked", "reported", "silent", "since")
+    __slots__ = ("asked", "decision", "reported", "silent", "since")
 
     def __init__(self, since: float) -> None:
         self.since = since
-        self.reported = 0
+        self.reported = self.decision = 0
         self.asked: float | None = None
         self.silent: set[int] = set()
 
@@ -255,6 +275,7 @@ class OverdueOperation(NamedTuple):
     process_set: ProcessSetState
     seconds: float
     collective: m.AbortedCollective
+    operation: AwaitedOperation
 
 
 def probe_lead_time(every: float) -> float:

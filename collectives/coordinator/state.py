@@ -17,9 +17,18 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from hvdlab.collectives.coordinator import restoring
 from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
-from hvdlab.collectives.coordinator.deadlock import RunningCells, describe_deadlock, find_deadlock
+from hvdlab.collectives.coordinator.deadlock import (
+    RunningCells,
+    describe_deadlock,
+    find_absence,
+    find_deadlock,
+)
+from hvdlab.collectives.coordinator.decision_log import (
+    DecisionKind,
+    DecisionLog,
+    InvariantOf,
+)
 from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
@@ -29,6 +38,7 @@ from hvdlab.collectives.coordinator.events import (
     PeerConnected,
     PeerLost,
     Received,
+    Tick,
 )
 from hvdlab.collectives.coordinator.fusion import Fusion
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer, Wait
@@ -36,7 +46,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
 from hvdlab.collectives.coordinator.point_to_point import lost_messages
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
-from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
+from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, Successor
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
 from hvdlab.collectives.dtypes import OpKind
@@ -63,6 +73,7 @@ class CoordinatorState:
     Attributes:
         options, clock: The arguments.
         effects: Effects of the present batch of events, in order.
+        log: Newest decisions, each with its cause.
         membership: Ranks and clients that there are, are expected, or have died.
         sets: Process sets, with their epochs and negotiations.
         restoring: Facts from which a successor restores the world; inactive in a first coordinator.
@@ -70,6 +81,7 @@ class CoordinatorState:
         cells: Cells that run on tracked ranks.
         elastic: Ranks in elastic training.
         admission: Rules by which ranks get into the world.
+        successor: Restoration of the world of a coordinator that died.
         fusion: Dispatch of ready collectives.
         stalls, pauses: Watch over collectives that wait for long, and ranks whose users stop all clocks.
         history: Newest event batches, and their subscribers.
@@ -92,10 +104,12 @@ class CoordinatorState:
         self.options = options = options or CoordinatorOptions()
         self.clock = clock
         self.effects = Effects()
+        self.log = DecisionLog(wall, options.generation * EPOCHS + 1)
         self.membership = MembershipTable(None if options.size is None else range(options.size), wall)
         self.sets = ProcessSets(
             self.membership,
             self.effects,
+            self.log,
             Hierarchy(options.hierarchical_allreduce, options.hierarchical_allgather),
             options.generation * EPOCHS + 1,
             by_seniority=options.by_seniority,
@@ -105,10 +119,20 @@ class CoordinatorState:
         self.cells = RunningCells()
         self.elastic = ElasticRanks()
         known = self.membership, self.sets, self.cells, self.elastic, self.restoring
-        self.admission = Admission(options, *known, self.effects)
-        self.fusion = Fusion(options, self.sets, self.effects)
+        self.admission = Admission(options, *known, self.effects, self.log)
+        restored = (
+            self.membership,
+            self.sets,
+            self.cells,
+            self.elastic,
+            self.admission,
+            self.effects,
+            self.log,
+        )
+        self.successor = Successor(self.restoring, *restored, sized=options.size is not None)
+        self.fusion = Fusion(options, self.sets, self.effects, self.log)
         places = self.sets, self.membership, self.effects
-        self.stalls = StallInspector(options.stall_seconds, options.stall_shutdown, *places)
+        self.stalls = StallInspector(options.stall_seconds, options.stall_shutdown, *places, self.log)
         self.pauses = Pauses(*places)
         self.history = EventHistory(min(UNREAD_BYTES, options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
@@ -131,6 +155,9 @@ class CoordinatorState:
         """Handle a batch of events, in order, and return the effects to carry out, in order."""
         by_peer = self.by_peer
         plain = True
+        event: Event | None = None
+        rank: RankPeer | None = None
+        self.log.now = now
         if self.restoring.active:
             self.restoring.begin(now)
         failed: Exception | None = None
@@ -142,12 +169,15 @@ class CoordinatorState:
                         self._announce(rank, event.message, now)
                         continue
                     plain = False
+                    self.log.handling(event, rank)
                     if rank is None:
                         self._from_client(event, now)
                     else:
                         self._from_rank(rank, event.message, now)
                     continue
                 plain = False
+                rank = None if isinstance(event, Tick) else by_peer.get(event.peer)
+                self.log.handling(event, rank)
                 if type(event) is PeerConnected:
                     self._connect(event.peer, event.hello, now)
                 elif type(event) is PeerLost:
@@ -160,6 +190,10 @@ class CoordinatorState:
                 self._fail(event, error, now)
         try:
             if not (plain and self._dispatch_plain(now)):
+                if event is not None:
+                    self.log.handling(
+                        event, rank
+                    )  # of several events, the last one leads to the decisions at the end
                 self._end_batch(now)
                 self._due = self._find_due()
             if self.fusion.tuning.configured:
@@ -189,6 +223,7 @@ class CoordinatorState:
             text = "a Hello"
         else:
             raise error
+        self.log.handling(event, self.by_peer.get(event.peer))
         for line in traceback.format_exception(error):
             self.effects.log(line.rstrip())
         try:
@@ -267,7 +302,8 @@ class CoordinatorState:
                 not early and reason not in self.refusals
             ):  # a rank that is started again and again is logged once
                 self.refusals.append(reason)
-                effects.log(f"refused: {reason}")
+                decision = self.log.add(DecisionKind.REFUSED, ranks=(rank,), facts={"reason": reason})
+                effects.log(f"refused: {reason}", decision)
             effects.send((peer,), m.Refused(reason, early))
             effects.add(CloseConnection(peer))
             return
@@ -280,7 +316,9 @@ class CoordinatorState:
             self.cells.add_rank(rank)
         effects.send((peer,), m.Welcome(rank, int(now * 1e9), self.options.generation, self.options.pid))
         if since is not None:
-            effects.note(f"rank {rank} (pid {hello.pid}) is back after {now - since:.1f} s")
+            seconds = f"{now - since:.1f} s"
+            decision = self.log.add(DecisionKind.RETURNED, ranks=(rank,), facts={"after": seconds})
+            effects.note(f"rank {rank} (pid {hello.pid}) is back after {seconds}", decision)
             effects.send(tuple(membership.clients), m.Returned(rank, hello.pid, now - since))
         if hello.generation >= 0 and hello.returns and not self.restoring.active:
             self.admission.become_outdated(newcomer)
@@ -312,17 +350,19 @@ class CoordinatorState:
         past = [(ps, ps.former[rank.rank][1]) for ps in self.sets if rank.rank in ps.former]
         sets = self.sets.containing(rank.rank)
         self.forget_peer(rank, now)
+        kind = DecisionKind.LEFT if rank.leaving else DecisionKind.DIED
+        decision = self.log.add(kind, ranks=(rank.rank,), facts={"reason": reason, "pid": str(rank.pid)})
         if rank.leaving:
             self.membership.leave(rank)
         else:
-            self.effects.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
+            self.effects.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}", decision)
             self.membership.die(rank, reason, now, explained=explained, since=since)
         text = f"rank {rank.rank} died: {reason}"
         for ps in sets:
-            self.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), text)
+            self.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), text, cause=decision)
         # Other ranks may still be executing with this one in former epochs, which ended before it was left out.
         for ps, epoch in past:
-            self.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
+            self.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text, cause=decision)
 
     def forget_peer(self, rank: RankPeer, now: float) -> None:
         """Forget all that the state has of a rank's connection."""
@@ -368,6 +408,7 @@ class CoordinatorState:
                 for local in message.locals:
                     submit(rank.rank, definitions[local], (), now)
         except (KeyError, ValueError) as error:
+            self.log.handling(Received(rank.peer, message), rank)
             self.violation(rank, f"an announcement that makes no sense: {error!r}", now)
         if self.stalls.due is None:
             self.stalls.watch(now)
@@ -461,7 +502,8 @@ class CoordinatorState:
         if self.cells.idle:
             self._abort_waits_on_idle_ranks(now)
         if self.elastic.ready:
-            self.admission.abort_waits_on_regrouped()
+            for decision in self.admission.waits_on_regrouped():
+                self.sets.abort(*decision)
         if self.check_blocked:
             self.check_blocked = False
             self._abort_deadlock()
@@ -469,7 +511,7 @@ class CoordinatorState:
             self.stalls.check(now)
         self.sets.abort_failed(now)
         if self.restoring.active:
-            restoring.end_wait(self, now)
+            self.successor.end_wait(now)
         if self.membership.changed or self.admission.due:
             self.admission.due = False
             self.answers += self.admission.admit_newcomers()
@@ -490,7 +532,9 @@ class CoordinatorState:
             # A rank was not taken to wait while a round of that name was held back; it may wait for the next one of the name, and in vain.
             self.check_later(now)
         release_all = bool(self.elastic.ready) or not negotiation.members.isdisjoint(self.cells.idle)
-        self.fusion.flush(ps, release_all=release_all)
+        decision = self.fusion.flush(ps, release_all=release_all)
+        if decision is not None:
+            self.sets.abort(*decision)
 
     def _reject_mismatches(self, now: float) -> bool:
         """Reject rounds in which ranks disagree, after the others have had their time to submit them; return whether any was."""
@@ -515,12 +559,9 @@ class CoordinatorState:
                     ps.negotiation.owed.discard_rank(rank)
             if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
                 self._cancel_messages_to_idle(ps, idle, now)
-                for current, missing in ps.negotiation.waiting():
-                    absent = [r for r in (missing or ps.members) if r in idle]
-                    if absent and not current.info.from_any:  # else another rank may send
-                        why = self.cells.absence_reason(absent, current.submissions)
-                        self.sets.abort(ps, why.kind, why.ranks, why.text)
-                        break
+                why = find_absence(ps, self.cells, idle)
+                if why is not None:
+                    self.sets.abort(ps, why.kind, why.ranks, why.text)
 
     def _cancel_messages_to_idle(self, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
         """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
@@ -560,7 +601,18 @@ class CoordinatorState:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def validate_state(self) -> None:
-        """Assert the invariants that hold between batches of events."""
+        """Assert the invariants that hold between batches of events.
+
+        Raises:
+            AssertionError: One is broken; its notes have the story of the rank, tensor or process set that it is about.
+        """
+        try:
+            self._validate()
+        except AssertionError as error:
+            self.log.add_story_to(error)
+            raise
+
+    def _validate(self) -> None:
         self.membership.validate()
         self.sets.validate()
         ranks = self.membership.ranks
@@ -573,11 +625,12 @@ class CoordinatorState:
         references = sum(len(peer.definitions) for peer in ranks.values())
         assert sum(info.references for info in self.signatures) == references
         for ps in self.sets:
-            assert not ps.negotiation.ready or ps in self.fusion.windows
-            if next(iter(ps.negotiation.waiting()), None) is not None:
-                assert self.stalls.due is not None
-            if ps.negotiation.pending:
-                assert not ps.gone
+            with InvariantOf(process_set=ps.id):
+                assert not ps.negotiation.ready or ps in self.fusion.windows
+                if next(iter(ps.negotiation.waiting()), None) is not None:
+                    assert self.stalls.due is not None
+                if ps.negotiation.pending:
+                    assert not ps.gone
 
 
 def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
@@ -602,6 +655,11 @@ def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]
 RankHandler = Callable[[CoordinatorState, RankPeer, Any, float], None]
 
 
+def _on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: float) -> None:
+    state.log.add_event()
+    state.successor.resume(rank, message)
+
+
 def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
     """Remove a rank that leaves in order.
 
@@ -611,18 +669,19 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
     state.forget_peer(rank, now)
     state.membership.leave(rank)
+    decision = state.log.add(DecisionKind.LEFT, ranks=(rank.rank,), facts={"reason": message.reason})
     state.effects.add(CloseConnection(rank.peer))
-    said = f" ({message.reason})" if message.reason else ""
+    text = f"rank {rank.rank} left the job" + (f" ({message.reason})" if message.reason else "")
     for ps in sets:
         if ps.phase == OPEN and ps.negotiation.pending:
-            state.sets.abort(ps, CauseKind.RANK_LEFT, (rank.rank,), f"rank {rank.rank} left the job{said}")
+            state.sets.abort(ps, CauseKind.RANK_LEFT, (rank.rank,), text, cause=decision)
             continue
         ps.gone.add(rank.rank)
         if ps.declined[0] == ps.epoch:
             # A member has waited at the board, and may still do; this rank may have left before it had mapped the board.
             state.sets.send_to_board(ps, m.DeclinePost(ps.id, *ps.declined))
         if len(ps.gone) == len(ps.members):
-            state.sets.change_members(ps, ())
+            state.sets.change_members(ps, (), decision)
             state.sets.configure(ps)
     for ps, epoch in past:
         state.sets.send_to_board(ps, m.DeclinePost(ps.id, epoch, 0))
@@ -678,9 +737,11 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
         _on_withdraw(state, rank, m.Withdraw(message.process_set, message.epoch, *why), now)
         return
     state.touched[ps] = None
-    answer = m.Cancelled(
-        ps.id, ps.epoch, (), message.kind, (rank.rank,), message.text, message.site, report, message.ticket
+    decision = state.log.add(
+        DecisionKind.CANCELLED, process_set=ps.id, epoch=ps.epoch, names=(report.name,), ranks=(rank.rank,)
     )
+    cause = message.kind, (rank.rank,), message.text, message.site
+    answer = m.Cancelled(ps.id, ps.epoch, (), *cause, report, message.ticket, decision)
     state.effects.send((rank.peer,), answer)
 
 
@@ -689,19 +750,12 @@ def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.Decline
 
 
 def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardMissing, now: float) -> None:
-    ps = state.sets.open_set(rank, message) or state.sets.past_set(rank, message)
-    if ps is not None:
-        state.sets.send_to_board(ps, m.DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+    state.sets.board_missing(rank, message)
 
 
 def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
     """Record that a plane failed. A member that died explains it better, if the end of its connection comes in time."""
-    ps = state.sets.open_set(rank, message)
-    if ps is not None and ps.failure is None:
-        ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
-    elif ps is None and (ps := state.sets.past_set(rank, message)) is not None:
-        due = now + state.options.failure_grace
-        ps.plane_failed_before(due, message.epoch, rank.rank, message.text)
+    state.sets.plane_failed(rank, message, now + state.options.failure_grace)
 
 
 def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, now: float) -> None:
@@ -713,9 +767,7 @@ def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, n
 
 
 def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
-    ps = state.sets.open_set(rank, message)
-    if ps is not None:
-        state.sets.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
+    state.sets.renew(rank, message)
 
 
 def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
@@ -794,7 +846,7 @@ def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now
 
 
 RANK_HANDLERS: dict[type, RankHandler] = {
-    m.Resume: on_resume,
+    m.Resume: _on_resume,
     m.Duplicate: _on_duplicate,
     m.Blocked: _on_blocked,
     m.Paused: _on_paused,
@@ -821,6 +873,17 @@ RANK_HANDLERS: dict[type, RankHandler] = {
 }
 
 ClientHandler = Callable[[CoordinatorState, int, Any, float], None]
+
+
+def _on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
+    """Add the facts of a client that has lost its coordinator. A rank that it knows to be dead loses its connection first."""
+    state.log.add_event()
+    for death in message.deaths:
+        back = state.membership.ranks.get(death.rank)
+        if back is not None and back.pid == death.pid:  # the others have continued without it
+            state.effects.add(CloseConnection(back.peer))
+            state.peer_lost(back.peer, death.reason, now)
+    state.successor.recall(message)
 
 
 def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> None:
@@ -855,7 +918,11 @@ def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: 
     """Record the end of a process that the launcher saw, perhaps before its connection ended; its reason is the better one."""
     rank = state.membership.ranks.get(message.rank)
     if rank is None:
+        known = state.membership.deaths.get(message.rank)
         state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
+        if state.membership.deaths.get(message.rank) != known:
+            facts = {"reason": message.reason, "pid": str(message.pid)}
+            state.log.add(DecisionKind.DIED, ranks=(message.rank,), facts=facts)
     elif rank.pid == message.pid:
         state.effects.add(CloseConnection(rank.peer))
         state.peer_lost(rank.peer, message.reason, now, explained=True)
@@ -863,6 +930,11 @@ def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: 
 
 def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: float) -> None:
     state.effects.send(peers_of(state, message.to), m.Mail(message.topic, -1, message.body))
+
+
+def _on_story_request(state: CoordinatorState, peer: int, message: m.StoryRequest, now: float) -> None:
+    state.sets.count_orders()
+    state.effects.send((peer,), m.Story(message.ticket, state.log.story(message), state.log.dropped))
 
 
 def _ignore(state: CoordinatorState, peer: int, message: m.Message, now: float) -> None:
@@ -874,11 +946,12 @@ CLIENT_HANDLERS: dict[type, ClientHandler] = {
     m.Bye: _on_client_bye,
     m.Ping: answer_ping,
     m.Post: _on_client_post,
-    m.Recall: on_recall,
+    m.Recall: _on_recall,
     m.Expect: _on_expect,
     m.Release: _on_release,
     m.CellStarted: _on_cell_started,
     m.InterruptRanks: _on_interrupt,
     m.RankLost: _on_rank_lost,
+    m.StoryRequest: _on_story_request,
     m.Subscribe: subscribe,
 }

@@ -705,14 +705,22 @@ def _heads(state: RankState, set_id: int, epoch: int, locals: tuple[int, ...]) -
 def _on_reject(state: RankState, message: m.Reject) -> list[Effect]:
     parties = [Disagreement(p.ranks, p.request, p.site) for p in message.parties]
     return [
-        Fail(entry, MismatchError(message.name, message.process_set, parties))
+        Fail(
+            entry,
+            MismatchError(message.name, message.process_set, parties).because_of(message.decision),
+        )
         for entry in _heads(state, message.process_set, message.epoch, message.locals)
     ]
 
 
 def _on_reject_duplicate(state: RankState, message: m.RejectDuplicate) -> list[Effect]:
     return [
-        Fail(entry, DuplicateNameError(message.name, message.first_site, message.second_site))
+        Fail(
+            entry,
+            DuplicateNameError(message.name, message.first_site, message.second_site).because_of(
+                message.decision
+            ),
+        )
         for entry in _heads(state, message.process_set, message.epoch, message.locals)
     ]
 
@@ -720,8 +728,9 @@ def _on_reject_duplicate(state: RankState, message: m.RejectDuplicate) -> list[E
 def _on_decline(state: RankState, message: m.Decline) -> list[Effect]:
     def error() -> Exception:
         if message.joined:
-            return JoinedRanksError(message.name, message.process_set, message.joined, message.reason)
-        return InvalidRequestError(message.reason)
+            joined = JoinedRanksError(message.name, message.process_set, message.joined, message.reason)
+            return joined.because_of(message.decision)
+        return InvalidRequestError(message.reason).because_of(message.decision)
 
     return [
         Fail(entry, error()) for entry in _heads(state, message.process_set, message.epoch, message.locals)
@@ -733,7 +742,7 @@ def _on_cancelled(state: RankState, message: m.Cancelled) -> list[Effect]:
         entries = state.cancelled(message.ticket)
     else:
         entries = _heads(state, message.process_set, message.epoch, message.locals)
-    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site, message.decision)
     pending = _pending(message.pending)
     return [Fail(entry, state.aborted(entry, cause, pending)) for entry in entries]
 
@@ -755,7 +764,7 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
     group = state.sets.get(message.process_set)
     if group is None:
         return []
-    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site, message.decision)
     if message.epoch < group.epoch:
         return _end_past(state, group, message.epoch, cause)
     if state.elastic and group.id == 0:
@@ -862,7 +871,7 @@ def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
     The coordinator refuses entries that were announced in the last epoch, and those that execute in it finish.
     """
     text = f"rank {state.rank} was let go, and the others go on without it"
-    state.removed = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text)
+    state.removed = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text, decision=message.decision)
     effects: list[Effect] = []
     for group in state.sets.values():
         held = [e for e in group.pending if e.phase == UNANNOUNCED and not group.configured]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MOST_RANKS = (1 << 16) - 1
 """A job has this many ranks at most, with numbers below this: recordings, and the views of them, keep the rank of each span, and the
@@ -102,6 +102,26 @@ class KnownSet(Record, frozen=True):
     epoch: int
     ranks: tuple[int, ...]
     pids: tuple[int, ...] = ()
+
+
+class Decision(Record, frozen=True):
+    """Entry of the coordinator's decision log: a decision, or an event that led to one.
+
+    ``number`` grows from one entry to the next, and ``cause`` is the number of the entry that led to this one, or 0. ``when`` is the
+    coordinator's wall clock in seconds since 1970. ``kind`` is a
+    :class:`~hvdlab.collectives.coordinator.decision_log.DecisionKind`. The subject is a process set (-1 for none) in one ``epoch``,
+    tensor ``names`` or ``ranks``. ``facts`` are its other fields, as texts.
+    """
+
+    number: int
+    when: float
+    kind: str
+    cause: int = 0
+    process_set: int = -1
+    epoch: int = 0
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    facts: dict[str, str] = {}
 
 
 # -- both ways --------------------------------------------------------------------------------------------------------
@@ -445,6 +465,20 @@ class RankLost(Message, frozen=True):
     reason: str
 
 
+class StoryRequest(Message, frozen=True):
+    """Ask for the newest ``last`` entries of the decision log, with their causes; answered by :class:`Story` with the same ``ticket``.
+
+    Of those about this ``rank``, this tensor ``name`` or this ``process_set``, and with this number (``decision``), as far as they are given.
+    """
+
+    ticket: int
+    last: int
+    rank: int = -1
+    name: str = ""
+    process_set: int = -1
+    decision: int = 0
+
+
 # -- coordinator to rank or client ------------------------------------------------------------------------------------
 
 
@@ -472,6 +506,8 @@ class Configure(Message, frozen=True):
 
     ``listed`` is used on the way to ranks (see :mod:`~hvdlab.collectives.protocol.member_lists`): it has the members' ranks, and ``members``
     then describes only those that were not described on this connection before.
+
+    ``decision`` is here, as in all messages of the coordinator, the number of its entry in the decision log.
     """
 
     process_set: int
@@ -482,6 +518,7 @@ class Configure(Message, frozen=True):
     has_memory: bool = False
     device_planes: dict[str, str] = {}
     listed: tuple[int, ...] = ()
+    decision: int = 0
 
 
 class Dissolve(Message, frozen=True):
@@ -510,12 +547,13 @@ class Batch(Record, frozen=True):
 
 
 class Execute(Message, frozen=True):
-    """Execute these batches in this order."""
+    """Execute these batches in this order. ``decision`` began this epoch: the log counts its orders there, and has no entry for each."""
 
     process_set: int
     epoch: int
     sequence: int
     batches: tuple[Batch, ...]
+    decision: int = 0
 
 
 class Tune(Message, frozen=True):
@@ -542,6 +580,7 @@ class Reject(Message, frozen=True):
     locals: tuple[int, ...]
     name: str
     parties: tuple[Party, ...]
+    decision: int = 0
 
 
 class RejectDuplicate(Message, frozen=True):
@@ -554,6 +593,7 @@ class RejectDuplicate(Message, frozen=True):
     rank: int
     first_site: str
     second_site: str
+    decision: int = 0
 
 
 class Decline(Message, frozen=True):
@@ -569,6 +609,7 @@ class Decline(Message, frozen=True):
     name: str
     reason: str
     joined: tuple[int, ...] = ()
+    decision: int = 0
 
 
 class AbortedCollective(Record, frozen=True):
@@ -604,6 +645,7 @@ class Cancelled(Message, frozen=True):
     site: str
     pending: AbortedCollective
     ticket: int = -1
+    decision: int = 0
 
 
 class Abort(Message, frozen=True):
@@ -616,6 +658,7 @@ class Abort(Message, frozen=True):
     text: str
     site: str
     pending: tuple[AbortedCollective, ...] = ()
+    decision: int = 0
 
 
 class ProcessSetAdded(Message, frozen=True):
@@ -641,6 +684,7 @@ class Leave(Message, frozen=True):
     """Leave the world and end."""
 
     reason: str
+    decision: int = 0
 
 
 class Outdated(Message, frozen=True):
@@ -704,6 +748,7 @@ class Stalled(Message, frozen=True):
     process_set: int
     seconds: float
     collective: AbortedCollective
+    decision: int = 0
 
 
 class PausedRanks(Message, frozen=True):
@@ -711,6 +756,14 @@ class PausedRanks(Message, frozen=True):
 
     ranks: tuple[int, ...]
     reasons: tuple[str, ...]
+
+
+class Story(Message, frozen=True):
+    """Answer to :class:`StoryRequest`, oldest entry first. ``dropped`` entries have made room for newer ones."""
+
+    ticket: int
+    decisions: tuple[Decision, ...]
+    dropped: int = 0
 
 
 FromRank = (
@@ -754,6 +807,7 @@ FromClient = (
     | InterruptRanks
     | RankLost
     | Subscribe
+    | StoryRequest
 )
 ToPeer = (
     Welcome
@@ -782,4 +836,5 @@ ToPeer = (
     | RankEvents
     | Stalled
     | PausedRanks
+    | Story
 )

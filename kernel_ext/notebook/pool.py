@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -12,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from hvdlab.collectives.client import Client
+from hvdlab.collectives.client import Client, CoordinatorLostError
+from hvdlab.collectives.coordinator.decision_log import line_of
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.membership import LEAVES
+from hvdlab.collectives.protocol.messages import Decision
 from hvdlab.kernel_ext.notebook import checks
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
@@ -76,6 +79,10 @@ LOOK_WITHIN = 7.0
 
 ANSWER_WITHIN = 1.0
 """Seconds that a rank has to answer; its control thread does, whatever the rank is doing."""
+
+
+STORY_LINES = 4
+"""Decisions about a rank that died in the report of a cell: its death, the launcher's better reason for it, and aborts."""
 
 
 class Pool:
@@ -279,6 +286,38 @@ class Pool:
                 state = "no answer" if rank in there else state
                 found.append(RankStatus(rank, hosts.get(rank, ""), member.pid, state=state))
         return found
+
+    def story(self, last: int = 20, *, rank: int | None = None, name: str = "") -> tuple[Decision, ...]:
+        """Return the coordinator's newest decisions and the entries that led to them, oldest first.
+
+        Args:
+            last: How many decisions there are at most, apart from their causes.
+            rank: The rank that they are about; None for any.
+            name: The tensor that they are about; empty for any.
+
+        Raises:
+            CoordinatorLostError: The connection to the coordinator is lost.
+            TimeoutError: The coordinator did not answer.
+        """
+        self._check_running()
+        return self.client.story(last, rank=rank, name=name)
+
+    def explain(self, results: CellResults) -> None:
+        """Fill ``results.story`` with the coordinator's decisions that led to the failure, if it made any. Waits for a second at most."""
+        cause = results.root_cause
+        if cause is None or self._stopped:
+            return
+        decided = [error.decision for rank in cause.ranks if (error := results.errors.get(rank)) is not None]
+        with contextlib.suppress(CoordinatorLostError, TimeoutError):  # the report is complete without them
+            if cause.ename == "RankDied":
+                found = _of_last_death(
+                    self.client.story(STORY_LINES, rank=cause.ranks[0], timeout=ANSWER_WITHIN)
+                )
+            elif decided and decided[0]:
+                found = self.client.story(1, decision=decided[0], timeout=ANSWER_WITHIN)
+            else:
+                return
+            results.story = tuple(line_of(entry) for entry in found)
 
     def elastic(self) -> ElasticState:
         """Which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
@@ -904,6 +943,15 @@ class Pool:
             )
         if broken := self._base.broken:
             raise StartError(f"the pool has broken down: {broken}; stop it and start a new one.")
+
+
+def _of_last_death(story: Sequence[Decision]) -> tuple[Decision, ...]:
+    """Return the entries about the last process that died under a rank's number, without those about the ones before."""
+    deaths = [entry for entry in story if entry.kind == "died"]
+    if not deaths:
+        return tuple(story)
+    death = next(entry for entry in deaths if entry.facts.get("pid") == deaths[-1].facts.get("pid"))
+    return tuple(entry for entry in story if entry.number >= (death.cause or death.number))
 
 
 def _say_nothing(text: str) -> None:

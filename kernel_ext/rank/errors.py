@@ -72,6 +72,7 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
     aborted = _in_chain(error, AbortedError)
     mismatch = _in_chain(error, MismatchError)
     cause = aborted.cause if aborted is not None else None
+    decided = _in_chain(error, HvdlabError)
     recorded, wrong = _recorded()
     described = CellError(
         ename=_clean(type(error).__name__, LONGEST_LINE),
@@ -89,6 +90,7 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         site=_site(error.__traceback__),
         recorded=recorded,
         wrong=wrong,
+        decision=decided.decision if decided is not None else 0,
     )
     return sendable(described)
 

@@ -199,6 +199,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
         cause: What kind of event aborted it (a value of ``CauseKind``), and ``why`` in words, if aborted.
         site: The cell's innermost line, such as ``cell [7] line 4 in step``; empty if no line of the cell was reached.
         recorded: The last steps of a training that was recorded, in lines; ``wrong`` the first that was not finite.
+        decision: Entry of the coordinator's decision log that led to it; 0 if the coordinator did not.
     """
 
     ename: str
@@ -216,6 +217,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
     site: str = ""
     recorded: tuple[str, ...] = ()
     wrong: str = ""
+    decision: int = 0
 
 
 class CellDone(Payload, frozen=True):

@@ -124,6 +124,21 @@ def test_mail_interrupts_and_events(coordinator: CoordinatorProcess, client: Cli
     rank.close()
 
 
+def test_a_story_has_the_decisions_about_a_rank(coordinator: CoordinatorProcess, client: Client) -> None:
+    client.expect([0, 1])
+    ranks = [join(coordinator, rank) for rank in (0, 1)]
+    client.wait_for(lambda membership: membership.complete, PATIENCE)
+    client.rank_lost(1, os.getpid(), "killed by SIGKILL")
+    abort = wait_for(ranks[0], m.Abort)
+    told = client.story(rank=1, timeout=PATIENCE)
+    died = [decision for decision in told if decision.kind == "died"][-1]
+    assert died.facts["reason"] == "killed by SIGKILL"
+    (aborted, *_) = client.story(1, decision=abort.decision, timeout=PATIENCE)[::-1]
+    assert (aborted.kind, aborted.cause) == ("aborted", died.number)
+    for endpoint in ranks:
+        endpoint.close()
+
+
 def test_stalls_are_reported(coordinator: CoordinatorProcess, client: Client) -> None:
     stalls: queue.SimpleQueue[Stall] = queue.SimpleQueue()
     client.on_stall(stalls.put)

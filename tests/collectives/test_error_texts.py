@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import traceback
+
 import pytest
 
-from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, Pending, call_name
+from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, MismatchError, Pending, call_name
 
 
 def test_a_tensor_without_a_name_is_known_by_its_kind() -> None:
@@ -21,6 +24,20 @@ def test_an_abort_says_what_happened_and_then_what_to_do() -> None:
         "Every rank must call it: probably an `if` or a loop went another way there, or its cell did not run on all "
         "ranks. For some ranks only, use a process set. The group is intact."
     )
+
+
+def test_a_traceback_ends_with_the_decision_of_the_coordinator() -> None:
+    pending, cause = Pending("barrier", "b"), Cause(CauseKind.CELL_ENDED, (2,), "why", decision=19)
+    for error in (AbortedError(pending, cause), MismatchError("b", 0, ()).because_of(19)):
+        sent: AbortedError | MismatchError = pickle.loads(pickle.dumps(error))  # noqa: S301  (made here)
+        for known in (error, sent):
+            assert known.decision == 19
+            lines = "".join(traceback.format_exception_only(known)).splitlines()
+            assert lines[-1] == "[decision 19 of the coordinator]"
+            assert lines.count(lines[-1]) == 1
+            assert "decision" not in str(known)
+    assert cause == Cause(CauseKind.CELL_ENDED, (2,), "why")
+    assert not hasattr(MismatchError("b", 0, ()).because_of(0), "__notes__")
 
 
 @pytest.mark.parametrize("kind", CauseKind)

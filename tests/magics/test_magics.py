@@ -10,8 +10,23 @@ import pytest
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.wire.status import RankStatus, ServerNow, UserNames
-from hvdlab.magics.status_table import StatusTable
+from hvdlab.magics.status_table import StatusTable, StoryTable
 from magics_fakes import Notebook
+
+
+def test_the_story_is_a_table(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start -np 2")
+    told = notebook.run("%hvd_pool status --story --rank 1")
+    assert told.error is None
+    table = StoryTable(notebook.pool.story(rank=1))
+    assert [row[0] for row in table.cells()] == ["17", "18"]
+    assert table.cells()[1][2:] == ("died", "rank 1", "reason: killed by SIGKILL", "17")
+    assert "no  time" in repr(table)
+    page = StoryTable(notebook.pool.story())._repr_html_()
+    assert "&lt;loss&gt;" in page
+    assert "process set 0, generation 3" in page
+    for wrong in ("%hvd_pool stop --story", "%hvd_pool status --rank 1", "%hvd_pool status --story --last 0"):
+        assert notebook.run(wrong).usage_error
 
 
 def test_status_is_a_table(notebook: Notebook) -> None:

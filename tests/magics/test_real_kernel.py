@@ -318,7 +318,14 @@ def test_the_death_of_a_rank_is_told_and_repaired(kernel: LiveKernel) -> None:
     assert cell.error["ename"] == "RankDied"
     assert "rank 3 died" in cell.error["evalue"]
     assert "SIGKILL" in cell.error["evalue"]
-    assert re.search(r"peak memory \d+ MiB, not killed by the kernel", "\n".join(cell.error["traceback"]))
+    report = _plain("\n".join(cell.error["traceback"]))
+    assert re.search(r"peak memory \d+ MiB, not killed by the kernel", report)
+    assert "the coordinator's decisions:" in report
+    numbers = re.findall(r"^  (\d+) died rank 3; reason: ", report, re.MULTILINE)
+    assert numbers, report
+    assert len(re.findall(r"pid: (\d+)", report)) == len(numbers), "of one process"
+    (story,) = kernel.run("%hvd_pool status --story --rank 3").of("execute_result")
+    assert re.search(rf"^ *{numbers[0]} .* died ", story["data"]["text/plain"], re.MULTILINE), story
     assert "rank 3 is lost" in kernel.run("%%hvd_run\nprint(x)").lines()[0]
     (repaired,) = kernel.run("%hvd_pool repair").lines()
     assert re.fullmatch(

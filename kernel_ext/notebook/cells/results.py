@@ -158,6 +158,7 @@ class CellResults(Sequence[Any]):
         name: The variable that users have the results in.
         plain: Whether they are shown as the value itself where all ranks agree, as in a notebook without ranks.
         import_display: Shows which package a value has imported while it is unpickled; None shows nothing.
+        story: The coordinator's decisions that led to the failure, in lines, once :meth:`Pool.explain` has asked for them.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class CellResults(Sequence[Any]):
         self.label, self.name = label, "_"
         self.plain = False
         self.import_display: ImportDisplay | None = None
+        self.story: tuple[str, ...] = ()
         self.errors: dict[int, CellError] = {
             r: d.error for r, d in sorted(done.items()) if d.error is not None
         }

@@ -16,6 +16,8 @@ _BOLD, _RESET = "\x1b[1m", "\x1b[0m"
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_NOTE = re.compile(r"\[decision \d+ of the coordinator\]")
+"""The line of a traceback that names the coordinator's decision."""
 
 
 def report(results: CellResults, *, colours: bool = True) -> list[str]:
@@ -35,7 +37,15 @@ def _coloured(results: CellResults, cause: RootCause) -> list[str]:
     others = _consequences(results, cause)
     if others and cause.traceback:
         lines.append("")
-    return lines + others + _came_later(results) + _replacing(results) + _recorded(results, cause)
+    lines += others + _came_later(results) + _replacing(results) + _recorded(results, cause)
+    return lines + _story(results)
+
+
+def _story(results: CellResults) -> list[str]:
+    """Return the coordinator's decisions that led to the failure."""
+    if not results.story:
+        return []
+    return ["", "the coordinator's decisions:", *(f"  {visible(line)}" for line in results.story)]
 
 
 def _replacing(results: CellResults) -> list[str]:
@@ -115,6 +125,8 @@ def _frames(cause: RootCause) -> list[str]:
         (i for i, line in enumerate(cause.traceback) if "Traceback (most recent call last)" in line), -1
     )
     frames = list(cause.traceback[first + 1 :])
+    while frames and _NOTE.match(_ANSI.sub("", frames[-1])):
+        del frames[-1]
     if frames and _ANSI.sub("", frames[-1]).startswith((f"{cause.ename}:", "KeyboardInterrupt:")):
         del frames[-1]
     return [frame.rstrip("\n") for frame in frames]

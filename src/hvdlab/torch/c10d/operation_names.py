@@ -110,7 +110,7 @@ def renamed(error: Exception, operation: str, why: str = "", about: str = "") ->
             cause = dataclasses.replace(cause, text=f"{cause.text}; {why}")
         return AbortedError(pending, cause, error.process_set, error.epoch)
     if type(error) is MismatchError:
-        mismatch = MismatchError(operation, error.process_set, error.groups)
+        mismatch = MismatchError(operation, error.process_set, error.groups).because_of(error.decision)
         if why:
             mismatch.add_note(why)
         return mismatch

@@ -66,6 +66,30 @@ def test_a_death_is_the_headline() -> None:
     assert shown(alone) == ["rank 2 died: killed by SIGKILL"]
 
 
+def test_the_coordinators_decisions_end_the_report() -> None:
+    found = results({}, deaths={2: RankDeath(2, "killed by SIGKILL", 3)}, replaceable=False)
+    found.story = ("18 died rank 2", "19 aborted `\x1b[2J`")
+    assert shown(found) == [
+        "rank 2 died: killed by SIGKILL",
+        "",
+        "the coordinator's decisions:",
+        "  18 died rank 2",
+        "  19 aborted `\\x1b[2J`",
+    ]
+
+
+def test_the_line_that_names_the_decision_is_no_frame() -> None:
+    lines = (
+        "Traceback (most recent call last)",
+        "line 4",
+        "AbortedError: stopped",
+        "[decision 7 of the coordinator]",
+    )
+    stuck = CellError("AbortedError", "stopped", lines, 1, True, "allreduce `x`", (1,), decision=7)
+    assert "line 4" in shown(results({0: stuck}))
+    assert not any("decision 7" in line or "AbortedError" in line for line in shown(results({0: stuck})))
+
+
 def unknown(name: str) -> CellError:
     return CellError("NameError", f"name '{name}' is not defined", ("tb",), 3)
 

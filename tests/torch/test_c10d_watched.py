@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
 from hvdlab.torch.c10d import WatchOptions, watched
 from ranks import Ranks
@@ -82,6 +85,36 @@ def _stands_in() -> bool:
 
 def test_a_rank_that_comes_late_completes_the_operation(world: Ranks) -> None:
     assert world.run(_late_rank, timeout=60) == [float(world.size)] * world.size
+    good(world)
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def _beside_a_stopped_comparer(pid: int) -> str:
+    """Rank 0, which compares first, is stopped until the last rank has seen that the others' stand-ins wait for it."""
+    rank, tensor = dist.get_rank(), torch.ones(2)
+    engine = context.engine()
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    work = None if rank == 0 else dist.all_reduce(tensor, async_op=True)
+    seen = ""
+    if rank == dist.get_world_size() - 1:
+        while not seen:
+            seen = next((each.site for each in engine.pending() if each.kind == "barrier"), "")
+        os.kill(pid, signal.SIGCONT)
+    if work is None:
+        dist.all_reduce(tensor)
+    else:
+        work.wait()
+    assert tensor.tolist() == [dist.get_world_size()] * 2
+    return seen
+
+
+def test_ranks_wait_in_the_core_for_a_rank_that_is_stopped_and_compares_first(world: Ranks) -> None:
+    seen = world.run(_beside_a_stopped_comparer, world.run(_pid)[0], timeout=60)
+    assert re.match(r"test_c10d_watched\.py:\d+, all_reduce #\d+", seen[-1]), seen
     good(world)
 
 

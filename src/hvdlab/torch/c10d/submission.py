@@ -161,7 +161,7 @@ class Calls:
         if self.engine.epoch() != self._epoch and not self.has_its_ranks():
             raise InvalidRequestError(
                 f"{operation}: {self} has lost ranks since it was made. "
-                'CallRecord dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
+                'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
             )
 
     def close(self) -> None:

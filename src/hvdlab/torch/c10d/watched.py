@@ -478,8 +478,17 @@ class WatchedGroup(HvdlabProcessGroup):
         if stand_in is not None and not stand_in.done():
             self._report_blocked(work, stand_in)
             return
-        late = LateLaunch(self._name_in_mail, work.generation.number, *key)
-        self._send(late, [self._comparer(self._ranks_of(work.slot.channel))])
+        if key in work.generation.judged:
+            work.generation.judged.discard(key)
+            work.asked.clear()
+        # A comparer that has sent no verdict by now may be stopped: the next one finds that it does not answer.
+        living = [rank for rank in self._ranks_of(work.slot.channel) if rank in self._engine.living]
+        comparer = min((rank for rank in living if rank not in work.asked), default=None)
+        if comparer is None:
+            self._stand_in(work.generation, *key)
+            return
+        work.asked.add(comparer)
+        self._send(LateLaunch(self._name_in_mail, work.generation.number, *key), [comparer])
 
     def _report_blocked(self, work: WatchedWork, stand_in: Handle) -> None:
         if work.waiting:
@@ -582,6 +591,7 @@ class WatchedGroup(HvdlabProcessGroup):
     def _on_verdict(self, generation: Generation, verdict: LaunchVerdict) -> None:
         channel, number = verdict.channel, verdict.number
         generation.verdicts[channel, number] = verdict
+        generation.judged.add((channel, number))
         if verdict.parties:
             return  # the end of the epoch follows
         if verdict.stand_in:

@@ -63,6 +63,7 @@ class Generation:
         wanted: For each channel the number up to which launches get a stand-in.
         stand_ins: The stand-ins' handles, by channel and number.
         verdicts: The last verdict on each launch.
+        judged: Launches with a verdict since they were reported last, by channel and number.
         ended: The end of its epoch, once it has ended.
     """
 
@@ -77,6 +78,7 @@ class Generation:
         self.wanted: dict[str, int] = {}
         self.stand_ins: dict[tuple[str, int], Handle] = {}
         self.verdicts: dict[tuple[str, int], LaunchVerdict] = {}
+        self.judged: set[tuple[str, int]] = set()
         self.ended: Abort | None = None
 
 
@@ -99,6 +101,8 @@ class WatchedWork(dist.Work):
         self.began = time.monotonic()
         #: When this rank reported it as late, or as failed; 0 for not yet.
         self.reported = 0.0
+        #: The comparers that it was reported to since the last verdict.
+        self.asked: set[int] = set()
         #: Whether a thread of the user's waits for it in Python, and whether C++ may wait for its future.
         self.waiting = self.has_future = False
         #: How torch's backend has failed, if it has.

@@ -17,10 +17,10 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines clean
+.PHONY: help install demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines clean
 
-help:
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+help: ## this list
+	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 # What is downloaded must have one of the digests in requirements/. PyTorch's build for CPUs has none there, since registries of packages do
 # not have it: where the machine offers it itself (pip's `find-links`), it is taken from there first.
@@ -40,9 +40,9 @@ demo: $(INSTALLED) ## run examples/quickstart.ipynb on 4 ranks, with progress
 lab: $(INSTALLED) ## open JupyterLab on the executed quickstart
 	$(BIN)/jupyter lab $(wildcard out/quickstart.ipynb) $(if $(wildcard out/quickstart.ipynb),,examples/quickstart.ipynb)
 
-test: lint types unit ## everything that CI runs
+test: lint types unit ## linters, type checkers and all tests but the long ones; CI runs more (docs/design/testing.md)
 
-lint: $(INSTALLED)
+lint: $(INSTALLED) ## ruff, and the imports between rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -50,13 +50,13 @@ lint: $(INSTALLED)
 house: $(INSTALLED) ## figures of the tree's text: modules, circles of imports, names with several meanings, prose
 	@$(BIN)/python tests/house.py
 
-types: $(INSTALLED)
+types: $(INSTALLED) ## mypy and pyright, side by side
 	@$(MAKE) --no-print-directory --jobs=2 mypy pyright
 
-mypy pyright: $(INSTALLED)
+mypy pyright: $(INSTALLED) ## one of the type checkers
 	$(BIN)/$@
 
-unit: $(INSTALLED) house
+unit: $(INSTALLED) house ## all tests but the long ones; PYTEST_ARGS goes to pytest
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS)
 
@@ -168,5 +168,5 @@ lock: ## write constraints.txt and requirements/ for every Python that is promis
 		$(COMPILE) --python-version 3.11 --extra ray --extra spark --extra dask --generate-hashes --output-file out/lock/engines.txt $(LOCK_ARGS) pyproject.toml -
 	awk '/^[a-z]/ { left_out = /^(nvidia-|cuda-|triton=|tensorflow==)/ } !left_out' out/lock/engines.txt > requirements/engines.txt
 
-clean:
+clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

@@ -1,9 +1,10 @@
-"""The texts that a newcomer meets: their length, and their links."""
+"""The texts that a newcomer meets: their length, their links, and the targets and steps that they name."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -35,7 +36,7 @@ def links(text: str) -> Iterator[str]:
 def anchor(heading: str) -> str:
     """Return the anchor that GitHub and MyST give to a heading."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
-    return re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
 def markdown_of(path: Path) -> str:
@@ -91,3 +92,39 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 def test_the_readme_is_short() -> None:
     words = len((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert words <= 700, f"README.md has {words} words: move some to docs/"
+
+
+def make_targets() -> tuple[set[str], set[str]]:
+    """Return the targets that the Makefile declares, and those that ``make help`` lists."""
+    text = (ROOT / "Makefile").read_text()
+    declared = re.search(r"^\.PHONY:(.*)$", text, re.MULTILINE)
+    assert declared is not None
+    done = subprocess.run(["make", "--silent", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = {name for line in done.stdout.splitlines() for name in line.split("  ")[0].split()}
+    return set(declared[1].split()), listed
+
+
+def test_make_help_lists_every_target() -> None:
+    declared, listed = make_targets()
+    assert listed == declared
+
+
+def test_every_make_target_in_the_texts_exists() -> None:
+    declared, _ = make_targets()
+    named = {
+        (name, page)
+        for page in PAGES
+        for name in re.findall(r"`make ([a-z][a-z-]*)", (ROOT / page).read_text(encoding="utf-8"))
+    }
+    assert sorted((name, page) for name, page in named if name not in declared) == []
+
+
+def test_the_page_about_tests_has_each_step_of_ci() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    steps = set(
+        re.findall(r"\bmake ([a-z][a-z-]*)", re.sub(r"#.*|^\s*echo.*", "", script, flags=re.MULTILINE))
+    )
+    page = (ROOT / "docs" / "design" / "testing.md").read_text(encoding="utf-8")
+    _, _, after = page.partition("## What CI runs\n")
+    table = after.split("\n## ")[0]
+    assert set(re.findall(r"^\| `make ([a-z-]+)`", table, re.MULTILINE)) == steps

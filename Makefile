@@ -149,14 +149,14 @@ engines: ## ranks in the tasks of a real Spark, the actors of a real Ray, on the
 
 COMPILE := out/lock/bin/uv pip compile --no-config --quiet --no-annotate --custom-compile-command "make lock"
 # Ray and Spark have an environment of their own: Spark is not ready for pandas 3.
-EXTRAS := torch tensorflow mpi gpu tls yaml lab test dev
+EXTRAS := torch tensorflow mpi gpu tls yaml lab test docs dev
 EVERYWHERE := --universal --python-version 3.11.0 --fork-strategy fewest
 
 lock: ## write constraints.txt and requirements/ for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
 	$(PYTHON) -m venv out/lock
 	out/lock/bin/python -m pip install --quiet uv
 	printf 'mpich\ntensorflow-cpu\n' | $(COMPILE) $(EVERYWHERE) $(addprefix --extra ,$(EXTRAS)) --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
-	printf 'mpich\ntensorflow-cpu\ntf_keras\npip\n' | $(COMPILE) $(EVERYWHERE) --extra torch --extra mpi --extra tls --extra lab --extra test --extra dev \
+	printf 'mpich\ntensorflow-cpu\ntf_keras\npip\n' | $(COMPILE) $(EVERYWHERE) --extra torch --extra mpi --extra tls --extra lab --extra test --extra docs --extra dev \
 		--constraint constraints.txt --generate-hashes --output-file out/lock/all.txt pyproject.toml -
 	# What only torch's build for CUDA needs is a file of its own. `tensorflow`, for which tf_keras asks, would overwrite tensorflow-cpu.
 	awk '/^[a-z]/ { cuda = /^(nvidia-|cuda-|triton=)/; left_out = /^tensorflow==/ } \

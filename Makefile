@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help install demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines clean
+.PHONY: help install demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-gpu test-engines mxnet engines clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -151,6 +151,18 @@ COMPILE := out/lock/bin/uv pip compile --no-config --quiet --no-annotate --custo
 # Ray and Spark have an environment of their own: Spark is not ready for pandas 3.
 EXTRAS := torch tensorflow mpi gpu tls yaml lab test docs dev
 EVERYWHERE := --universal --python-version 3.11.0 --fork-strategy fewest
+
+docs: $(INSTALLED) ## build the site into out/docs; a warning, a broken link or anchor fails it
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --builder html docs out/docs
+	@echo "open out/docs/index.html"
+
+tutorial: $(INSTALLED) ## execute the notebooks of docs/tutorial, and keep their outputs in them
+	$(BIN)/python docs/tutorial/execute.py
+
+pictures: $(INSTALLED) ## make the pictures of the panel and the views again, from ranks that train in JupyterLab; needs Chromium
+	$(BIN)/python docs/images/panel.py
+	$(BIN)/python docs/images/live_views.py
+	$(BIN)/python docs/images/metric_views.py
 
 lock: ## write constraints.txt and requirements/ for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
 	$(PYTHON) -m venv out/lock

@@ -15,7 +15,12 @@ ROOT = Path(__file__).parents[1]
 FRONT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in [*(ROOT / name for name in FRONT), *ROOT.glob("*/README.md"), *ROOT.glob("docs/**/*.md")]
+    for path in [
+        *(ROOT / name for name in FRONT),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("docs/tutorial/*.ipynb"),
+    ]
 )
 _LINK = re.compile(r"\]\(([^()\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 _FENCE = re.compile(r"^(```+|~~~+).*?^\1\s*$", re.MULTILINE | re.DOTALL)

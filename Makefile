@@ -68,10 +68,10 @@ views: $(INSTALLED) ## check and build the scripts of the widgets and of the pan
 	cd ui && npm ci && npm run types && npm test && npm run build
 	cd labextension && npm ci && npm run types && PATH="$(abspath $(BIN)):$$PATH" npm run build
 
-rebuilt: views ## what is committed of `make views` is what it builds here; CI compares
+rebuilt: views ## fail if the committed scripts differ from those that `make views` builds here
 	git diff --exit-code -- widgets/static labextension/prebuilt ui/outputs.txt labextension/outputs.txt
 
-audit: ## known vulnerabilities of what constraints.txt and the lock files of npm name, if the registries tell
+audit: ## known vulnerabilities of the versions in constraints.txt and the lock files of npm, if the registries answer
 	$(PYTHON) -m venv out/audit
 	out/audit/bin/python -m pip install --quiet pip-audit
 	out/audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
@@ -85,7 +85,7 @@ chaos: $(INSTALLED) ## a thousand faults on real pools, and a thousand changes o
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md
 	$(BIN)/python benchmarks/chaos.py --elastic 1000 --json benchmarks/results/elastic.json --page docs/reference/faults.md
 
-figures: $(INSTALLED) ## what views and inspection cost, measured on this machine while it does nothing else: a quarter of an hour
+figures: $(INSTALLED) ## costs of views and inspection, measured on this machine while it is idle: a quarter of an hour
 	$(BIN)/python benchmarks/quiet.py
 
 bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machine
@@ -123,7 +123,7 @@ test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itse
 	out/gpu/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,gpu]' pytest pytest-timeout pytest-xdist hypothesis
 	out/gpu/bin/python -m pytest -rs tests/gpu $(PYTEST_ARGS)
 
-test-engines: mxnet engines ## what needs another environment than .venv: MXNet's, and that of Ray and Spark
+test-engines: mxnet engines ## tests in environments of their own: MXNet's, and that of Ray and Spark
 
 mxnet: ## key-value stores beside real MXNet, in an environment of its own: it needs Python 3.11 and numpy 1.23
 	$(PYTHON) -m venv out/mxnet

@@ -29,8 +29,8 @@ class LauncherTable(SphinxDirective):
             lines += ["", "| can | |", "|---|---|"]
             for capability in Capability:
                 has = capability in launcher.capabilities
-                why = launcher.capabilities.lacks.get(capability, "")
-                lines.append(f"| {capability.value} | {'yes' if has else f'no: {why}'} |")
+                reason = launcher.capabilities.lacks.get(capability, "")
+                lines.append(f"| {capability.value} | {'yes' if has else f'no: {reason}'} |")
             lines.append("")
         container = nodes.container()
         self.state.nested_parse(StringList(lines, source="launchers"), self.content_offset, container)

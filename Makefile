@@ -17,10 +17,10 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines intel-mpi clean
+.PHONY: help install demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-gpu test-engines mxnet engines intel-mpi clean
 
-help:
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+help: ## this list
+	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 # What is downloaded must have one of the digests in requirements/. PyTorch's build for CPUs has none there, since registries of packages do
 # not have it: where the machine offers it itself (pip's `find-links`), it is taken from there first.
@@ -40,9 +40,9 @@ demo: $(INSTALLED) ## run examples/quickstart.ipynb on 4 ranks, with progress
 lab: $(INSTALLED) ## open JupyterLab on the executed quickstart
 	$(BIN)/jupyter lab $(wildcard out/quickstart.ipynb) $(if $(wildcard out/quickstart.ipynb),,examples/quickstart.ipynb)
 
-test: lint types unit ## everything that CI runs
+test: lint types unit ## linters, type checkers and all tests but the long ones; CI runs more (docs/design/testing.md)
 
-lint: $(INSTALLED)
+lint: $(INSTALLED) ## ruff, and the imports between rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -50,13 +50,13 @@ lint: $(INSTALLED)
 house: $(INSTALLED) ## figures of the tree's text: modules, circles of imports, names with several meanings, prose
 	@$(BIN)/python tests/house.py
 
-types: $(INSTALLED)
+types: $(INSTALLED) ## mypy and pyright, side by side
 	@$(MAKE) --no-print-directory --jobs=2 mypy pyright
 
-mypy pyright: $(INSTALLED)
+mypy pyright: $(INSTALLED) ## one of the type checkers
 	$(BIN)/$@
 
-unit: $(INSTALLED) house
+unit: $(INSTALLED) house ## all tests but the long ones; PYTEST_ARGS goes to pytest
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS)
 
@@ -68,10 +68,10 @@ views: $(INSTALLED) ## check and build the scripts of the widgets and of the pan
 	cd ui && npm ci && npm run types && npm test && npm run build
 	cd labextension && npm ci && npm run types && PATH="$(abspath $(BIN)):$$PATH" npm run build
 
-rebuilt: views ## what is committed of `make views` is what it builds here; CI compares
+rebuilt: views ## fail if the committed scripts differ from those that `make views` builds here
 	git diff --exit-code -- widgets/static labextension/prebuilt ui/outputs.txt labextension/outputs.txt
 
-audit: ## known vulnerabilities of what constraints.txt and the lock files of npm name, if the registries tell
+audit: ## known vulnerabilities of the versions in constraints.txt and the lock files of npm, if the registries answer
 	$(PYTHON) -m venv out/audit
 	out/audit/bin/python -m pip install --quiet pip-audit
 	out/audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
@@ -85,7 +85,7 @@ chaos: $(INSTALLED) ## a thousand faults on real pools, and a thousand changes o
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md
 	$(BIN)/python benchmarks/chaos.py --elastic 1000 --json benchmarks/results/elastic.json --page docs/reference/faults.md
 
-figures: $(INSTALLED) ## what views and inspection cost, measured on this machine while it does nothing else: a quarter of an hour
+figures: $(INSTALLED) ## costs of views and inspection, measured on this machine while it is idle: a quarter of an hour
 	$(BIN)/python benchmarks/quiet.py
 
 bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machine
@@ -127,7 +127,7 @@ test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itse
 	out/gpu/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,gpu]' pytest pytest-timeout pytest-xdist hypothesis
 	out/gpu/bin/python -m pytest -rs tests/gpu $(PYTEST_ARGS)
 
-test-engines: mxnet engines ## what needs another environment than .venv: MXNet's, and that of Ray and Spark
+test-engines: mxnet engines ## tests in environments of their own: MXNet's, and that of Ray and Spark
 
 mxnet: ## key-value stores beside real MXNet, in an environment of its own: it needs Python 3.11 and numpy 1.23
 	$(PYTHON) -m venv out/mxnet
@@ -153,14 +153,26 @@ engines: ## ranks in the tasks of a real Spark, the actors of a real Ray, on the
 
 COMPILE := out/lock/bin/uv pip compile --no-config --quiet --no-annotate --custom-compile-command "make lock"
 # Ray and Spark have an environment of their own: Spark is not ready for pandas 3.
-EXTRAS := torch tensorflow mpi gpu tls yaml lab test dev
+EXTRAS := torch tensorflow mpi gpu tls yaml lab test docs dev
 EVERYWHERE := --universal --python-version 3.11.0 --fork-strategy fewest
+
+docs: $(INSTALLED) ## build the site into out/docs; a warning, a broken link or anchor fails it
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --builder html docs out/docs
+	@echo "open out/docs/index.html"
+
+tutorial: $(INSTALLED) ## execute the notebooks of docs/tutorial, and keep their outputs in them
+	$(BIN)/python docs/tutorial/execute.py
+
+pictures: $(INSTALLED) ## make the pictures of the panel and the views again, from ranks that train in JupyterLab; needs Chromium
+	$(BIN)/python docs/images/panel.py
+	$(BIN)/python docs/images/live_views.py
+	$(BIN)/python docs/images/metric_views.py
 
 lock: ## write constraints.txt and requirements/ for every Python that is promised; LOCK_ARGS=--upgrade brings newer versions
 	$(PYTHON) -m venv out/lock
 	out/lock/bin/python -m pip install --quiet uv
 	printf 'mpich\ntensorflow-cpu\n' | $(COMPILE) $(EVERYWHERE) $(addprefix --extra ,$(EXTRAS)) --output-file constraints.txt $(LOCK_ARGS) pyproject.toml -
-	printf 'mpich\ntensorflow-cpu\ntf_keras\npip\n' | $(COMPILE) $(EVERYWHERE) --extra torch --extra mpi --extra tls --extra lab --extra test --extra dev \
+	printf 'mpich\ntensorflow-cpu\ntf_keras\npip\n' | $(COMPILE) $(EVERYWHERE) --extra torch --extra mpi --extra tls --extra lab --extra test --extra docs --extra dev \
 		--constraint constraints.txt --generate-hashes --output-file out/lock/all.txt pyproject.toml -
 	# What only torch's build for CUDA needs is a file of its own. `tensorflow`, for which tf_keras asks, would overwrite tensorflow-cpu.
 	awk '/^[a-z]/ { cuda = /^(nvidia-|cuda-|triton=)/; left_out = /^tensorflow==/ } \
@@ -172,5 +184,5 @@ lock: ## write constraints.txt and requirements/ for every Python that is promis
 		$(COMPILE) --python-version 3.11 --extra ray --extra spark --extra dask --generate-hashes --output-file out/lock/engines.txt $(LOCK_ARGS) pyproject.toml -
 	awk '/^[a-z]/ { left_out = /^(nvidia-|cuda-|triton=|tensorflow==)/ } !left_out' out/lock/engines.txt > requirements/engines.txt
 
-clean:
+clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -74,6 +75,69 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return first, second
 
 
+@needs_git
+def test_the_source_distribution_has_all_that_the_readme_links_to(tmp_path: Path) -> None:
+    done = run("-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (sdist,) = tmp_path.iterdir()
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([^()#:]+)[^()]*\)|src(?:set)?=\"([^\"]+)\"", text))
+    targets = {next(filter(None, pair)) for pair in linked}
+    assert len(targets) > 20
+    assert targets - names == set()
+
+
+#: The distribution of a module that has another name.
+DISTRIBUTIONS = {"IPython": "ipython", "zmq": "pyzmq", "yaml": "PyYAML", "cuda": "cuda-bindings"}
+#: Modules that come with another distribution.
+BROUGHT = {
+    "pydevd": "debugpy",
+    "_pydevd_bundle": "debugpy",
+    "pydevd_tracing": "debugpy",
+    "py4j": "pyspark",
+    "dask": "distributed",
+    "keras": "tensorflow",
+}
+USERS = {"tqdm", "mxnet"}
+"""Packages of the user's, which hvdlab imports only after the user has."""
+
+
+def imported_modules() -> set[str]:
+    """Return the modules of others that the package imports anywhere, by their first name."""
+    found: set[str] = set()
+    for path in [
+        *ROOT.glob("src/hvdlab/**/*.py"),
+        *(one for room in ROOMS for one in ROOT.glob(f"{room}/**/*.py")),
+    ]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"hvdlab"}
+
+
+def requirement_names(lines: list[str]) -> set[str]:
+    return {re.split(r"[<>=\[;]", line)[0].strip().lower() for line in lines}
+
+
+def test_every_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    development = ("test", "dev", "docs")
+    of_users = [lines for name, lines in extras.items() if name not in development]
+    declared = requirement_names(project["dependencies"] + [line for lines in of_users for line in lines])
+    modules = {BROUGHT.get(name, DISTRIBUTIONS.get(name, name)) for name in imported_modules() - USERS}
+    assert {name.lower() for name in modules} - declared == set()
+
+
+def test_jupyterlab_is_brought_without_packages_that_only_users_need() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert requirement_names(extras["lab"]) == {"jupyterlab", "ipywidgets", "anywidget"}
+
+
 def names_in(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         return archive.namelist()
@@ -91,7 +155,7 @@ def test_a_wheel_has_every_module_once_and_nothing_else_at_the_top(
     version = names[-1].split("/")[0].removesuffix(".dist-info")
     assert {name.split("/")[0] for name in names} == {"hvdlab", f"{version}.dist-info", f"{version}.data"}
     assert {"hvdlab/py.typed", "hvdlab/widgets/static/timeline.js"} <= set(names)
-    assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]
+    assert not [name for name in names if "__pycache__" in name or name.endswith((".so", ".md"))]
 
 
 def test_a_wheel_brings_the_panel_to_where_jupyterlab_finds_it(builds: tuple[Path, Path]) -> None:

@@ -77,10 +77,9 @@ class RunningCells:
             return AbsenceReason(CauseKind.CELL_FAILED, tuple(failed), text + more)
         ended = [rank for rank in missing if last[rank][0] in cells]
         if ended:
-            its = "its cell" if len(ended) == 1 else "their cells"
-            return AbsenceReason(
-                CauseKind.CELL_ENDED, tuple(ended), f"{format_ranks(ended)} finished {its} without it"
-            )
+            ranks = format_ranks(ended)
+            one, several = f"{ranks} finished its cell without it", f"{ranks} finished their cells without it"
+            return AbsenceReason(CauseKind.CELL_ENDED, tuple(ended), one if len(ended) == 1 else several)
         runs = "runs" if len(missing) == 1 else "run"
         return AbsenceReason(CauseKind.CELL_ENDED, tuple(missing), f"{format_ranks(missing)} {runs} no cell")
 

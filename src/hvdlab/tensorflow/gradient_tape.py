@@ -384,8 +384,8 @@ def PartialDistributedGradientTape(
 
     Args:
         gradtape: A ``tf.GradientTape``, before or after it has recorded.
-        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set,
-            scale_local_gradients: As for :func:`DistributedGradientTape`.
+        device_dense, device_sparse, compression, sparse_as_dense: As for :func:`DistributedGradientTape`.
+        op, gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients: Likewise.
         local_layers: A Keras layer, or a list of them, whose trainable weights are local: their gradients are not reduced. They
             must be built.
 

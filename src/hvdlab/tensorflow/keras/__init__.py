@@ -184,8 +184,9 @@ def PartialDistributedOptimizer(
 
     Args:
         optimizer: An optimizer of Keras 3 or of Keras 2 (``tf_keras``).
-        name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, backward_passes_per_step,
-            average_aggregated_gradients, groups, process_set, scale_local_gradients: As for :func:`DistributedOptimizer`.
+        name, device_dense, device_sparse, compression, sparse_as_dense: As for :func:`DistributedOptimizer`.
+        gradient_predivide_factor, op, backward_passes_per_step: Likewise.
+        average_aggregated_gradients, groups, process_set, scale_local_gradients: Likewise.
         local_layers: A Keras layer, or a list of them, whose trainable weights are local: their gradients are not reduced. They
             must be built.
 

@@ -19,6 +19,7 @@ from hvdlab.collectives.membership import LEAVES
 from hvdlab.kernel_ext.notebook import checks
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, ImportDisplay
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
@@ -511,21 +512,26 @@ class Pool:
         Raises:
             InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
         """
-        prompter = prompter or ProcessPrompter()
-        return self._dispatch(
-            source,
-            ranks,
-            label,
-            line_offset,
-            out,
-            timeout,
-            want_value,
-            store_history,
-            file,
-            prompter,
-            late,
-            elastic,
-        ).wait()
+        return self.run_cell(
+            CellRequest(
+                source,
+                ranks=ranks,
+                label=label,
+                line_offset=line_offset,
+                out=out,
+                timeout=timeout,
+                want_value=want_value,
+                store_history=store_history,
+                file=file,
+                prompter=prompter or ProcessPrompter(),
+                late=late,
+                elastic=elastic,
+            )
+        )
+
+    def run_cell(self, request: CellRequest) -> CellResults:
+        """Run a cell on ranks and wait for its end, as :meth:`run` does."""
+        return self._dispatch(request).wait()
 
     def start_run(
         self,
@@ -548,19 +554,25 @@ class Pool:
             InvalidRequestError: As for :meth:`run`.
             StartError: No thread could be started for it. The cell was interrupted at once, and has ended.
         """
-        handle = self._dispatch(
-            source,
-            ranks,
-            label,
-            line_offset,
-            out,
-            timeout,
-            want_value,
-            store_history,
-            file,
-            late=late,
-            elastic=elastic,
+        return self.start_cell(
+            CellRequest(
+                source,
+                ranks=ranks,
+                label=label,
+                line_offset=line_offset,
+                out=out,
+                timeout=timeout,
+                want_value=want_value,
+                store_history=store_history,
+                file=file,
+                late=late,
+                elastic=elastic,
+            )
         )
+
+    def start_cell(self, request: CellRequest) -> CellHandle:
+        """Run a cell in the background, as :meth:`start_run` does."""
+        handle = self._dispatch(request)
         try:
             with checks.limits_explained("the cell could not be run in the background"):
                 handle.drive_in_background()
@@ -574,42 +586,16 @@ class Pool:
         """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
         self._base.runs.interrupt(self._chosen(ranks))
 
-    def _dispatch(
-        self,
-        source: str,
-        ranks: Sequence[int] | None,
-        label: str,
-        line_offset: int,
-        out: OutputSink | None,
-        timeout: float | None,
-        want_value: bool,
-        store_history: bool,
-        file: str,
-        prompter: Prompter | None = None,
-        late: ShowLate | None = None,
-        elastic: Bounds | None = None,
-    ) -> CellHandle:
-        cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
-        if elastic is not None:
-            elastic.check()
-            elastic.check_size(len(chosen), label)
-        recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
-        recorder.show_late(late)
+    def _dispatch(self, request: CellRequest) -> CellHandle:
+        cell, chosen = uuid.uuid4().hex[:12], self._chosen(request.ranks)
+        if request.elastic is not None:
+            request.elastic.check()
+            request.elastic.check_size(len(chosen), request.label)
+        out = NullSink() if request.out is None else request.out
+        recorder = self._base.transcripts.record(cell, request.label, chosen, out)
+        recorder.show_late(request.late)
         try:
-            handle = self._base.runs.dispatch(
-                cell,
-                chosen,
-                source,
-                label=label,
-                line_offset=line_offset,
-                sink=recorder,
-                timeout=timeout,
-                want_value=want_value,
-                store_history=store_history,
-                file=file,
-                prompter=prompter,
-                elastic=elastic,
-            )
+            handle = self._base.runs.dispatch(cell, chosen, request, recorder)
         except BaseException:
             self._base.transcripts.forget(cell)
             raise

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 
 import msgspec
@@ -34,6 +34,7 @@ from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.output.recorder import ShowLate
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
@@ -55,6 +56,60 @@ from hvdlab.kernel_ext.wire.cells import (
     RunCell,
 )
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
+
+
+@dataclass(frozen=True, slots=True)
+class CellRequest:
+    """Request to run a cell on ranks.
+
+    Attributes:
+        source: Python source, with IPython's magics and ``!``.
+        ranks: The ranks that run it; None for all.
+        label: The name that users know the cell by, such as ``[7]``.
+        line_offset: Lines of the notebook's cell above ``source``.
+        out: Takes the output; without it nothing is shown, and the output is only kept.
+        timeout: Seconds after which the ranks are interrupted; None for no limit.
+        want_value: Whether ranks send the value of the last expression.
+        store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
+        file: The name in a frontend's debugger of the cell that ``source`` is the end of.
+        prompter: Asks the user when a rank wants input (``input()``, a debugger), if the main thread drives the cell.
+        late: Shows output of the cell's threads and tasks after its end, ``late(rank, chunks)``; called on a thread of the
+            pool's, and must not block. The output is kept in any case.
+        elastic: How many ranks an elastic cell may have; None if the cell is not elastic. See :meth:`Pool.run`.
+    """
+
+    source: str
+    _: KW_ONLY
+    ranks: Sequence[int] | None = None
+    label: str = ""
+    line_offset: int = 1
+    out: OutputSink | None = None
+    timeout: float | None = None
+    want_value: bool = True
+    store_history: bool = True
+    file: str = ""
+    prompter: Prompter | None = None
+    late: ShowLate | None = None
+    elastic: Bounds | None = None
+
+    def order(self, cell: str) -> RunCell:
+        """Return the message that ranks are sent.
+
+        Args:
+            cell: The id of the cell.
+        """
+        bounds = self.elastic or Bounds(0)
+        return RunCell(
+            cell,
+            self.label,
+            self.source,
+            self.line_offset,
+            self.want_value,
+            store_history=self.store_history,
+            file=self.file,
+            at_least=bounds.at_least,
+            at_most=bounds.at_most,
+        )
 
 
 class MessageFate(Enum):
@@ -257,36 +312,16 @@ class CellDispatcher:
             if self._given_up.get(rank, ("", ""))[0] == cell:
                 del self._given_up[rank]
 
-    def dispatch(
-        self,
-        cell: str,
-        ranks: Sequence[int],
-        source: str,
-        *,
-        label: str,
-        line_offset: int,
-        sink: OutputSink,
-        timeout: float | None,
-        want_value: bool,
-        store_history: bool = True,
-        file: str = "",
-        prompter: Prompter | None = None,
-        elastic: Bounds | None = None,
-    ) -> CellHandle:
-        """Send a cell to ranks. The caller drives the run: by waiting on the handle, or by having it driven in the background."""
-        at_least, at_most = (elastic.at_least, elastic.at_most) if elastic is not None else (0, None)
-        order = RunCell(
-            cell,
-            label,
-            source,
-            line_offset,
-            want_value,
-            store_history=store_history,
-            file=file,
-            at_least=at_least,
-            at_most=at_most,
-        )
-        run = self._begin(order, ReceiveWindow(ranks), ranks, sink, timeout, prompter, elastic)
+    def dispatch(self, cell: str, ranks: Sequence[int], request: CellRequest, sink: OutputSink) -> CellHandle:
+        """Send a cell to ranks. The caller drives the run: by waiting on the handle, or by having it driven in the background.
+
+        Args:
+            cell: The id of the cell.
+            ranks: The ranks that run it; all of them live.
+            request: The cell.
+            sink: Takes the output.
+        """
+        run = self._begin(request.order(cell), ReceiveWindow(ranks), ranks, request, sink)
         try:
             with self._order:
                 self._send(run)
@@ -320,7 +355,8 @@ class CellDispatcher:
         if joined:
             self._newcomers.join(cell, joined)
         order = msgspec.structs.replace(order, joins=False) if order is not None else RunCell(cell, label, "")
-        run = self._begin(order, ReceiveWindow(before, before), tuple(before), sink, None, elastic=elastic)
+        request = CellRequest(order.source, label=label, elastic=elastic)
+        run = self._begin(order, ReceiveWindow(before, before), tuple(before), request, sink)
         run.joined.update(joined)
         run.unknown = elastic is None
         if elastic is not None:
@@ -337,10 +373,8 @@ class CellDispatcher:
         order: RunCell,
         arrivals: ReceiveWindow,
         ranks: Sequence[int],
+        request: CellRequest,
         sink: OutputSink,
-        timeout: float | None,
-        prompter: Prompter | None = None,
-        elastic: Bounds | None = None,
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
         watch = self.lookout.watch(lambda event: handle.feed(event))
@@ -350,11 +384,11 @@ class CellDispatcher:
                 ranks,
                 label=order.label,
                 now=now,
-                timeout=timeout,
+                timeout=request.timeout,
                 stall_time=self._stall_time,
                 replaceable=self._replaceable,
                 newcomers=self._newcomers.all(),
-                elastic=elastic,
+                elastic=request.elastic,
             ),
             sink,
             credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
@@ -362,10 +396,10 @@ class CellDispatcher:
             ask=watch.ask,
             look=watch.look,
             finished=lambda results: self._finished(cell, results),
-            desk=PromptDesk(prompter, self._reply),
+            desk=PromptDesk(request.prompter, self._reply),
             interrupt_delay=self.interrupt_delay,
         )
-        run = _DispatchedCell(order, arrivals, handle, watch, elastic)
+        run = _DispatchedCell(order, arrivals, handle, watch, request.elastic)
         with self._lock:
             self._runs[cell] = run
         return run

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from hvdlab.collectives.client import Client
-from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher, CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
@@ -49,17 +49,8 @@ def runs_of(client: Said) -> CellDispatcher:
 def start(
     runs: CellDispatcher, cell: str, elastic: Bounds | None = None, sink: OutputSink | None = None
 ) -> CellHandle:
-    return runs.dispatch(
-        cell,
-        [0, 1],
-        "pass",
-        label="[1]",
-        line_offset=1,
-        sink=sink or NullSink(),
-        timeout=None,
-        want_value=True,
-        elastic=elastic,
-    )
+    request = CellRequest("pass", label="[1]", elastic=elastic)
+    return runs.dispatch(cell, [0, 1], request, sink or NullSink())
 
 
 def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:

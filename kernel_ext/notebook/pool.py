@@ -28,12 +28,12 @@ from hvdlab.kernel_ext.notebook.kept_pools import launcher_of
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState
 from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
-from hvdlab.kernel_ext.notebook.requests import Answer
+from hvdlab.kernel_ext.notebook.requests import A
 from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks, native_stacks
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter, Prompter
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter, save_trace
-from hvdlab.kernel_ext.notebook.unsynced import SyncResult
+from hvdlab.kernel_ext.notebook.unsynced import SyncResult, sync_cell
 from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
 from hvdlab.kernel_ext.notebook.variables.overview import BUDGET, Overview, Ranks, TensorTable
@@ -73,8 +73,6 @@ if TYPE_CHECKING:
 
 LOOK_WITHIN = 7.0
 """Seconds that the pool waits for ranks that look at something; they give up by themselves before that."""
-
-
 ANSWER_WITHIN = 1.0
 """Seconds that a rank has to answer; its control thread does, whatever the rank is doing."""
 
@@ -90,15 +88,16 @@ class Pool:
         replaceable: Whether the launcher can start single ranks, so that lost ones can be replaced.
     """
 
-    def __init__(self, base: PoolParts) -> None:
-        self._base = base
-        self.launcher, self.plane = base.launcher, base.plane
-        self.replaceable = Capability.SINGLE_RANKS in base.launch.capabilities
+    def __init__(self, parts: PoolParts) -> None:
+        self._parts, self._group, self._runs = parts, parts.group, parts.runs
+        self._requests, self._admission = parts.runs.questions, parts.admission
+        self.launcher, self.plane = parts.launcher, parts.plane
+        self.replaceable = Capability.SINGLE_RANKS in parts.launch.capabilities
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: TraceFileWriter | None = None
         # When this process exits, or the pool is garbage-collected, the ranks end, unless the pool is kept.
-        self._leave = weakref.finalize(self, base.leave)
+        self._leave = weakref.finalize(self, parts.leave)
 
     @classmethod
     def start(
@@ -139,7 +138,7 @@ class Pool:
             checks.check_not_in_rank()
             size = checks.check_size(checks.default_size() if np is None else np)
             with checks.limits_explained("the pool could not be started"):
-                base = PoolParts.start(
+                parts = PoolParts.start(
                     size,
                     launcher,
                     plane,
@@ -154,7 +153,7 @@ class Pool:
             if warm is not None:
                 warm.close()
             raise
-        return cls(base)
+        return cls(parts)
 
     @classmethod
     def attach(
@@ -192,32 +191,32 @@ class Pool:
     @property
     def name(self) -> str:
         """The name of a pool that outlives this process; empty for any other pool."""
-        return self._base.keeping.name if self._base.keeping is not None else ""
+        return self._parts.keeping.name if self._parts.keeping is not None else ""
 
     @property
     def ranks(self) -> Ranks:
         """Ranks that live and take cells, as numbers; ``ranks[3]`` is a view of rank 3's variables."""
-        return Ranks(() if self._stopped else self._base.group.ready(), self)
+        return Ranks(() if self._stopped else self._group.ready(), self)
 
     @property
     def resumed(self) -> tuple[CellHandle, ...]:
         """Cells that :meth:`attach` found and has gone on with."""
-        return tuple(self._base.resumed)
+        return tuple(self._parts.resumed)
 
     @property
     def size(self) -> int:
         """Number of ranks that the pool is made of, lost ones included."""
-        return 0 if self._stopped else len(self._base.group.members.wanted)
+        return 0 if self._stopped else len(self._group.members.wanted)
 
     @property
     def lost(self) -> dict[int, str]:
         """Rank to the reason of its end, for ranks that have ended; :meth:`repair` starts them again."""
-        members = self._base.group.members
+        members = self._group.members
         return {rank: m.reason for rank in members.lost if (m := members.get(rank)) is not None}
 
     def last_words(self, rank: int) -> str:
         """The last lines of a lost rank's standard error that were left unread when it ended, such as a crash report."""
-        member = self._base.group.members.get(rank)
+        member = self._group.members.get(rank)
         return member.tail if member is not None else ""
 
     @property
@@ -228,42 +227,42 @@ class Pool:
         if not self._changing.acquire(blocking=False):
             return "starting"
         self._changing.release()
-        return "running" if self._base.runs.active else "idle"
+        return "running" if self._runs.active else "idle"
 
     @property
     def broken(self) -> str:
         """Why nothing can be done with the pool any more but to stop it; empty if all is well."""
-        return "" if self._stopped else self._base.broken
+        return "" if self._stopped else self._parts.broken
 
     def news(self) -> list[str]:
         """Sentences about what happened while no cell was running, such as a coordinator that was replaced.
 
         What happens while cells run is shown under these cells. Each sentence is returned once.
         """
-        return [] if self._stopped else self._base.news()
+        return [] if self._stopped else self._runs.take_notices()
 
     @property
     def client(self) -> Client:
         """The connection to the coordinator."""
-        return self._base.client
+        return self._parts.client
 
     @property
     def transcripts(self) -> TranscriptStore:
         """Return the output of this pool's cells."""
-        return self._base.transcripts
+        return self._parts.transcripts
 
     @property
     def cluster(self) -> Cluster:
         """The ``ipyparallel.Cluster`` of these ranks. The first use waits until its controller is up (about 1 s)."""
         self._check_running()
-        return self._base.companion.cluster
+        return self._parts.companion.cluster
 
     def status(self) -> list[RankStatus]:
         """Return the status of each rank, whether or not it runs a cell. Takes a second at most."""
         self._check_running()
-        members, runs = self._base.group.members, self._base.runs
+        members = self._group.members
         there = tuple(sorted({*members.ready, *members.let_go}))
-        answers = runs.questions.ask(AskStatus, there, Deadline(ANSWER_WITHIN))
+        answers = self._ask(Status, AskStatus, there)
         hosts = {member.rank: member.host for member in self.client.membership().members}
         found: list[RankStatus] = []
         for rank in sorted({*members.wanted, *members.let_go}):
@@ -271,7 +270,7 @@ class Pool:
             if member is None:
                 continue
             state = f"lost: {member.reason}" if member.reason else member.state.value
-            if isinstance(answer, Status):
+            if answer is not None:
                 status = rank_status(rank, hosts.get(rank, ""), member.pid, answer)
                 found.append(
                     replace(status, state=f"{status.state}, {LEAVES}") if member.at_commit else status
@@ -282,9 +281,9 @@ class Pool:
         return found
 
     def elastic(self) -> ElasticState:
-        """Which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
+        """Return which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
         self._check_running()
-        return self._base.elastic_state(self.newcomers)
+        return self._admission.state(self.newcomers)
 
     def on_membership_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have ``callback`` called after each change of what :meth:`elastic` returns, on any thread. It must not block.
@@ -292,25 +291,25 @@ class Pool:
         Returns:
             A function that ends that. A call that is already under way may still come afterwards.
         """
-        return self._base.history.listen(callback)
+        return self._parts.history.listen(callback)
 
     @property
     def first_to_fail(self) -> int | None:
         """The rank that failed first in the last cell that did not end well; None if there was none."""
-        return self._base.runs.first_to_fail
+        return self._runs.first_to_fail
 
     @property
     def hanging(self) -> dict[int, str]:
         """Rank to the label of its cell, for ranks that were given up after an interrupt and still are in that cell."""
-        given_up = self._base.runs.given_up
+        given_up = self._runs.given_up
         if not given_up or self._stopped:
             return {}
         asked = [rank for rank in given_up if rank in self.ranks]
-        for rank, answer in self._base.runs.questions.ask(AskStatus, asked, Deadline(ANSWER_WITHIN)).items():
+        for rank, answer in self._ask(Status, AskStatus, asked).items():
             cell, _ = given_up[rank]
-            if isinstance(answer, Status) and answer.cell != cell:
-                self._base.runs.answers_again(rank, cell)
-        return {rank: label for rank, (_, label) in self._base.runs.given_up.items()}
+            if answer.cell != cell:
+                self._runs.answers_again(rank, cell)
+        return {rank: label for rank, (_, label) in self._runs.given_up.items()}
 
     # -- variables ------------------------------------------------------------------------------------------------
 
@@ -321,7 +320,12 @@ class Pool:
             InvalidRequestError: One of these ranks is lost or does not exist.
             HvdlabError: A value can't be pickled, or a rank could not unpickle it.
         """
-        transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
+        transfer.push(
+            self._requests,
+            values,
+            self._chosen(ranks),
+            near=self._group.ranks_on_this_host(),
+        )
 
     def pull(
         self, name: str, ranks: Sequence[int] | None = None, *, imports: ImportDisplay | None = None
@@ -338,11 +342,12 @@ class Pool:
             LookupError: The value does not exist on a rank, can't be sent, or there is no memory for it in this process.
         """
         return transfer.pull(
-            self._base.runs.questions, name, self._chosen(ranks), near=self._near(), imports=imports
+            self._requests,
+            name,
+            self._chosen(ranks),
+            near=self._group.ranks_on_this_host(),
+            imports=imports,
         )
-
-    def _near(self) -> set[int]:
-        return self._base.near()
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         self._check_running()
@@ -380,28 +385,31 @@ class Pool:
             raise InvalidRequestError(
                 f"diff takes the name of a variable, or special= with one of {', '.join(SPECIAL)}"
             )
-        questions = self._base.runs.questions
-        return diff(questions, name, self._chosen(ranks), special=special, near=self._near())
+        questions = self._requests
+        return diff(
+            questions, name, self._chosen(ranks), special=special, near=self._group.ranks_on_this_host()
+        )
 
     def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, VariableView]:
         """Rank to a description of an expression's value there, of these ranks (by default all), also while they run a cell.
 
         Ranks that do not answer are missing.
         """
-        answers = self._look(lambda ticket: AskView(ticket, expression), ranks)
-        return {rank: answer for rank, answer in answers.items() if isinstance(answer, VariableView)}
+        return self._ask(
+            VariableView, lambda ticket: AskView(ticket, expression), self._chosen(ranks), LOOK_WITHIN
+        )
 
     def variables(self, ranks: Sequence[int] | None = None) -> Overview:
         """The user's variables on these ranks (by default all), and where they differ; also while cells run."""
         chosen = self._chosen(ranks)
-        answers = self._look(lambda ticket: AskVariables(ticket, BUDGET), chosen)
-        found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Variables)}
+        found = self._ask(Variables, lambda ticket: AskVariables(ticket, BUDGET), chosen, LOOK_WITHIN)
         return Overview(found, tuple(rank for rank in chosen if rank not in found))
 
     def tensors(self, ranks: Sequence[int] | None = None, *, most: int = 20) -> TensorTable:
         """The ``most`` largest arrays and tensors on each of these ranks (by default all), also while cells run."""
-        answers = self._look(lambda ticket: AskTensors(ticket, most), ranks)
-        return TensorTable({rank: answer for rank, answer in answers.items() if isinstance(answer, Tensors)})
+        return TensorTable(
+            self._ask(Tensors, lambda ticket: AskTensors(ticket, most), self._chosen(ranks), LOOK_WITHIN)
+        )
 
     def native(self, ranks: Sequence[int] | None = None) -> NativeStacks:
         """Where ranks of this host (by default all) are, with the frames below Python. Takes seconds.
@@ -409,50 +417,37 @@ class Pool:
         Raises:
             InvalidRequestError: py-spy is not installed, or none of these ranks is on this host.
         """
-        chosen, near = self._chosen(ranks), self._near()
-        pids = {m.rank: m.pid for m in self._base.client.membership().members if m.rank in chosen}
+        chosen, near = self._chosen(ranks), self._group.ranks_on_this_host()
+        pids = {m.rank: m.pid for m in self._parts.client.membership().members if m.rank in chosen}
         here = {rank: pid for rank, pid in sorted(pids.items()) if rank in near}
         if not here:
             raise InvalidRequestError("native frames can be read of ranks on this host only")
         return native_stacks(here)
-
-    def _look(self, make: Callable[[int], Payload], ranks: Sequence[int] | None) -> dict[int, Answer]:
-        return dict(
-            sorted(self._base.runs.questions.ask(make, self._chosen(ranks), Deadline(LOOK_WITHIN)).items())
-        )
 
     # -- requests to ranks -----------------------------------------------------------------------------------------------
 
     def where(self, ranks: Sequence[int] | None = None) -> RankLocations:
         """Where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
         chosen = self._chosen(ranks)
-        answers = self._base.runs.questions.ask(AskStack, chosen, Deadline(ANSWER_WITHIN))
-        stacks = {rank: answer for rank, answer in answers.items() if isinstance(answer, Stack)}
+        stacks = self._ask(Stack, AskStack, chosen)
         silent = [rank for rank in chosen if rank not in stacks]
-        return RankLocations(stacks, self._base.runs.lookout.look(silent) if silent else None)
+        return RankLocations(stacks, self._runs.lookout.look(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
         """Rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
-        answers = self._base.runs.questions.ask(AskNames, self._chosen(ranks), Deadline(ANSWER_WITHIN))
-        return {rank: answer for rank, answer in answers.items() if isinstance(answer, UserNames)}
+        return self._ask(UserNames, AskNames, self._chosen(ranks))
 
     def complete(
         self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
     ) -> Completions | None:
         """Completions from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` seconds."""
-        answers = self._base.runs.questions.ask(
-            lambda ticket: Complete(ticket, code, cursor), self._one(rank), Deadline(timeout)
-        )
-        return next((a for a in answers.values() if isinstance(a, Completions)), None)
+        return self._ask_one(Completions, lambda ticket: Complete(ticket, code, cursor), rank, timeout)
 
     def inspect(
         self, code: str, cursor: int, detail: int = 0, *, rank: int | None = None, timeout: float = 2
     ) -> Inspection | None:
         """Documentation from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` s."""
-        answers = self._base.runs.questions.ask(
-            lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
-        )
-        return next((a for a in answers.values() if isinstance(a, Inspection)), None)
+        return self._ask_one(Inspection, lambda ticket: Inspect(ticket, code, cursor, detail), rank, timeout)
 
     def express(
         self, expressions: Mapping[str, str], *, rank: int | None = None, timeout: float = 10
@@ -462,13 +457,25 @@ class Pool:
         ``None`` if the rank does not answer within ``timeout`` seconds.
         """
         asked = dict(expressions)
-        answers = self._base.runs.questions.ask(
-            lambda ticket: EvaluateExpressions(ticket, asked), self._one(rank), Deadline(timeout)
+        answer = self._ask_one(
+            ExpressionValues, lambda ticket: EvaluateExpressions(ticket, asked), rank, timeout
         )
-        return next((a.results for a in answers.values() if isinstance(a, ExpressionValues)), None)
+        return answer.results if answer is not None else None
 
-    def _one(self, rank: int | None) -> tuple[int, ...]:
-        return self._chosen(self.ranks[:1] if rank is None else [rank])
+    def _ask(
+        self,
+        kind: type[A],
+        make: Callable[[int], Payload],
+        ranks: Sequence[int],
+        within: float = ANSWER_WITHIN,
+    ) -> dict[int, A]:
+        return self._requests.ask_for(kind, make, ranks, Deadline(within))
+
+    def _ask_one(
+        self, kind: type[A], make: Callable[[int], Payload], rank: int | None, within: float
+    ) -> A | None:
+        chosen = self._chosen(self.ranks[:1] if rank is None else [rank])
+        return next(iter(self._ask(kind, make, chosen, within).values()), None)
 
     # -- cells -----------------------------------------------------------------------------------------------------------
 
@@ -584,7 +591,7 @@ class Pool:
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
-        self._base.runs.interrupt(self._chosen(ranks))
+        self._runs.interrupt(self._chosen(ranks))
 
     def _dispatch(self, request: CellRequest) -> CellHandle:
         cell, chosen = uuid.uuid4().hex[:12], self._chosen(request.ranks)
@@ -592,12 +599,12 @@ class Pool:
             request.elastic.check()
             request.elastic.check_size(len(chosen), request.label)
         out = NullSink() if request.out is None else request.out
-        recorder = self._base.transcripts.record(cell, request.label, chosen, out)
+        recorder = self._parts.transcripts.record(cell, request.label, chosen, out)
         recorder.show_late(request.late)
         try:
-            handle = self._base.runs.dispatch(cell, chosen, request, recorder)
+            handle = self._runs.dispatch(cell, chosen, request, recorder)
         except BaseException:
-            self._base.transcripts.forget(cell)
+            self._parts.transcripts.forget(cell)
             raise
         recorder.driven(lambda: handle.feed(DeadlineReached()))
         return handle
@@ -621,25 +628,23 @@ class Pool:
         self._check_running()
         wanted = checks.check_size(np)
         with self._changing, checks.limits_explained(f"the pool could not get {wanted} ranks"):
-            self._base.check_resizable(wanted)
-            self._base.check_elastic(wanted)
-            self._base.check_dropped(wanted)
-            deadline, before = Deadline(timeout), self._base.group.ready()
-            leaving = tuple(rank for rank in before if rank >= wanted) if self._base.runs.elastic() else ()
+            self._parts.check_resizable(wanted)
+            self._admission.check_size(wanted)
+            self._parts.check_dropped(wanted)
+            deadline, before = Deadline(timeout), self._group.ready()
+            leaving = tuple(rank for rank in before if rank >= wanted) if self._runs.elastic() else ()
             if leaving:
-                self._base.runs.release(leaving)
-            if leaving or self._base.group.members.let_go:  # an earlier call may not have waited long enough
+                self._runs.release(leaving)
+            if leaving or self._group.members.let_go:  # an earlier call may not have waited long enough
                 try:
-                    self._base.group.let_go(
-                        [r for r in self._base.group.members.wanted if r < wanted], deadline
-                    )
+                    self._group.let_go([r for r in self._group.members.wanted if r < wanted], deadline)
                 finally:
-                    self._base.note_kept()  # the ranks have been let go, also if they have not left in time
-            self._base.group.want(range(wanted), deadline)
-            new = [rank for rank in self._base.group.ready() if rank not in before]
-            self._base.came("resize", new)
-            self._base.note_kept()
-            self._base.bring_in(new, timeout)
+                    self._parts.note_kept()  # the ranks have been let go, also if they have not left in time
+            self._group.want(range(wanted), deadline)
+            new = [rank for rank in self._group.ready() if rank not in before]
+            self._admission.ranks_added("resize", new)
+            self._parts.note_kept()
+            self._admission.admit_to_elastic_cells(new, timeout)
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
         """Start lost ranks again under their old numbers, with empty memory. Returns them.
@@ -653,13 +658,13 @@ class Pool:
         self._check_running()
         deadline = Deadline(timeout)
         with self._changing:
-            self._base.group.settle(deadline)
-            lost = self._base.group.members.lost
+            self._group.settle(deadline)
+            lost = self._group.members.lost
             if lost:
-                self._base.check_replaceable()
-                self._base.group.want(self._base.group.members.wanted, deadline, replace_lost=True)
-                self._base.came("repair", lost)
-                self._base.bring_in(lost, timeout)
+                self._parts.check_replaceable()
+                self._group.want(self._group.members.wanted, deadline, replace_lost=True)
+                self._admission.ranks_added("repair", lost)
+                self._admission.admit_to_elastic_cells(lost, timeout)
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
@@ -671,24 +676,24 @@ class Pool:
         """
         self._check_running()
         with self._changing:
-            self._base.check_replaceable()
-            wanted = self._base.group.members.wanted
+            self._parts.check_replaceable()
+            wanted = self._group.members.wanted
             chosen = wanted if ranks is None else tuple(ranks)
             if unknown := sorted(set(chosen) - set(wanted)):
                 raise InvalidRequestError(
                     f"there is no rank {unknown[0]}; the pool has {format_ranks(wanted)}."
                 )
             deadline = Deadline(timeout)
-            self._base.group.end(chosen, deadline)
-            self._base.group.want(wanted, deadline, replace_lost=True)
-            self._base.came("restart", chosen)
-            self._base.bring_in(chosen, timeout)
+            self._group.end(chosen, deadline)
+            self._group.want(wanted, deadline, replace_lost=True)
+            self._admission.ranks_added("restart", chosen)
+            self._admission.admit_to_elastic_cells(chosen, timeout)
 
     @property
     def newcomers(self) -> tuple[int, ...]:
         """Living ranks that were started after others, and to which :meth:`sync` has brought nothing yet."""
-        newcomers = self._base.newcomers.all()
-        return tuple(rank for rank in self._base.group.ready() if rank in newcomers)
+        newcomers = self._parts.newcomers.all()
+        return tuple(rank for rank in self._group.ready() if rank in newcomers)
 
     def sync(
         self,
@@ -731,18 +736,16 @@ class Pool:
         source = others[0] if source is None else self._chosen([source])[0]
         if source in targets:
             raise InvalidRequestError(f"rank {source} can't get from itself what it knows.")
-        if lost := self.lost:  # a newcomer's hvd.init() would wait for it
-            are = "is" if len(lost) == 1 else "are"
+        if lost := sorted(self.lost):  # a newcomer's hvd.init() would wait for it
             raise InvalidRequestError(
-                f"{format_ranks(list(lost))} {are} lost, and the world is complete only with all of its ranks; "
-                "`%hvd_pool repair` or pool.repair() comes first."
+                f"{format_ranks(lost)} {'is' if len(lost) == 1 else 'are'} lost, and the world is complete only with all of its "
+                "ranks; `%hvd_pool repair` or pool.repair() comes first."
             )
         begin = time.monotonic()
-        call = f"bring({source}, {targets!r}, {tuple(without)!r})"
-        cell = f"__import__('hvdlab.kernel_ext.rank.sync', fromlist=['bring']).{call}"
+        cell = sync_cell(source, targets, without)
         results = self.run(cell, label="sync", timeout=timeout, store_history=False)
-        if (ran := self._base.transcripts.find("sync")) is not None:  # `%hvd_output` is of the user's cells
-            self._base.transcripts.forget(ran.transcript.cell)
+        if (ran := self._parts.transcripts.find("sync")) is not None:  # `%hvd_output` is of the user's cells
+            self._parts.transcripts.forget(ran.transcript.cell)
         if not results.ok:
             cause = results.root_cause
             raise HvdlabError(
@@ -750,7 +753,7 @@ class Pool:
             )
         values = {rank: results.value(rank) for rank in (source, *targets)}
         done = SyncResult.of(source, targets, values, time.monotonic() - begin)
-        self._base.newcomers.know(targets)
+        self._parts.newcomers.know(targets)
         return done
 
     # -- spans and metrics -----------------------------------------------------------------------------------------------
@@ -848,7 +851,7 @@ class Pool:
                 self.stop_timeline()
             finally:
                 self._leave.detach()
-                self._base.close()
+                self._parts.close()
 
     def detach(self) -> None:
         """Let go of a pool that was started with ``keep``: its ranks stay. Idempotent.
@@ -861,7 +864,7 @@ class Pool:
                 "these ranks end with this process; only a pool that was started with keep= "
                 "(`%hvd_pool start --keep`) can be left to itself"
             )
-        self._base.runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
+        self._runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
         with self._changing:
             if self._stopped:
                 return
@@ -888,7 +891,7 @@ class Pool:
             raise InvalidRequestError(
                 "the pool has been stopped; start a new one with `%hvd_pool start` or Pool.start()."
             )
-        if broken := self._base.broken:
+        if broken := self._parts.broken:
             raise StartError(f"the pool has broken down: {broken}; stop it and start a new one.")
 
 

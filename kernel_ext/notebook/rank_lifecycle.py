@@ -13,6 +13,7 @@ import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.kernel_ext.notebook.output.crash import last_lines
@@ -102,6 +103,20 @@ class RankLifecycle:
         """Rank to process id of the ranks that live."""
         with self._changed:
             return self._members.living()
+
+    def loss_reason(self, rank: int) -> str:
+        """Return the reason why a rank takes no cells any more; empty if it lives."""
+        member = self._members.get(rank)
+        return member.reason if member is not None else "it left the pool"
+
+    def local_pid(self, rank: int) -> int | None:
+        """Return the process of a rank on this host; None if it runs elsewhere."""
+        members = self._client.membership().members
+        return next((m.pid for m in members if m.rank == rank and m.host == host_key()), None)
+
+    def ranks_on_this_host(self) -> set[int]:
+        """Return the ranks that share memory with this process."""
+        return {m.rank for m in self._client.membership().members if m.host == host_key()}
 
     # -- events ---------------------------------------------------------------------------------------------------
 

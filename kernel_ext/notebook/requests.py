@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.wire.cells import RetainedCells
@@ -31,6 +32,8 @@ Answer = (
     | UserNames
     | InspectAnswer
 )
+
+A = TypeVar("A", bound=Payload)
 
 
 @dataclass(slots=True)
@@ -95,6 +98,17 @@ class RankRequests:
         finally:
             with self._changed:
                 del self._open[ticket]
+
+    def ask_for(
+        self, kind: type[A], make: Callable[[int], Payload], ranks: Sequence[int], deadline: Deadline
+    ) -> dict[int, A]:
+        """Ask these ranks and wait, as :meth:`ask` does, and return the answers of one kind, in the order of ranks.
+
+        Args:
+            kind: The class of the answers; a rank that answers otherwise, as with an error, is missing from the result.
+        """
+        answers = self.ask(make, ranks, deadline)
+        return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, kind)}
 
     def tell(self, payload: Payload, ranks: Sequence[int]) -> None:
         """Send a payload that needs no answer, and may get lost."""

@@ -107,6 +107,18 @@ class UnsyncedRanks:
             self._joining.pop(rank, None)
 
 
+def sync_cell(source: int, targets: Sequence[int], without: Collection[str]) -> str:
+    """Return the source of the cell that brings the variables of one rank to others; it runs on all ranks.
+
+    Args:
+        source: The rank that they come from.
+        targets: The ranks that get them.
+        without: Names of variables to leave out.
+    """
+    call = f"bring({source}, {tuple(targets)!r}, {tuple(without)!r})"
+    return f"__import__('hvdlab.kernel_ext.rank.sync', fromlist=['bring']).{call}"
+
+
 @dataclass(frozen=True, slots=True)
 class SyncResult:
     """Outcome of :meth:`hvdlab.kernel_ext.notebook.pool.Pool.sync`. Its ``str`` is a line on that, and one for each failure.

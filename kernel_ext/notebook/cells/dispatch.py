@@ -9,9 +9,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -34,7 +36,7 @@ from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
-from hvdlab.kernel_ext.notebook.output.recorder import ShowLate
+from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
@@ -242,6 +244,18 @@ class _DispatchedCell:
             yield self.order, others
 
 
+class RankDirectory(Protocol):
+    """Directory of a pool's ranks, as far as :class:`CellDispatcher` uses it."""
+
+    def loss_reason(self, rank: int) -> str:
+        """Return the reason why a rank takes no cells any more; empty if it lives."""
+        ...
+
+    def local_pid(self, rank: int) -> int | None:
+        """Return the process of a rank on this host; None if it runs elsewhere."""
+        ...
+
+
 class CellDispatcher:
     """Dispatches cells and gives each what comes from the ranks.
 
@@ -250,14 +264,11 @@ class CellDispatcher:
 
     Args:
         client: The connection to the coordinator.
-        reason: Why a rank is lost, or an empty text.
-        local_pid: The process of a rank on this host, or None.
+        ranks: The ranks.
+        transcripts: Takes what ranks write after the end of a cell.
         stall_time: Seconds after which a line under a cell says what it waits for; None: never.
         replaceable: Whether single ranks can be started again.
         newcomers: The ranks that came later than others and have nothing of what those know.
-        late: Called with what a rank wrote after the end of its cell, for which :meth:`credit_late` has to be called in the end. The
-            client's thread; must not block.
-        untold: Called with each line that :meth:`tell` gave a cell too late: it had ended. The thread that drove the cell; must not block.
 
     Attributes:
         interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted, for cells that begin from then on.
@@ -267,31 +278,31 @@ class CellDispatcher:
     def __init__(
         self,
         client: Client,
+        ranks: RankDirectory,
+        transcripts: TranscriptStore,
         *,
-        reason: Callable[[int], str],
-        local_pid: Callable[[int], int | None] = lambda rank: None,
         stall_time: float | None = None,
         replaceable: bool = True,
         newcomers: UnsyncedRanks | None = None,
-        late: Callable[[int, Late], None] = lambda rank, late: None,
-        untold: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.interrupt_delay = 0.0
-        self._late, self._newcomers, self._untold = late, newcomers or UnsyncedRanks(), untold
+        self._newcomers = newcomers or UnsyncedRanks()
         self._client = client
-        self._reason = reason
+        self._ranks, self._transcripts = ranks, transcripts
         self._lock = threading.Lock()
         self._runs: dict[str, _DispatchedCell] = {}
         self._order = threading.Lock()  # held while cells are sent, so that all ranks get them in one order
         self._connected = True
         self._leaving = False
         self._lost_at = 0.0
+        self._notices: list[str] = []  # lines that no cell has shown
+        self._silent = False
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time, self._replaceable = stall_time, replaceable
         self._given_up: dict[int, tuple[str, str]] = {}
         self.first_to_fail: int | None = None
-        self.questions = RankRequests(self.post, gone=lambda rank: bool(reason(rank)))
-        self.lookout = StackProbe(self.post, self.questions, local_pid)
+        self.questions = RankRequests(self.post, gone=lambda rank: bool(ranks.loss_reason(rank)))
+        self.lookout = StackProbe(self.post, self.questions, ranks.local_pid)
         client.on_mail(TO_POOL, self._take)
         client.on_stall(self._stalled)
 
@@ -447,7 +458,7 @@ class CellDispatcher:
 
     def _tell_dead(self, run: _DispatchedCell, ranks: Sequence[int] | None = None) -> None:
         for rank in run.handle.ranks if ranks is None else ranks:
-            if reason := self._reason(rank):  # it died between the caller's look and now
+            if reason := self._ranks.loss_reason(rank):  # it died between the caller's look and now
                 run.arrivals.died(rank)
                 run.handle.feed(RankDied(rank, reason, time.monotonic_ns()))
 
@@ -469,13 +480,27 @@ class CellDispatcher:
         with contextlib.suppress(CoordinatorLostError):
             self._client.post(topic, body, ranks)
 
-    def tell(self, text: str) -> bool:
-        """Show this line under the cells that run; False if there are none. Any thread."""
+    def notice(self, text: str) -> None:
+        """Show this line to the user: under the cells that run, or before the next cell. Any thread."""
         with self._lock:
+            if self._silent:
+                return
             # Under the lock: a run that is taken out of these has the line by then, and gives back what it has not shown.
             for run in self._runs.values():
                 run.handle.feed(PoolNews(text))
-            return bool(self._runs)
+            if not self._runs:
+                self._notices.append(text)
+
+    def take_notices(self) -> list[str]:
+        """Return the lines of :meth:`notice` that no cell has shown. Each is returned once. Any thread."""
+        with self._lock:
+            notices, self._notices = self._notices, []
+        return notices
+
+    def silence(self) -> None:
+        """Show no further lines, as the pool is about to end. Any thread."""
+        with self._lock:
+            self._silent = True
 
     def _reply(self, rank: int, reply: PromptReply) -> None:
         self.post(TO_RANK, encode(reply), [rank])
@@ -642,8 +667,9 @@ class CellDispatcher:
         if results is not None and not results.ok:
             self.first_to_fail = _first_to_fail(results)
         if run is not None:
-            for text in run.handle.take_untold():
-                self._untold(text)
+            notices = run.handle.take_untold()
+            with self._lock:
+                self._notices += notices
             run.watch.close()
             gone = set(results.unanswered) if results is not None else set()
             if late := [rank for rank in run.arrivals.waiting if rank not in gone]:
@@ -664,7 +690,8 @@ class CellDispatcher:
             if run is not None:
                 self._feed(run, rank, payload)
         elif isinstance(payload, Late):
-            self._late(rank, payload)
+            shown = partial(self.credit_late, rank, payload)
+            self._transcripts.late(rank, payload.cell, payload.chunks, shown)
         elif isinstance(payload, JoinedCell):
             self._newcomers.entered(payload.cell, rank)
         elif isinstance(payload, PromptRequest | PromptWithdrawn):

@@ -15,6 +15,7 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.variables import diff as diffing
 from hvdlab.kernel_ext.notebook.variables.diff import Diff
 from patience import HOUR, PATIENCE
+from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 
@@ -147,7 +148,7 @@ def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -
     # An examination that is not let go would be kept for a pool that seems to be gone; for so long here that it is seen.
     assert pool.run(f"import hvdlab.kernel_ext.rank.examining as examining\nexamining.PATIENCE = {HOUR}").ok
     handle = pool.start_run("import threading; go = threading.Event(); go.wait()", ranks=[0])
-    questions, over = pool._base.runs.questions, threading.Event()
+    questions, over = PoolProbe(pool).runs.questions, threading.Event()
 
     def interrupt() -> None:
         while not over.is_set() and not questions._open:

@@ -17,7 +17,7 @@ from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.failure import failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
@@ -180,7 +180,7 @@ def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOut
         return None
     publisher = _publisher(session, background=True)
 
-    def make() -> TimedSink:
+    def make() -> OutputSink:
         cell, plain = uuid.uuid4().hex[:12], session.ranks_by_default
         sink = _foreground_sink(publisher, ranks, output, cell, plain=plain, known=session.areas)
         limit = shown_limit(os.environ)
@@ -197,7 +197,7 @@ def _foreground_sink(
     *,
     plain: bool,
     known: KnownAreas | None,
-) -> TimedSink:
+) -> OutputSink:
     screen: Screen = (
         TerminalScreen(ranks)
         if publisher is None

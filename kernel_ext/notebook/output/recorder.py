@@ -13,7 +13,6 @@ from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
 from hvdlab.kernel_ext.notebook.output.error_report import report
-from hvdlab.kernel_ext.notebook.output.limit import KeptSink
 from hvdlab.kernel_ext.notebook.output.transcript import Ending, Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
@@ -41,8 +40,8 @@ FREE_PART = 10
 """What is left free on the disk: these bytes, or one part in so many of a small one."""
 
 
-class CellRecorder:
-    """The sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
+class CellRecorder(OutputSink):
+    """Sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
 
     A sink that fails shows nothing from then on; :meth:`finished` raises what the first sink raised.
 
@@ -58,8 +57,7 @@ class CellRecorder:
         )
         self._wake: Callable[[], None] | None = None
         self._late: ShowLate | None = None
-        if isinstance(sink, KeptSink):
-            sink.kept(transcript)
+        sink.kept(transcript)
 
     def driven(self, wake: Callable[[], None]) -> None:
         """Set what :meth:`attach` calls to have the driver of the run call :meth:`tick` soon."""
@@ -90,8 +88,7 @@ class CellRecorder:
 
         Any thread. Once the cell has ended, the sink gets all and no ending.
         """
-        if isinstance(sink, KeptSink):
-            sink.kept(self.transcript)
+        sink.kept(self.transcript)
         with self.transcript.lock:
             self.transcript.replay(sink, ranks)
             if self.transcript.running:

@@ -92,7 +92,7 @@ locked = [threading.Lock(), 1]
 @pytest.mark.parametrize("near", [True, False])
 def test_where_texts_differ_is_shown(pool: Pool, monkeypatch: pytest.MonkeyPatch, near: bool) -> None:
     if not near:  # as if on different hosts
-        monkeypatch.setattr(type(pool), "_near", lambda self: set())
+        monkeypatch.setattr(PoolProbe(pool).group, "ranks_on_this_host", lambda: set())
     assert pool.run(TEXTS).ok
 
     def rows(name: str) -> list[tuple[object, ...]]:
@@ -123,7 +123,9 @@ def large_rows(found: Diff) -> list[tuple[tuple[int, ...], tuple[int, ...] | Non
 def test_large_arrays_are_compared_between_the_ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [((1,), (3_000_000,), 1, 1.0), ((2,), (3_000_000,), 1, 2.0)]
     assert large_rows(pool.diff("large")) == expected
-    monkeypatch.setattr(type(pool), "_near", lambda self: set())  # as if on different hosts
+    monkeypatch.setattr(
+        PoolProbe(pool).group, "ranks_on_this_host", lambda: set()
+    )  # as if on different hosts
     assert large_rows(pool.diff("large")) == expected
     monkeypatch.setattr(diffing, "SENT_BYTES", 4 << 20)
     assert large_rows(pool.diff("large + np.arange(large.size) % 7 * (rank == 1)"))[0][2] > 6_000_000

@@ -37,7 +37,7 @@ from hvdlab.kernel_ext.notebook.unsynced import SyncResult, sync_cell
 from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
 from hvdlab.kernel_ext.notebook.variables.overview import BUDGET, Overview, Ranks, TensorTable
-from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.channel import RankRequest
 from hvdlab.kernel_ext.wire.compare import (
     SPECIAL,
     AskTensors,
@@ -465,14 +465,14 @@ class Pool:
     def _ask(
         self,
         kind: type[A],
-        make: Callable[[int], Payload],
+        make: Callable[[int], RankRequest],
         ranks: Sequence[int],
         within: float = ANSWER_WITHIN,
     ) -> dict[int, A]:
         return self._requests.ask_for(kind, make, ranks, Deadline(within))
 
     def _ask_one(
-        self, kind: type[A], make: Callable[[int], Payload], rank: int | None, within: float
+        self, kind: type[A], make: Callable[[int], RankRequest], rank: int | None, within: float
     ) -> A | None:
         chosen = self._chosen(self.ranks[:1] if rank is None else [rank])
         return next(iter(self._ask(kind, make, chosen, within).values()), None)

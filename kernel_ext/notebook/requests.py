@@ -10,37 +10,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.wire.cells import RetainedCells
-from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.channel import Payload, RankReply, RankRequest
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
-from hvdlab.kernel_ext.wire.compare import InspectAnswer
-from hvdlab.kernel_ext.wire.status import Completions, ExpressionValues, Inspection, Stack, Status, UserNames
-from hvdlab.kernel_ext.wire.values import Acked, Snapshot, SnapshotLoaded, TransferChunk, Value
 
-Answer = (
-    RetainedCells
-    | Acked
-    | Snapshot
-    | SnapshotLoaded
-    | Value
-    | TransferChunk
-    | Status
-    | Completions
-    | Inspection
-    | ExpressionValues
-    | Stack
-    | UserNames
-    | InspectAnswer
-)
-
-A = TypeVar("A", bound=Payload)
+A = TypeVar("A", bound=RankReply)
 
 
 @dataclass(slots=True)
 class _Question:
     body: bytes
     waiting: set[int]
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, RankReply] = field(default_factory=dict)
 
 
 class RankRequests:
@@ -62,9 +42,9 @@ class RankRequests:
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._changed = threading.Condition()
         self._open: dict[int, _Question] = {}
-        self._followed: dict[int, Callable[[int, Answer], None]] = {}
+        self._followed: dict[int, Callable[[int, RankReply], None]] = {}
 
-    def follow(self, take: Callable[[int, Answer], None]) -> int:
+    def follow(self, take: Callable[[int, RankReply], None]) -> int:
         """A ticket for questions that are asked again and again: ``take(rank, answer)`` gets every answer.
 
         It is called on the client's thread and must not block. Such questions are not repeated when mail was lost.
@@ -78,8 +58,8 @@ class RankRequests:
         self._followed.pop(ticket, None)
 
     def ask(
-        self, make: Callable[[int], Payload], ranks: Sequence[int], deadline: Deadline
-    ) -> dict[int, Answer]:
+        self, make: Callable[[int], RankRequest], ranks: Sequence[int], deadline: Deadline
+    ) -> dict[int, RankReply]:
         """Ask these ranks and wait. Ranks that die or do not answer in time are missing from the result.
 
         Args:
@@ -100,7 +80,7 @@ class RankRequests:
                 del self._open[ticket]
 
     def ask_for(
-        self, kind: type[A], make: Callable[[int], Payload], ranks: Sequence[int], deadline: Deadline
+        self, kind: type[A], make: Callable[[int], RankRequest], ranks: Sequence[int], deadline: Deadline
     ) -> dict[int, A]:
         """Ask these ranks and wait, as :meth:`ask` does, and return the answers of one kind, in the order of ranks.
 
@@ -114,7 +94,7 @@ class RankRequests:
         """Send a payload that needs no answer, and may get lost."""
         self._post(TO_RANK, encode(payload), tuple(ranks))
 
-    def answered(self, rank: int, answer: Answer) -> None:
+    def answered(self, rank: int, answer: RankReply) -> None:
         """An answer came. Any thread; late ones are dropped."""
         if (take := self._followed.get(answer.ticket)) is not None:
             take(rank, answer)

@@ -25,7 +25,8 @@ from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.notebook.output.crash import called
 from hvdlab.kernel_ext.notebook.output.stack_text import short_path
-from hvdlab.kernel_ext.notebook.requests import Answer, RankRequests
+from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.wire.channel import RankReply
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.kernel_ext.wire.stack_dump import NAME, SIGNAL
 from hvdlab.kernel_ext.wire.status import AskStack, Stack
@@ -68,7 +69,7 @@ class StackProbe:
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {rank: text for rank, pid in pids.items() if (text := halted(pid))}
 
-    def follow(self, take: Callable[[int, Answer], None]) -> int:
+    def follow(self, take: Callable[[int, RankReply], None]) -> int:
         return self._questions.follow(take)
 
     def unfollow(self, ticket: int) -> None:
@@ -100,7 +101,7 @@ class CellProbe:
         """Take no more answers."""
         self._lookout.unfollow(self._ticket)
 
-    def _answered(self, rank: int, answer: Answer) -> None:
+    def _answered(self, rank: int, answer: RankReply) -> None:
         if isinstance(answer, Stack):
             self._feed(StackArrived(rank, answer))
 

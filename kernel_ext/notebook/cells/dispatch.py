@@ -57,6 +57,7 @@ from hvdlab.kernel_ext.wire.cells import (
     ResendFrom,
     RunCell,
 )
+from hvdlab.kernel_ext.wire.channel import HandlerTable, RankReply
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
 
 
@@ -274,6 +275,8 @@ class CellDispatcher:
         interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted, for cells that begin from then on.
         first_to_fail: The rank that failed first in the last cell that did not end well; None if there was none.
     """
+
+    _mail = HandlerTable()  # messages of ranks, each with the rank; replies go to the requests
 
     def __init__(
         self,
@@ -685,31 +688,39 @@ class CellDispatcher:
             payload = decode_to_pool(body)
         except ProtocolError:
             return  # not from our agent: a user's code may send anything under any topic
-        if isinstance(payload, Output | CellDone):
-            run = self._runs.get(payload.cell)
-            if run is not None:
-                self._feed(run, rank, payload)
-        elif isinstance(payload, Late):
-            shown = partial(self.credit_late, rank, payload)
-            self._transcripts.late(rank, payload.cell, payload.chunks, shown)
-        elif isinstance(payload, JoinedCell):
-            self._newcomers.entered(payload.cell, rank)
-        elif isinstance(payload, PromptRequest | PromptWithdrawn):
-            self._take_question(rank, payload)
-        else:
+        if isinstance(payload, RankReply):
             self.questions.answered(rank, payload)
-
-    def _take_question(self, rank: int, question: PromptRequest | PromptWithdrawn) -> None:
-        run = self._runs.get(question.cell)
-        if isinstance(question, PromptWithdrawn):
-            if run is not None:
-                run.handle.feed(PromptCancelled(rank, question.number))
-        elif run is not None:
-            run.handle.feed(PromptAsked(rank, question))
         else:
-            self._reply(rank, PromptReply(question.number, "", NO_NOTEBOOK))
+            self._mail.call(self, payload, rank)
 
-    def _feed(self, run: _DispatchedCell, rank: int, payload: Output | CellDone) -> None:
+    @_mail.handles(Late)
+    def _take_late(self, rank: int, late: Late) -> None:
+        shown = partial(self.credit_late, rank, late)
+        self._transcripts.late(rank, late.cell, late.chunks, shown)
+
+    @_mail.handles(JoinedCell)
+    def _take_joined(self, rank: int, joined: JoinedCell) -> None:
+        self._newcomers.entered(joined.cell, rank)
+
+    @_mail.handles(PromptWithdrawn)
+    def _take_withdrawn(self, rank: int, withdrawn: PromptWithdrawn) -> None:
+        run = self._runs.get(withdrawn.cell)
+        if run is not None:
+            run.handle.feed(PromptCancelled(rank, withdrawn.number))
+
+    @_mail.handles(PromptRequest)
+    def _take_prompt(self, rank: int, request: PromptRequest) -> None:
+        run = self._runs.get(request.cell)
+        if run is not None:
+            run.handle.feed(PromptAsked(rank, request))
+        else:
+            self._reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
+
+    @_mail.handles(Output, CellDone)
+    def _take_output(self, rank: int, payload: Output | CellDone) -> None:
+        run = self._runs.get(payload.cell)
+        if run is None:
+            return
         with run.lock:
             if isinstance(payload, Output):
                 verdict = run.arrivals.output(rank, payload)

@@ -397,9 +397,9 @@ def test_what_did_not_reach_a_newcomer_is_brought_once_more(
     said.wait(lambda: said.sizes(0)[-1:] == [2])
     bring, tries = transfer._bring, []
 
-    def loses(questions: Any, lot: int, *rest: Any) -> dict[int, str]:
-        tries.append(lot)
-        return bring(questions, lot + (len(tries) <= lost), *rest)
+    def loses(questions: Any, transfer_id: int, *rest: Any) -> dict[int, str]:
+        tries.append(transfer_id)
+        return bring(questions, transfer_id + (len(tries) <= lost), *rest)
 
     monkeypatch.setattr(transfer, "_bring", loses)
     pool.resize(3)

@@ -196,8 +196,8 @@ class PoolParts:
             self.runs.interrupt_delay = INTERRUPT_DELAY
         starter = keeping.starter() if keeping is not None else None
         self._starter = launcher.starter(self._request(options), self) if starter is None else starter
-        self.companion.use(self._starter)
-        self.group.use(self._starter)
+        self.companion.set_starter(self._starter)
+        self.group.set_starter(self._starter)
         self.rebuilder = CoordinatorRecovery(
             processes.coordinator,
             processes.client,
@@ -211,7 +211,7 @@ class PoolParts:
             adopt_ranks(keeping, processes, self.group)
         if keeping is not None:
             keeping.follow(self, self._lost_hold)
-        processes.client.on_membership(self.history.world)
+        processes.client.on_membership(self.history.record_membership)
         processes.client.on_mail(JOINED, self._joined)
         processes.fork_server.listen(self._hear, self._fork_server_lost)
 
@@ -263,7 +263,7 @@ class PoolParts:
             raise
         try:
             progress(f"starting {size} ranks")
-            self.group.want(range(size), deadline, progress=progress)
+            self.group.set_ranks(range(size), deadline, progress=progress)
             self.admission.record_arrivals("start", range(size))
             if keep is not None:
                 self.runs.interrupt_delay = INTERRUPT_DELAY
@@ -373,7 +373,7 @@ class PoolParts:
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Handle the starter's report of a rank. Any thread."""
         if isinstance(event, Waiting):
-            self.group.waits(event.text)
+            self.group.set_launch_wait(event.text)
             return
         if isinstance(event, Ended) and event.left is not None:
             event = self._take_left(event, decode_left(event.left))
@@ -397,7 +397,7 @@ class PoolParts:
 
         If no cell waits for it, what it wrote to its standard error is put among its last words instead.
         """
-        if self.runs.left_behind(event.rank, left):
+        if self.runs.deliver_crash_output(event.rank, left):
             return event
         unread = "".join(text.text for text in left.rest if text.name == "stderr")
         return replace(event, tail=last_lines(f"{event.tail}\n{unread}")) if unread else event

@@ -146,7 +146,7 @@ class CoordinatorRecovery:
             reason = deaths.get((rank, pid))
             # Not one that has ended already: the starter is about to report how.
             if reason is not None and self._group.pids().get(rank) == pid and _lives(pid):
-                self._group.explain(rank, pid, reason)
+                self._group.set_exit_reason(rank, pid, reason)
                 self._group.kill([rank])
                 self._schedule(KILLED_WITHIN, partial(self._give_rank_up, rank, pid, reason))
 
@@ -154,7 +154,7 @@ class CoordinatorRecovery:
         if self._group.pids().get(rank) != pid:  # it has ended since
             return
         with contextlib.suppress(CoordinatorLostError):  # _rebuild() follows, which makes up for it
-            self._runs.came_back(rank)
+            self._runs.rank_reconnected(rank)
         self._runs.notice(f"rank {rank} was cut off for {seconds:.0f} s, and is back with its memory")
 
     def _give_rank_up(self, rank: int, pid: int, reason: str) -> None:

@@ -86,7 +86,7 @@ class MembershipHistory:
             with self._failures.guard("a listener to the history"):
                 listener()
 
-    def world(self, now: Membership) -> None:
+    def record_membership(self, now: Membership) -> None:
         """Compare the membership with the last one seen: a new generation, and ranks that wait or were let in, are changes."""
         changes, at = [], time.time()
         with self._lock:

@@ -301,15 +301,15 @@ class Pool:
     @property
     def hanging(self) -> dict[int, str]:
         """Rank to the label of its cell, for ranks that were given up after an interrupt and still are in that cell."""
-        given_up = self._runs.given_up
-        if not given_up or self._stopped:
+        abandoned = self._runs.abandoned
+        if not abandoned or self._stopped:
             return {}
-        asked = [rank for rank in given_up if rank in self.ranks]
+        asked = [rank for rank in abandoned if rank in self.ranks]
         for rank, answer in self._ask(Status, AskStatus, asked).items():
-            cell, _ = given_up[rank]
+            cell, _ = abandoned[rank]
             if answer.cell != cell:
-                self._runs.answers_again(rank, cell)
-        return {rank: label for rank, (_, label) in self._runs.given_up.items()}
+                self._runs.no_longer_abandoned(rank, cell)
+        return {rank: label for rank, (_, label) in self._runs.abandoned.items()}
 
     # -- variables ------------------------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class Pool:
         chosen = self._chosen(ranks)
         stacks = self._ask(Stack, AskStack, chosen)
         silent = [rank for rank in chosen if rank not in stacks]
-        return RankLocations(stacks, self._runs.lookout.look(silent) if silent else None)
+        return RankLocations(stacks, self._runs.lookout.describe_processes(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
         """Rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
@@ -637,10 +637,12 @@ class Pool:
                 self._runs.release(leaving)
             if leaving or self._group.members.let_go:  # an earlier call may not have waited long enough
                 try:
-                    self._group.let_go([r for r in self._group.members.wanted if r < wanted], deadline)
+                    self._group.shrink_at_commit(
+                        [r for r in self._group.members.wanted if r < wanted], deadline
+                    )
                 finally:
                     self._parts.note_kept()  # the ranks have been let go, also if they have not left in time
-            self._group.want(range(wanted), deadline)
+            self._group.set_ranks(range(wanted), deadline)
             new = [rank for rank in self._group.ready() if rank not in before]
             self._admission.ranks_added("resize", new)
             self._parts.note_kept()
@@ -658,11 +660,11 @@ class Pool:
         self._check_running()
         deadline = Deadline(timeout)
         with self._changing:
-            self._group.settle(deadline)
+            self._group.await_disconnected(deadline)
             lost = self._group.members.lost
             if lost:
                 self._parts.check_replaceable()
-                self._group.want(self._group.members.wanted, deadline, replace_lost=True)
+                self._group.set_ranks(self._group.members.wanted, deadline, replace_lost=True)
                 self._admission.ranks_added("repair", lost)
                 self._admission.admit_to_elastic_cells(lost, timeout)
             return lost
@@ -685,7 +687,7 @@ class Pool:
                 )
             deadline = Deadline(timeout)
             self._group.end(chosen, deadline)
-            self._group.want(wanted, deadline, replace_lost=True)
+            self._group.set_ranks(wanted, deadline, replace_lost=True)
             self._admission.ranks_added("restart", chosen)
             self._admission.admit_to_elastic_cells(chosen, timeout)
 
@@ -753,7 +755,7 @@ class Pool:
             )
         values = {rank: results.value(rank) for rank in (source, *targets)}
         done = SyncResult.of(source, targets, values, time.monotonic() - begin)
-        self._parts.newcomers.know(targets)
+        self._parts.newcomers.mark_synced(targets)
         return done
 
     # -- spans and metrics -----------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class RankLifecycle:
         self._ending: set[int] = set()  # ranks that the user has restarted, until their processes have ended
         client.on_mail(READY, lambda rank, body: self.handle(AgentReady(rank)))
 
-    def use(self, starter: Starter) -> None:
+    def set_starter(self, starter: Starter) -> None:
         """Let ``starter`` start the ranks. Call it once, before the first :class:`PoolSizeSet`."""
         self._starter = starter
 
@@ -136,8 +136,8 @@ class RankLifecycle:
                 if rank not in ready:
                     self._ready(rank)
 
-    def waits(self, text: str) -> None:
-        """Note what has to come before ranks can be started; :meth:`want` waits for it without a limit.
+    def set_launch_wait(self, text: str) -> None:
+        """Note what has to come before ranks can be started; :meth:`set_ranks` waits for it without a limit.
 
         An empty ``text`` says that it has come. Any thread.
         """
@@ -145,7 +145,7 @@ class RankLifecycle:
             self._waits_for = text
             self._changed.notify_all()
 
-    def explain(self, rank: int, pid: int, reason: str) -> None:
+    def set_exit_reason(self, rank: int, pid: int, reason: str) -> None:
         """Note why this rank's process is about to end: its exit status won't say. Any thread."""
         with self._changed:
             self._reasons[rank, pid] = reason
@@ -197,7 +197,7 @@ class RankLifecycle:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def let_go(self, ranks: Sequence[int], deadline: Deadline) -> None:
+    def shrink_at_commit(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """Shrink the pool to these ranks: the others leave at the next commit of the elastic training. Waits until they have.
 
         It waits for ranks that an earlier call has let go, too.
@@ -216,7 +216,7 @@ class RankLifecycle:
                 hung = {rank for rank in leaving() if rank not in expected}  # past their commit
                 for rank, pid in self._members.living().items():
                     if rank in hung:
-                        self.explain(rank, pid, "killed, since it had left and did not end")
+                        self.set_exit_reason(rank, pid, "killed, since it had left and did not end")
                 self.kill(sorted(hung))
                 self._changed.wait_for(
                     lambda: not hung.intersection(leaving()) or self._broken, CUT_OFF_WITHIN
@@ -226,7 +226,7 @@ class RankLifecycle:
                     f"{format_ranks(late)} did not come to a commit within {deadline.seconds:g} s; they leave when they do"
                 )
 
-    def want(
+    def set_ranks(
         self,
         ranks: Sequence[int],
         deadline: Deadline,
@@ -257,7 +257,7 @@ class RankLifecycle:
             raise
         self._wait_left(deadline)
 
-    def settle(self, deadline: Deadline) -> None:
+    def await_disconnected(self, deadline: Deadline) -> None:
         """Wait until the processes of ranks that the coordinator takes for dead have ended; kill those that stay.
 
         One that is cut off might come back, but the caller is about to replace it.

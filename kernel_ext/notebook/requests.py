@@ -44,7 +44,7 @@ class RankRequests:
         self._open: dict[int, _Question] = {}
         self._followed: dict[int, Callable[[int, RankReply], None]] = {}
 
-    def follow(self, take: Callable[[int, RankReply], None]) -> int:
+    def subscribe(self, take: Callable[[int, RankReply], None]) -> int:
         """A ticket for questions that are asked again and again: ``take(rank, answer)`` gets every answer.
 
         It is called on the client's thread and must not block. Such questions are not repeated when mail was lost.
@@ -53,8 +53,8 @@ class RankRequests:
         self._followed[ticket] = take
         return ticket
 
-    def unfollow(self, ticket: int) -> None:
-        """End :meth:`follow`: drop further answers. Any thread."""
+    def unsubscribe(self, ticket: int) -> None:
+        """End :meth:`subscribe`: drop further answers. Any thread."""
         self._followed.pop(ticket, None)
 
     def ask(
@@ -90,11 +90,11 @@ class RankRequests:
         answers = self.ask(make, ranks, deadline)
         return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, kind)}
 
-    def tell(self, payload: Payload, ranks: Sequence[int]) -> None:
+    def send(self, payload: Payload, ranks: Sequence[int]) -> None:
         """Send a payload that needs no answer, and may get lost."""
         self._post(TO_RANK, encode(payload), tuple(ranks))
 
-    def answered(self, rank: int, answer: RankReply) -> None:
+    def resolve(self, rank: int, answer: RankReply) -> None:
         """An answer came. Any thread; late ones are dropped."""
         if (take := self._followed.get(answer.ticket)) is not None:
             take(rank, answer)
@@ -106,7 +106,7 @@ class RankRequests:
                 question.answers[rank] = answer
                 self._changed.notify_all()
 
-    def ask_again(self) -> None:
+    def resend_pending(self) -> None:
         """Send all questions again that have no answer: they, or the answers, may be lost. Any thread."""
         with self._changed:
             unanswered = [(question.body, tuple(question.waiting)) for question in self._open.values()]

@@ -49,7 +49,7 @@ class StackProbe:
         questions: RankRequests,
         local_pid: Callable[[int], int | None],
     ) -> None:
-        self._post, self._questions, self._local_pid = post, questions, local_pid
+        self._post, self.questions, self._local_pid = post, questions, local_pid
         self._processes = Processes()
 
     def watch(self, feed: Callable[[Event], None]) -> CellProbe:
@@ -59,7 +59,7 @@ class StackProbe:
     def ask(self, ticket: int, ranks: Sequence[int]) -> None:
         self._post(TO_RANK, encode(AskStack(ticket)), ranks)
 
-    def look(self, ranks: Sequence[int]) -> dict[int, str]:
+    def describe_processes(self, ranks: Sequence[int]) -> dict[int, str]:
         """Rank to what keeps it from answering. Any thread; takes a moment."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.look_at(pids)}
@@ -69,37 +69,31 @@ class StackProbe:
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {rank: text for rank, pid in pids.items() if (text := halted(pid))}
 
-    def follow(self, take: Callable[[int, RankReply], None]) -> int:
-        return self._questions.follow(take)
-
-    def unfollow(self, ticket: int) -> None:
-        self._questions.unfollow(ticket)
-
 
 class CellProbe:
     """The questions of one cell. Any thread."""
 
     def __init__(self, lookout: StackProbe, feed: Callable[[Event], None]) -> None:
         self._lookout, self._feed = lookout, feed
-        self._ticket = lookout.follow(self._answered)
+        self._ticket = lookout.questions.subscribe(self._answered)
 
-    def ask(self, ranks: Sequence[int]) -> None:
+    def request_stacks(self, ranks: Sequence[int]) -> None:
         """Ask ranks where they are: :class:`StackArrived` brings each answer, :class:`ProcessSeen` why a rank can't answer."""
         self._lookout.ask(self._ticket, ranks)
         for rank, text in self._lookout.halted(ranks).items():
             self._feed(ProcessSeen(rank, text))
 
-    def look(self, ranks: Sequence[int]) -> None:
+    def probe_processes(self, ranks: Sequence[int]) -> None:
         """Look at ranks' processes; the findings come as :class:`ProcessSeen`. Does not block."""
         threading.Thread(target=self._look, args=(tuple(ranks),), name="hvdlab-look", daemon=True).start()
 
     def _look(self, ranks: Sequence[int]) -> None:
-        for rank, text in self._lookout.look(ranks).items():
+        for rank, text in self._lookout.describe_processes(ranks).items():
             self._feed(ProcessSeen(rank, text))
 
     def close(self) -> None:
         """Take no more answers."""
-        self._lookout.unfollow(self._ticket)
+        self._lookout.questions.unsubscribe(self._ticket)
 
     def _answered(self, rank: int, answer: RankReply) -> None:
         if isinstance(answer, Stack):

@@ -139,7 +139,7 @@ def resume_cells(
     for label in interrupted:
         runs.notice(f"cell {label} {INTERRUPTED}")
     came = {rank for cell in left if cell.order is not None for rank in (*cell.joined, *cell.without)}
-    newcomers.found({rank: started_at(pids[rank]) for rank in came})
+    newcomers.restore({rank: started_at(pids[rank]) for rank in came})
     leaving = group.members.let_go
     handles = [
         go_on(cell, runs, transcripts, NullSink() if show is None else show(cell), leaving) for cell in left

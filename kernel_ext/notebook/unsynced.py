@@ -59,7 +59,7 @@ class UnsyncedRanks:
             self._came = came if len(came) < len(wanted) else {}
         self._changed()
 
-    def found(self, came: Mapping[int, float]) -> None:
+    def restore(self, came: Mapping[int, float]) -> None:
         """Another process has started these ranks after others; each is given with the time of that, in seconds since 1970."""
         with self._lock:
             self._came |= {rank: UnsyncedRank(BEFORE, when) for rank, when in came.items()}
@@ -72,7 +72,7 @@ class UnsyncedRanks:
             self._joining.update(dict.fromkeys(ranks, cell))
         self._changed()
 
-    def entered(self, cell: str, rank: int) -> None:
+    def mark_joined(self, cell: str, rank: int) -> None:
         """A rank has entered the cell that it was sent, and knows what the others know. Its message may come twice."""
         with self._lock:
             if self._joining.get(rank) != cell:
@@ -88,7 +88,7 @@ class UnsyncedRanks:
             self._running.discard(cell)
         self._changed()
 
-    def know(self, ranks: Collection[int]) -> None:
+    def mark_synced(self, ranks: Collection[int]) -> None:
         """These ranks were brought what another rank knows."""
         with self._lock:
             self._forget(ranks)

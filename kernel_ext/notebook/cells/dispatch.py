@@ -302,7 +302,7 @@ class CellDispatcher:
         self._silent = False
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time, self._replaceable = stall_time, replaceable
-        self._given_up: dict[int, tuple[str, str]] = {}
+        self._abandoned: dict[int, tuple[str, str]] = {}
         self.first_to_fail: int | None = None
         self.questions = RankRequests(self.post, gone=lambda rank: bool(ranks.loss_reason(rank)))
         self.lookout = StackProbe(self.post, self.questions, ranks.local_pid)
@@ -315,16 +315,16 @@ class CellDispatcher:
         return bool(self._runs)
 
     @property
-    def given_up(self) -> dict[int, tuple[str, str]]:
+    def abandoned(self) -> dict[int, tuple[str, str]]:
         """Rank to the cell (id and label) that it did not end after an interrupt, and may still be in."""
         with self._lock:
-            return dict(self._given_up)
+            return dict(self._abandoned)
 
-    def answers_again(self, rank: int, cell: str) -> None:
+    def no_longer_abandoned(self, rank: int, cell: str) -> None:
         """Note that a rank has left a cell that was given up."""
         with self._lock:
-            if self._given_up.get(rank, ("", ""))[0] == cell:
-                del self._given_up[rank]
+            if self._abandoned.get(rank, ("", ""))[0] == cell:
+                del self._abandoned[rank]
 
     def dispatch(self, cell: str, ranks: Sequence[int], request: CellRequest, sink: OutputSink) -> CellHandle:
         """Send a cell to ranks. The caller drives the run: by waiting on the handle, or by having it driven in the background.
@@ -407,8 +407,8 @@ class CellDispatcher:
             sink,
             credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
             interrupt=self.interrupt,
-            ask=watch.ask,
-            look=watch.look,
+            ask=watch.request_stacks,
+            look=watch.probe_processes,
             finished=lambda results: self._finished(cell, results),
             desk=PromptDesk(request.prompter, self._reply),
             interrupt_delay=self.interrupt_delay,
@@ -517,7 +517,7 @@ class CellDispatcher:
         """
         when = time.monotonic_ns()
         with self._lock:
-            self._given_up.pop(rank, None)
+            self._abandoned.pop(rank, None)
             runs = list(self._runs.values())
         for run in runs:
             if rank in run.handle.ranks:
@@ -526,7 +526,7 @@ class CellDispatcher:
                     run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
         self.questions.rank_died(rank)
 
-    def left_behind(self, rank: int, left: CrashOutput) -> bool:
+    def deliver_crash_output(self, rank: int, left: CrashOutput) -> bool:
         """A rank has ended and left output that it may not have sent; :meth:`rank_died` follows. Any thread.
 
         Returns whether a running cell waits for this output, and thus shows it.
@@ -586,9 +586,9 @@ class CellDispatcher:
             for rank in ranks:
                 self._ask_again(rank)
             self._connected = True
-        self.questions.ask_again()
+        self.questions.resend_pending()
 
-    def came_back(self, rank: int) -> None:
+    def rank_reconnected(self, rank: int) -> None:
         """A rank that was cut off has connected again: send it what it may have missed, and have it send what is missing here.
 
         A cell that the others have begun meanwhile it runs by itself: the coordinator lets it in when they have ended theirs.
@@ -604,7 +604,7 @@ class CellDispatcher:
                 for order, ranks in () if run.unknown else run.orders((rank,)):
                     self._client.post(TO_RANK, encode(order), ranks)
             self._ask_again(rank)
-        self.questions.ask_again()
+        self.questions.resend_pending()
 
     def _send_again(self, run: _DispatchedCell, running: Mapping[str, Collection[int]]) -> None:
         """Send a cell once more; ranks that have it already, or have ended it, ignore that."""
@@ -665,12 +665,12 @@ class CellDispatcher:
         with self._lock:
             run = self._runs.pop(cell, None)
             if run is not None and results is not None:
-                self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
+                self._abandoned.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
         self._newcomers.cell_ended(cell)
         if results is not None and not results.ok:
             self.first_to_fail = _first_to_fail(results)
         if run is not None:
-            notices = run.handle.take_untold()
+            notices = run.handle.take_undelivered_notices()
             with self._lock:
                 self._notices += notices
             run.watch.close()
@@ -689,7 +689,7 @@ class CellDispatcher:
         except ProtocolError:
             return  # not from our agent: a user's code may send anything under any topic
         if isinstance(payload, RankReply):
-            self.questions.answered(rank, payload)
+            self.questions.resolve(rank, payload)
         else:
             self._mail.call(self, payload, rank)
 
@@ -700,7 +700,7 @@ class CellDispatcher:
 
     @_mail.handles(JoinedCell)
     def _take_joined(self, rank: int, joined: JoinedCell) -> None:
-        self._newcomers.entered(joined.cell, rank)
+        self._newcomers.mark_joined(joined.cell, rank)
 
     @_mail.handles(PromptWithdrawn)
     def _take_withdrawn(self, rank: int, withdrawn: PromptWithdrawn) -> None:

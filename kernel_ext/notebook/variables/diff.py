@@ -368,7 +368,7 @@ def diff(
         return Diff(special or expression, groups, tuple(comparison.rows()))
     finally:
         for transfer_id in transfers:
-            questions.tell(ReleaseTransfer(transfer_id), ranks)
+            questions.send(ReleaseTransfer(transfer_id), ranks)
 
 
 def _groups(found: Mapping[int, ComparisonOpened]) -> tuple[ValueGroup, ...]:

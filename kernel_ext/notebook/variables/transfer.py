@@ -85,7 +85,7 @@ def pull(
         parts = _fetch_all(questions, name, transfers[0], sizes, near, None) if sizes else {}
     finally:
         if lent:
-            questions.tell(ReleaseTransfer(transfers[0]), ranks)
+            questions.send(ReleaseTransfer(transfers[0]), ranks)
     values: dict[int, Any] = {}
     for rank, answer in found.items():
         # The bytes come from a rank that this pool started: code that the user runs with the same rights.
@@ -202,7 +202,7 @@ def push(
             questions.ask(lambda ticket: PushValue(ticket, names, (), transfer_id), ranks, Deadline(None)),
         )
     finally:
-        questions.tell(ReleaseTransfer(transfer_id), ranks)
+        questions.send(ReleaseTransfer(transfer_id), ranks)
 
 
 def _bring(
@@ -318,7 +318,7 @@ def bring_known(
     except LookupError as error:
         raise HvdlabError(str(error)) from error
     finally:
-        questions.tell(ReleaseTransfer(known.ticket), [source])
+        questions.send(ReleaseTransfer(known.ticket), [source])
     failed = dict(known.failed)
     transfer_id = secrets.randbits(62)
     try:
@@ -328,7 +328,7 @@ def bring_known(
         takers = [rank for rank in ranks if rank not in refused]
         answers = questions.ask(lambda ticket: LoadSnapshot(ticket, transfer_id), takers, Deadline(patience))
     finally:
-        questions.tell(ReleaseTransfer(transfer_id), ranks)
+        questions.send(ReleaseTransfer(transfer_id), ranks)
     missed = set()
     for rank in takers:
         answer = answers.get(rank)

@@ -90,7 +90,7 @@ ACTS: dict[str, Callable[[Pool], object]] = {
     "grow": lambda pool: pool.resize(pool.size + 1),
     "let go": let_go,
     # All that this process does before it is killed in the middle of a resize.
-    "start a rank": lambda pool: PoolProbe(pool).group.want(range(pool.size + 1), Deadline(60)),
+    "start a rank": lambda pool: PoolProbe(pool).group.set_ranks(range(pool.size + 1), Deadline(60)),
 }
 """What it can do while an elastic cell runs."""
 

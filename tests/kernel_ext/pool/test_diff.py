@@ -188,7 +188,7 @@ def test_a_rank_that_lets_go_too_early_is_an_error(pool: Pool, monkeypatch: pyte
     ask = diffing._Comparison._ask_leaves
 
     def released(self: diffing._Comparison, group: object) -> object:
-        self._questions.tell(diffing.ReleaseTransfer(self._transfer_id), (0, 1, 2))
+        self._questions.send(diffing.ReleaseTransfer(self._transfer_id), (0, 1, 2))
         return ask(self, group)  # type: ignore[arg-type]
 
     monkeypatch.setattr(diffing._Comparison, "_ask_leaves", released)

@@ -441,7 +441,7 @@ class Surroundings:
         return Membership(deaths=(Death(1, self.process.pid, 0.0, "silent for 30 s"),))
 
     # the runs
-    def came_back(self, rank: int) -> None:
+    def rank_reconnected(self, rank: int) -> None:
         self.told.append(("missed", rank))
 
     # the group
@@ -451,7 +451,7 @@ class Surroundings:
     def pids(self) -> dict[int, int]:
         return {1: self.process.pid}
 
-    def explain(self, rank: int, pid: int, reason: str) -> None:
+    def set_exit_reason(self, rank: int, pid: int, reason: str) -> None:
         self.told.append((rank, pid, reason))
 
     def kill(self, ranks: list[int]) -> None:

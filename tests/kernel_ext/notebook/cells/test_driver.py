@@ -194,7 +194,7 @@ def test_a_line_behind_the_end_of_the_run_is_not_lost(held_back: bool) -> None:
     """It may come in one burst with the last rank's end, and while the sink still shows what it has held back."""
     run = Run()
     untold: list[str] = []
-    run.handle._on_finished = lambda results: untold.extend(run.handle.take_untold())
+    run.handle._on_finished = lambda results: untold.extend(run.handle.take_undelivered_notices())
     if held_back:
         run.sink.due = time.monotonic() + 0.05
     run.feed(PoolNews("in time"), done(0), done(1), PoolNews("too late"))

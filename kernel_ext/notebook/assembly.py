@@ -57,7 +57,7 @@ from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
 
 
 def address_for(hosts: Iterable[str]) -> str:
-    """The address of this host by which ranks on other hosts reach it.
+    """Return the address of this host by which ranks on other hosts reach it.
 
     Args:
         hosts: The names of those hosts; empty if only the launcher knows them.
@@ -473,7 +473,7 @@ class PoolParts:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def check_resizable(self, size: int) -> None:
-        """Raises ``InvalidRequestError`` if the pool can't get this size."""
+        """Raise ``InvalidRequestError`` if the pool can't get this size."""
         now = len(self.group.members.wanted)
         if size != now:
             self.launch.capabilities.require(
@@ -482,7 +482,7 @@ class PoolParts:
         self.launch.check(size, self.hosts, already=min(now, size))
 
     def check_dropped(self, size: int) -> None:
-        """Raises ``InvalidRequestError`` if a living rank would end, with its variables, in place of a lost one."""
+        """Raise ``InvalidRequestError`` if a living rank would end, with its variables, in place of a lost one."""
         ending = [rank for rank in self.group.ready() if rank >= size]
         lost = [rank for rank in self.group.members.lost if rank < size]
         if not ending or not lost:
@@ -495,7 +495,7 @@ class PoolParts:
         )
 
     def check_replaceable(self) -> None:
-        """Raises ``InvalidRequestError`` if single ranks can't be started."""
+        """Raise ``InvalidRequestError`` if single ranks can't be started."""
         self.launch.capabilities.require(
             Capability.SINGLE_RANKS, self.launcher, "stop the pool and start it anew."
         )
@@ -518,7 +518,7 @@ class PoolParts:
             self.rebuilder.join()
 
     def _claim_end(self) -> bool:
-        """Whether the caller is the one that ends the pool. False in a forked child of the pool's process."""
+        """Return whether the caller is the one that ends the pool. False in a forked child of the pool's process."""
         with self._closing:
             if self._closed or os.getpid() != self._pid:
                 return False
@@ -550,6 +550,6 @@ class PoolParts:
 
 
 def _stall_time() -> float | None:
-    """Seconds after which a line under a cell says what it waits for, by the coordinator's settings; None: never."""
+    """Return the seconds after which a line under a cell says what it waits for, by the coordinator's settings; None: never."""
     launch = CoordinatorLaunch("", "", "", 0, **settings_from(os.environ))
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None

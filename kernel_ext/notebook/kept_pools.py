@@ -77,7 +77,7 @@ class AttachedCoordinator:
         return self._first if self._successor is None else self._successor.pid
 
     def ending(self) -> str:
-        """How the coordinator ended, as far as that can be known; empty as long as it runs."""
+        """Return how the coordinator ended, as far as that can be known; empty as long as it runs."""
         if self._successor is not None:
             return self._successor.ending()
         if self._process >= 0 and not readable(self._process, 0):
@@ -371,7 +371,7 @@ class LocalKeptPool:
 
 
 def _connect(kept: KeptPoolEntry, deadline: Deadline) -> Client:
-    """A client of a pool's coordinator, which knows its ranks: a successor of one that died hears from them first."""
+    """Return a client of a pool's coordinator, which knows its ranks: a successor of one that died hears from them first."""
     client = Client.connect(kept.address, kept.client_token, timeout=deadline.remaining() or 10)
     try:
         client.wait_for(lambda world: not world.restoring, deadline.remaining())
@@ -382,7 +382,7 @@ def _connect(kept: KeptPoolEntry, deadline: Deadline) -> Client:
 
 
 def _here() -> str:
-    """The working directory as text that can be shown: a path need not be UTF-8."""
+    """Return the working directory as text that can be shown: a path need not be UTF-8."""
     return os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
 
 
@@ -426,7 +426,7 @@ class LauncherKeptCoordinator:
         self.directory: Path = near.directory
 
     def ending(self) -> str:
-        """How the coordinator ended; empty as long as it runs."""
+        """Return how the coordinator ended; empty as long as it runs."""
         if self._job.lost:
             return self._job.lost
         try:
@@ -576,7 +576,7 @@ def this_process() -> Tenant:
 
 
 def kept_elsewhere(launcher: str | None = None) -> tuple[list[KeptJob], list[str]]:
-    """The pools that launchers keep.
+    """Return the pools that launchers keep.
 
     Args:
         launcher: Only this one's, which is searched for the place where they are kept; by default those of all launchers of which that is known.
@@ -598,7 +598,7 @@ def kept_elsewhere(launcher: str | None = None) -> tuple[list[KeptJob], list[str
 
 
 def launcher_of(name: str) -> str:
-    """The launcher of the kept pool of this name. Raises ``InvalidRequestError`` if there is none."""
+    """Return the launcher of the kept pool of this name. Raises ``InvalidRequestError`` if there is none."""
     here = [kept.name for kept in KeptPoolRegistry().all()]
     if name in here:
         return LOCAL

@@ -109,12 +109,12 @@ class MembershipHistory:
             self.announce()
 
     def all(self) -> list[MembershipChange]:
-        """The changes that are remembered, oldest first."""
+        """Return the changes that are remembered, oldest first."""
         with self._lock:
             return list(self._changes)
 
     def arrival(self, rank: int) -> MembershipChange | None:
-        """How and when the newest process of this rank came; None if that is not remembered."""
+        """Return how and when the newest process of this rank came; None if that is not remembered."""
         return next((c for c in reversed(self.all()) if c.rank == rank and c.what == "joined"), None)
 
 

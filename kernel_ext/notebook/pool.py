@@ -215,7 +215,7 @@ class Pool:
         return {rank: m.reason for rank in members.lost if (m := members.get(rank)) is not None}
 
     def last_words(self, rank: int) -> str:
-        """The last lines of a lost rank's standard error that were left unread when it ended, such as a crash report."""
+        """Return the last lines of a lost rank's standard error that were left unread when it ended, such as a crash report."""
         member = self._group.members.get(rank)
         return member.tail if member is not None else ""
 
@@ -400,19 +400,19 @@ class Pool:
         )
 
     def variables(self, ranks: Sequence[int] | None = None) -> Overview:
-        """The user's variables on these ranks (by default all), and where they differ; also while cells run."""
+        """Return the user's variables on these ranks (by default all), and where they differ; also while cells run."""
         chosen = self._chosen(ranks)
         found = self._ask(Variables, lambda ticket: AskVariables(ticket, BUDGET), chosen, LOOK_WITHIN)
         return Overview(found, tuple(rank for rank in chosen if rank not in found))
 
     def tensors(self, ranks: Sequence[int] | None = None, *, most: int = 20) -> TensorTable:
-        """The ``most`` largest arrays and tensors on each of these ranks (by default all), also while cells run."""
+        """Return the ``most`` largest arrays and tensors on each of these ranks (by default all), also while cells run."""
         return TensorTable(
             self._ask(Tensors, lambda ticket: AskTensors(ticket, most), self._chosen(ranks), LOOK_WITHIN)
         )
 
     def native(self, ranks: Sequence[int] | None = None) -> NativeStacks:
-        """Where ranks of this host (by default all) are, with the frames below Python. Takes seconds.
+        """Return where ranks of this host (by default all) are, with the frames below Python. Takes seconds.
 
         Raises:
             InvalidRequestError: py-spy is not installed, or none of these ranks is on this host.
@@ -427,14 +427,14 @@ class Pool:
     # -- requests to ranks -----------------------------------------------------------------------------------------------
 
     def where(self, ranks: Sequence[int] | None = None) -> RankLocations:
-        """Where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
+        """Return where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
         chosen = self._chosen(ranks)
         stacks = self._ask(Stack, AskStack, chosen)
         silent = [rank for rank in chosen if rank not in stacks]
         return RankLocations(stacks, self._runs.lookout.describe_processes(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
-        """Rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
+        """Return rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
         return self._ask(UserNames, AskNames, self._chosen(ranks))
 
     def complete(
@@ -817,7 +817,7 @@ class Pool:
         return recording.arrow() if arrow else recording.table()
 
     def metrics(self) -> DataFrame:
-        """All that the ranks measured, as a pandas table with a row per point.
+        """Return all that the ranks measured, as a pandas table with a row per point.
 
         The columns are ``rank``, ``name``, ``time`` (seconds since the origin of :meth:`trace`), ``value``, ``step``
         (missing if none was said) and ``unit``. The newest points of each series are kept;

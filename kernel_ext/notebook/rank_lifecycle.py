@@ -95,12 +95,12 @@ class RankLifecycle:
         return self._members
 
     def ready(self) -> tuple[int, ...]:
-        """Ranks that take cells."""
+        """Return the ranks that take cells."""
         with self._changed:
             return self._members.ready
 
     def pids(self) -> dict[int, int]:
-        """Rank to process id of the ranks that live."""
+        """Return rank to process id of the ranks that live."""
         with self._changed:
             return self._members.living()
 
@@ -163,7 +163,7 @@ class RankLifecycle:
         self.handle(Reconnected())
 
     def cut_off(self, membership: Membership) -> list[int]:
-        """Ranks that the coordinator takes for dead although their processes live."""
+        """Return the ranks that the coordinator takes for dead although their processes live."""
         deaths = {(death.rank, death.pid) for death in membership.deaths}
         with self._changed:
             return [rank for rank, pid in self._members.living().items() if (rank, pid) in deaths]

@@ -45,7 +45,7 @@ class RankRequests:
         self._followed: dict[int, Callable[[int, RankReply], None]] = {}
 
     def subscribe(self, take: Callable[[int, RankReply], None]) -> int:
-        """A ticket for questions that are asked again and again: ``take(rank, answer)`` gets every answer.
+        """Return a ticket for questions that are asked again and again: ``take(rank, answer)`` gets every answer.
 
         It is called on the client's thread and must not block. Such questions are not repeated when mail was lost.
         """

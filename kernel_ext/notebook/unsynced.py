@@ -227,7 +227,7 @@ def restarted_notice(names: Mapping[int, UserNames], replaced: Sequence[int], se
 
 
 def _missing(have: Iterable[Sequence[str]], new: Sequence[Sequence[str]]) -> list[str]:
-    """The names that a rank which stayed has and a new one has not, in the order in which they were made."""
+    """Return the names that a rank which stayed has and a new one has not, in the order in which they were made."""
     everywhere = set.intersection(*(set(one) for one in new)) if new else set[str]()
     return list(dict.fromkeys(name for names in have for name in names if name not in everywhere))
 

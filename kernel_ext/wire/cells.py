@@ -166,7 +166,7 @@ class CrashOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return self.before + sum(self.sizes)
 
     def after(self, received: int) -> CrashOutput:
-        """The same without the first ``received`` bytes of the cell's output."""
+        """Return the same without the first ``received`` bytes of the cell's output."""
         before, chunks, sizes = self.before, list(self.chunks), list(self.sizes)
         while chunks and before < received:
             chunk, size = chunks[0], sizes[0]

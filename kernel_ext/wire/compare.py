@@ -256,7 +256,7 @@ def family(device: str) -> str:
 
 
 def same_key(leaf: Leaf) -> tuple[Any, ...]:
-    """A key that is equal for leaves that do not differ. Of devices only the kind counts: each rank has its own."""
+    """Return a key that is equal for leaves that do not differ. Of devices only the kind counts: each rank has its own."""
     return (
         leaf.path,
         leaf.kind,
@@ -271,5 +271,5 @@ def same_key(leaf: Leaf) -> tuple[Any, ...]:
 
 
 def with_host_digest(leaf: Leaf, blocks: bytes) -> Leaf:
-    """An array whose blocks' fingerprints were made of its bytes on the host."""
+    """Return an array whose blocks' fingerprints were made of its bytes on the host."""
     return msgspec.structs.replace(leaf, digest=fingerprint(blocks), on_device=False)

@@ -195,7 +195,7 @@ class ReceiveWindow:
         self._parts[rank].taken = taken
 
     def asking(self, rank: int) -> tuple[int, int] | None:
-        """Bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
+        """Return the bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return None
@@ -238,7 +238,7 @@ class _DispatchedCell:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def orders(self, ranks: Sequence[int]) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
-        """The orders to run the cell, each with the ranks that get it: ranks that join enter the world first."""
+        """Return the orders to run the cell, each with the ranks that get it: ranks that join enter the world first."""
         if joining := tuple(rank for rank in ranks if rank in self.joined):
             yield msgspec.structs.replace(self.order, joins=True), joining
         if others := tuple(rank for rank in ranks if rank not in self.joined):
@@ -419,7 +419,7 @@ class CellDispatcher:
         return run
 
     def elastic(self) -> dict[str, tuple[Bounds, tuple[int, ...]]]:
-        """The elastic cells that run: how many ranks each may have, and the ranks that have not ended it."""
+        """Return the elastic cells that run: how many ranks each may have, and the ranks that have not ended it."""
         with self._lock:
             return {
                 cell: (run.elastic, run.arrivals.waiting)
@@ -428,7 +428,7 @@ class CellDispatcher:
             }
 
     def label(self, cell: str) -> str:
-        """The name that a user knows a running cell by, such as ``cell [7]``; empty if it has ended."""
+        """Return the name that a user knows a running cell by, such as ``cell [7]``; empty if it has ended."""
         with self._lock:
             return run.order.label if (run := self._runs.get(cell)) is not None else ""
 
@@ -563,7 +563,7 @@ class CellDispatcher:
         self._lost_at = time.monotonic()
 
     def running(self) -> dict[str, tuple[int, ...]]:
-        """The cells that run, and the ranks that have not ended theirs."""
+        """Return the cells that run, and the ranks that have not ended theirs."""
         with self._lock:
             return {cell: waiting for cell, run in self._runs.items() if (waiting := run.arrivals.waiting)}
 
@@ -738,7 +738,7 @@ class CellDispatcher:
 
 
 def _first_to_fail(results: CellResults) -> int | None:
-    """The rank that has the error which the others came from; None if no rank has one."""
+    """Return the rank that has the error which the others came from; None if no rank has one."""
     cause, errors = results.root_cause, results.errors
     by_time = sorted(errors, key=lambda rank: (errors[rank].when, rank))
     ranks = [*(cause.ranks if cause is not None else ()), *by_time]

@@ -176,7 +176,7 @@ class TranscriptStore:
         self._recorders: dict[str, CellRecorder] = {}
 
     def record(self, cell: str, label: str, ranks: Sequence[int], sink: OutputSink) -> CellRecorder:
-        """The sink for a run that is about to begin; it shows on ``sink``."""
+        """Return the sink for a run that is about to begin; it shows on ``sink``."""
         name = f"cell-{label.strip('[]')}-{cell}" if label.strip("[]").isalnum() else f"cell-{cell}"
         transcript = Transcript(cell, label, ranks, self._directory / name, self._room)
         recorder = CellRecorder(transcript, sink)
@@ -186,12 +186,12 @@ class TranscriptStore:
         return recorder
 
     def all(self) -> list[CellRecorder]:
-        """The recorders that are kept, oldest first."""
+        """Return the recorders that are kept, oldest first."""
         with self._lock:
             return list(self._recorders.values())
 
     def find(self, name: str = "") -> CellRecorder | None:
-        """The last run of a cell, by its number or id; without a name the last one that wrote something."""
+        """Return the last run of a cell, by its number or id; without a name the last one that wrote something."""
         for recorder in reversed(self.all()):
             transcript = recorder.transcript
             if (
@@ -235,7 +235,7 @@ class TranscriptStore:
                 self._forget(cell)
 
     def _room(self, size: int) -> str:
-        """Why ``size`` more bytes must not be written; empty if they may. Forgets older cells to make room.
+        """Return why ``size`` more bytes must not be written; empty if they may. Forgets older cells to make room.
 
         A transcript calls this with its lock held.
         """
@@ -274,7 +274,7 @@ class TranscriptStore:
 
 
 def kept_limit(environ: Mapping[str, str]) -> int:
-    """Bytes of files that may be kept, as the user wants it.
+    """Return the bytes of files that may be kept, as the user wants it.
 
     Raises:
         InvalidRequestError: A variable's value is not valid.

@@ -103,7 +103,7 @@ class DiffRow:
     def with_elements(
         self, found: Difference, odd: tuple[int, int], expected_odd: tuple[int, int]
     ) -> DiffRow:
-        """A copy of this row with what the comparison of the elements found."""
+        """Return a copy of this row with what the comparison of the elements found."""
         shape = self.leaf.shape if self.leaf is not None else ()
         index = tuple(int(n) for n in np.unravel_index(found.first, shape)) if found.count and shape else None
         if self.is_text and found.count:
@@ -262,7 +262,7 @@ def _size(found: ComparisonOpened) -> str:
 
 
 def _who(row: DiffRow, ranks: int) -> str:
-    """The differing ranks, and the ranks that they are compared with unless these are all the others."""
+    """Return the differing ranks, and the ranks that they are compared with unless these are all the others."""
     odd = compact_ranks(row.ranks)
     return (
         odd
@@ -303,7 +303,7 @@ def _values(row: DiffRow) -> tuple[str, str]:
 
 
 def _described(leaf: Leaf | None, what: tuple[str, ...]) -> str:
-    """A leaf in words, as far as it matters for the difference."""
+    """Return a leaf in words, as far as it matters for the difference."""
     if leaf is None:
         return "nothing"
     if leaf.kind != "array":
@@ -406,7 +406,7 @@ class _Comparison:
         self._pairs: list[_Pair] = []
 
     def rows(self) -> list[DiffRow]:
-        """A row for each part that differs, in the order of the largest group's value."""
+        """Return a row for each part that differs, in the order of the largest group's value."""
         if len(self._groups) < 2:
             return []
         for group in self._groups:
@@ -532,7 +532,7 @@ class _Comparison:
                 self._compare(reference, batch, blocks)
 
     def _where_texts_part(self, pair: _Pair, digests: Mapping[tuple[int, int], bytes]) -> tuple[Range, int]:
-        """The block of the reference's text that has the first difference, and the number of its first character.
+        """Return the block of the reference's text that has the first difference, and the number of its first character.
 
         One text may be the beginning of the other. If the reference's ends with a block, the result is that last block: the
         other rank compares some characters more than it gets.

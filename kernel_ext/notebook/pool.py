@@ -306,8 +306,7 @@ class Pool:
             return {}
         asked = [rank for rank in abandoned if rank in self.ranks]
         for rank, answer in self._ask(Status, AskStatus, asked).items():
-            cell, _ = abandoned[rank]
-            if answer.cell != cell:
+            if answer.cell != (cell := abandoned[rank][0]):
                 self._runs.no_longer_abandoned(rank, cell)
         return {rank: label for rank, (_, label) in self._runs.abandoned.items()}
 
@@ -636,10 +635,9 @@ class Pool:
             if leaving:
                 self._runs.release(leaving)
             if leaving or self._group.members.let_go:  # an earlier call may not have waited long enough
+                staying = [rank for rank in self._group.members.wanted if rank < wanted]
                 try:
-                    self._group.shrink_at_commit(
-                        [r for r in self._group.members.wanted if r < wanted], deadline
-                    )
+                    self._group.shrink_at_commit(staying, deadline)
                 finally:
                     self._parts.note_kept()  # the ranks have been let go, also if they have not left in time
             self._group.set_ranks(range(wanted), deadline)

@@ -10,10 +10,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.notebook.cells.failure import failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import TimedSink, began, status_of
+from hvdlab.kernel_ext.notebook.cells.sink import ForwardingSink, OutputSink
 from hvdlab.kernel_ext.notebook.output.error_report import report
-from hvdlab.kernel_ext.notebook.output.limit import KeptSink
-from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.session import shell_colours
 
@@ -33,27 +31,17 @@ class RunningCell(Protocol):
     def interrupt(self) -> None: ...
 
 
-class BackgroundSink:
-    """The sink of a cell in the background: at the end it also shows the values, or why the cell failed.
+class BackgroundSink(ForwardingSink):
+    """Sink of a cell in the background: at the end it also shows the values, or why the cell failed.
 
     A cell in the foreground does that by its result or its exception; a cell that has returned can't any more.
     """
 
     def __init__(
-        self, inner: TimedSink, write: Callable[[str, str], None], *, colours: bool, quiet: bool = False
+        self, inner: OutputSink, write: Callable[[str, str], None], *, colours: bool, quiet: bool = False
     ) -> None:
-        self.output, self.done, self.note = inner.output, inner.done, inner.note
-        self.tick, self.backlog, self.hurry = inner.tick, inner.backlog, inner.hurry
-        self._inner = inner
-        self.status = status_of(inner)
+        super().__init__(inner)
         self._write, self._colours, self._quiet = write, colours, quiet
-
-    def kept(self, transcript: Transcript) -> None:
-        if isinstance(self._inner, KeptSink):
-            self._inner.kept(transcript)
-
-    def began(self, rank: int) -> None:
-        began(self._inner, rank)
 
     def finished(self, results: CellResults) -> None:
         lines = report(results, colours=self._colours)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
-from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, TimedSink
+from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
 from hvdlab.kernel_ext.wire.cells import Chunk
 
 
@@ -20,7 +20,7 @@ class LateOutput:
         ranks: The ranks that it knows.
     """
 
-    def __init__(self, make: Callable[[], TimedSink], ranks: Sequence[int]) -> None:
+    def __init__(self, make: Callable[[], OutputSink], ranks: Sequence[int]) -> None:
         self._make, self._ranks = make, set(ranks)
         self._sink: GuardedSink | None = None
         self._changed = threading.Condition()

@@ -112,10 +112,10 @@ class OutputMagics(Magics):
 
 
 def drain(sink: OutputSink) -> None:
-    """Show what a sink holds back, at its pace; an interrupt ends that."""
-    from hvdlab.kernel_ext.notebook.cells.sink import TimedSink
+    """Show the output that a sink holds back, at its pace; an interrupt ends that.
 
-    if not isinstance(sink, TimedSink):
-        return
+    Args:
+        sink: The sink; no other thread drives it.
+    """
     while (at := sink.tick(time.monotonic())) is not None:
         time.sleep(max(0.0, at - time.monotonic()))

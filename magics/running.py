@@ -14,9 +14,10 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.text import visible
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.failure import failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
@@ -60,37 +61,39 @@ def run_cell(
             print(visible(line), file=sys.stderr)
     shell = session.shell
     label = f"[{cell_number(shell)}]"
-    arguments: dict[str, Any] = {
-        "ranks": ranks,
-        "label": label,
-        "line_offset": offset,
-        "out": make_sink(
+    elastic = getattr(options, "elastic", False)
+    request = CellRequest(
+        source,
+        ranks=ranks,
+        label=label,
+        line_offset=offset,
+        out=make_sink(
             session,
             ranks,
             options.output,
             background=options.background,
             source=source,
             strip=(pool, label),
-            elastic=getattr(options, "elastic", False),
+            elastic=elastic,
         ),
-        "late": _late_output(session, ranks, options.output),
-        "timeout": options.timeout,
-        "store_history": session.store_history,
-        "file": present_cell_file(),
-    }
-    if getattr(options, "elastic", False):
-        arguments["elastic"] = Bounds(options.min_np or 1, options.max_np)
+        late=_late_output(session, ranks, options.output),
+        timeout=options.timeout,
+        store_history=session.store_history,
+        file=present_cell_file(),
+        prompter=None if options.background else ProcessPrompter(shows_beside=in_notebook(shell)),
+        elastic=Bounds(options.min_np or 1, options.max_np) if elastic else None,
+    )
     session.running_label = label
     if options.background:
         with as_usage_error():
-            run = pool.start_run(source, **arguments)
+            run = pool.start_cell(request)
         session.labels[run.cell] = label
         handle = BackgroundCell(run, pool, shell, options.out, label)
         if options.out:
             shell.user_ns[options.out] = handle
         return handle
     with as_usage_error():
-        results = pool.run(source, **arguments, prompter=ProcessPrompter(shows_beside=in_notebook(shell)))
+        results = pool.run_cell(request)
     pool.explain(results)
     return _conclude(session, results, options.out, quiet=_quiet(source))
 
@@ -178,7 +181,7 @@ def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOut
         return None
     publisher = _publisher(session, background=True)
 
-    def make() -> TimedSink:
+    def make() -> OutputSink:
         cell, plain = uuid.uuid4().hex[:12], session.ranks_by_default
         sink = _foreground_sink(publisher, ranks, output, cell, plain=plain, known=session.areas)
         limit = shown_limit(os.environ)
@@ -195,7 +198,7 @@ def _foreground_sink(
     *,
     plain: bool,
     known: KnownAreas | None,
-) -> TimedSink:
+) -> OutputSink:
     screen: Screen = (
         TerminalScreen(ranks)
         if publisher is None

@@ -21,8 +21,10 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartErr
 from hvdlab.collectives.protocol.messages import Decision
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, DoneArrived, OutputArrived, RankDied
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Chunk, Display, Stream
@@ -203,38 +205,33 @@ class FakePool:
         for rank in self._ranks.values():
             rank.variables.update(values)
 
-    def run(self, source: str, **kwargs: Any) -> CellResults:
-        return self._start(source, **kwargs).wait()
+    def run_cell(self, request: CellRequest) -> CellResults:
+        return self._start(request).wait()
 
-    def start_run(self, source: str, **kwargs: Any) -> CellHandle:
-        handle = self._start(source, **kwargs)
+    def start_cell(self, request: CellRequest) -> CellHandle:
+        handle = self._start(request)
         handle.drive_in_background()
         return handle
 
-    def _start(
-        self,
-        source: str,
-        *,
-        ranks: Sequence[int],
-        label: str,
-        line_offset: int,
-        out: Any,
-        timeout: float | None,
-        **details: Any,
-    ) -> CellHandle:
+    def _start(self, request: CellRequest) -> CellHandle:
+        label, ranks = request.label, self.ranks if request.ranks is None else request.ranks
         chosen = {r: self._ranks[r] for r in ranks}
         for rank in chosen.values():
             rank.stop.clear()
-        recorder = self.transcripts.record(uuid.uuid4().hex, label, ranks, out)
+        recorder = self.transcripts.record(
+            uuid.uuid4().hex, label, ranks, NullSink() if request.out is None else request.out
+        )
         handle = CellHandle(
-            CellState("c", ranks, label=label, now=time.monotonic(), timeout=timeout),
+            CellState("c", ranks, label=label, now=time.monotonic(), timeout=request.timeout),
             recorder,
             credit=lambda rank, taken: None,
             interrupt=lambda ranks: [chosen[r].stop.set() for r in ranks] and None,
         )
         recorder.driven(lambda: handle.feed(DeadlineReached()))
         for rank in chosen.values():
-            thread = threading.Thread(target=self._run_rank, args=(rank, handle, source, line_offset))
+            thread = threading.Thread(
+                target=self._run_rank, args=(rank, handle, request.source, request.line_offset)
+            )
             self._threads.append(thread)
             thread.start()
         return handle

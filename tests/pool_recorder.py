@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 
 
-class Recorder:
+class Recorder(OutputSink):
     """Keeps what a cell wrote.
 
     Attributes:

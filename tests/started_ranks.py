@@ -75,7 +75,7 @@ class StartedRanks:
             ),
             self,
         )
-        self.companion.use(self.starter)
+        self.companion.set_starter(self.starter)
         starter = self.starter
         hear: Callable[[Any], None] = (
             starter.hear if isinstance(starter, LocalStarter) else lambda event: None

@@ -93,7 +93,7 @@ class Companion:
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
-    def use(self, starter: Starter) -> None:
+    def set_starter(self, starter: Starter) -> None:
         """Have ``starter`` send the signals that ipyparallel sends to ranks. Call it once, before the cluster is brought up."""
         self._starter = starter
 

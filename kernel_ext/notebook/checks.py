@@ -91,7 +91,7 @@ def limits_explained(what: str) -> Iterator[None]:
 
 
 def check_plane(plane: str) -> None:
-    """Raises ``InvalidRequestError`` for a data plane that does not exist."""
+    """Raise ``InvalidRequestError`` for a data plane that does not exist."""
     usable = [name for name in PLANES if name != "local"]
     if plane not in usable:
         why = ABSENT_PLANES.get(plane, f"there is no data plane {plane!r}")

@@ -79,7 +79,7 @@ class WidgetStates:
     def add_to(
         self, states: dict[str, Any], paths: list[list[str | int]], buffers: list[Any]
     ) -> tuple[dict[str, Any], list[list[str | int]], list[Any]]:
-        """The same with the ranks' widgets added: states by comm, the paths of the buffers in them, and the buffers."""
+        """Return the same with the ranks' widgets added: states by comm, the paths of the buffers in them, and the buffers."""
         with self._lock:
             found = {comm: (one.state, one.buffers) for comm, one in self._widgets.items()}
         states, paths, buffers = dict(states), list(paths), list(buffers)

@@ -47,7 +47,6 @@ class CoordinatorRecovery:
         client: The connection to it.
         group: The ranks.
         runs: The cells.
-        tell: Takes one sentence for the user.
         give_up: Called with the reason if the pool can't be put back.
         rebuilt: Called when there is another connection to a coordinator.
         near: Whether the ranks are processes of this host: then nothing but a fault keeps one that lives from coming back at once.
@@ -60,7 +59,6 @@ class CoordinatorRecovery:
         group: RankLifecycle,
         runs: CellDispatcher,
         *,
-        tell: Callable[[str], None],
         give_up: Callable[[str], None],
         rebuilt: Callable[[], None],
         near: bool = True,
@@ -74,7 +72,7 @@ class CoordinatorRecovery:
             respawn_within=RESPAWN_WITHIN,
             reconnect_within=RECONNECT_WITHIN,
         )
-        self._tell, self._give_up, self._rebuilt = tell, give_up, rebuilt
+        self._give_up, self._rebuilt = give_up, rebuilt
         self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -148,7 +146,7 @@ class CoordinatorRecovery:
             reason = deaths.get((rank, pid))
             # Not one that has ended already: the starter is about to report how.
             if reason is not None and self._group.pids().get(rank) == pid and _lives(pid):
-                self._group.explain(rank, pid, reason)
+                self._group.set_exit_reason(rank, pid, reason)
                 self._group.kill([rank])
                 self._schedule(KILLED_WITHIN, partial(self._give_rank_up, rank, pid, reason))
 
@@ -156,8 +154,8 @@ class CoordinatorRecovery:
         if self._group.pids().get(rank) != pid:  # it has ended since
             return
         with contextlib.suppress(CoordinatorLostError):  # _rebuild() follows, which makes up for it
-            self._runs.came_back(rank)
-        self._tell(f"rank {rank} was cut off for {seconds:.0f} s, and is back with its memory")
+            self._runs.rank_reconnected(rank)
+        self._runs.notice(f"rank {rank} was cut off for {seconds:.0f} s, and is back with its memory")
 
     def _give_rank_up(self, rank: int, pid: int, reason: str) -> None:
         """Count the rank as ended if not even SIGKILL has ended it: it hangs in the system."""
@@ -189,7 +187,7 @@ class CoordinatorRecovery:
         lately = sum(time.monotonic() - then < 60 for then in self._deaths)
         seconds = pause(lately)
         if seconds:
-            self._tell(
+            self._runs.notice(
                 f"{lately + 1} coordinators have ended within a minute, the last one: {how}; the next one is started in "
                 f"{seconds:g} s, the ranks wait for it with their variables"
             )
@@ -207,7 +205,7 @@ class CoordinatorRecovery:
             if recovered.replaced
             else f"the connection to the coordinator was lost ({how}) and made again within {seconds:.1f} s"
         )
-        self._tell(f"{what}; the ranks and their variables are intact")
+        self._runs.notice(f"{what}; the ranks and their variables are intact")
 
     def _fail(self, reason: str) -> None:
         if not self._closing.is_set():

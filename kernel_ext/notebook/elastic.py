@@ -22,14 +22,14 @@ class Bounds:
     at_most: int | None = None
 
     def check(self) -> None:
-        """Raises ``InvalidRequestError`` if no number of ranks is within."""
+        """Raise ``InvalidRequestError`` if no number of ranks is within."""
         if self.at_most is not None and self.at_least > self.at_most:
             raise InvalidRequestError(
                 f"--min-np {self.at_least} is more than --max-np {self.at_most}; no number of ranks is both."
             )
 
     def check_size(self, size: int, label: str = "") -> None:
-        """Raises ``InvalidRequestError`` if a pool of this size is not within, for the cell that users call ``label``."""
+        """Raise ``InvalidRequestError`` if a pool of this size is not within, for the cell that users call ``label``."""
         cell = f"cell {label}" if label else "the elastic cell"
         if self.at_most is not None and size > self.at_most:
             raise InvalidRequestError(
@@ -60,7 +60,7 @@ class Participants:
         self._too_few = False  # whether a line has said that too few ranks are left
 
     def joined(self, ranks: Sequence[int], running: Collection[int]) -> str:
-        """The line that says that ranks begin the cell; ``running`` includes them."""
+        """Return the line that says that ranks begin the cell; ``running`` includes them."""
         self.released.difference_update(ranks)
         self._too_few = len(running) < self.bounds.at_least
         joins = "joins" if len(ranks) == 1 else "join"
@@ -68,7 +68,7 @@ class Participants:
         return f"{format_ranks(ranks)} {joins} at the others' next commit{waits}"
 
     def leaving(self, ranks: Sequence[int]) -> str:
-        """The line that says that ranks are let go."""
+        """Return the line that says that ranks are let go."""
         self.released.update(ranks)
         leave = "leaves" if len(ranks) == 1 else "leave"
         return f"{format_ranks(ranks)} {leave} at the next commit"

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,9 @@ from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers.names import LOCAL
-from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
+from hvdlab.kernel_ext.notebook.prestart import PoolCoordinator, PoolProcesses, Prestart
+from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
+from hvdlab.kernel_ext.notebook.rank_states import RanksAdopted
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
 from hvdlab.kernel_ext.wire.cells import SetOwner
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
@@ -74,7 +77,7 @@ class AttachedCoordinator:
         return self._first if self._successor is None else self._successor.pid
 
     def ending(self) -> str:
-        """How the coordinator ended, as far as that can be known; empty as long as it runs."""
+        """Return how the coordinator ended, as far as that can be known; empty as long as it runs."""
         if self._successor is not None:
             return self._successor.ending()
         if self._process >= 0 and not readable(self._process, 0):
@@ -165,11 +168,11 @@ class KeptPool(Protocol):
         """Connect to the pool. Raises ``StartError``; the pool has no new process and no connection then."""
         ...
 
-    def replaced(self, base: PoolProcesses) -> bool:
+    def replaced(self, processes: PoolProcesses) -> bool:
         """Return whether the coordinator was replaced while no process used the pool."""
         ...
 
-    def living(self, base: PoolProcesses) -> Mapping[int, int]:
+    def living(self, processes: PoolProcesses) -> Mapping[int, int]:
         """Return rank to process id of the ranks that lived when this process connected."""
         ...
 
@@ -185,11 +188,11 @@ class KeptPool(Protocol):
         """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
         ...
 
-    def update(self, base: PoolProcesses, size: int) -> None:
+    def update(self, processes: PoolProcesses, size: int) -> None:
         """Note the pool's processes and the number of its ranks for the process that attaches later."""
         ...
 
-    def disconnect(self, base: PoolProcesses) -> None:
+    def disconnect(self, processes: PoolProcesses) -> None:
         """Close the connections, and end the processes of this host that do not belong to the pool."""
         ...
 
@@ -200,6 +203,34 @@ class KeptPool(Protocol):
     def forget(self) -> None:
         """Note that the pool has ended."""
         ...
+
+
+def adopt_ranks(keeping: KeptPool, processes: PoolProcesses, group: RankLifecycle) -> None:
+    """Let the pool have the ranks that another process has started. Missing ones have ended while no process had the pool.
+
+    Args:
+        keeping: The kept pool.
+        processes: Its processes, to which this process has connected.
+        group: Takes the ranks.
+    """
+    pids, ended = dict(keeping.living(processes)), keeping.ended()
+    world = processes.client.membership()
+    wanted = tuple(rank for rank in world.expected or pids if rank not in world.leaving)
+    if keeping.replaced(processes):
+        # The successor has never heard of ranks that ended before it started: go by the pool's size. The process before this
+        # one may have ended in the middle of a resize, and ranks live that it has not counted yet.
+        uncounted = pids.keys() & set(world.expected)
+        known = {*range(keeping.size), *uncounted} - set(world.leaving)
+        wanted = tuple(sorted(known))
+    group.handle(RanksAdopted(wanted, pids, world.leaving))
+    for rank in set(wanted) - set(pids):
+        absent = "it ended while no notebook was attached"
+        known_end = ended.get(rank)
+        group.handle(
+            Ended(rank, 0, absent)
+            if known_end is None
+            else replace(known_end, pid=0, reason=f"{absent}: {known_end.reason}")
+        )
 
 
 class LocalKeptPool:
@@ -215,6 +246,7 @@ class LocalKeptPool:
 
     def __init__(self, registry: KeptPoolRegistry, kept: KeptPoolEntry) -> None:
         self._registry, self.kept = registry, kept
+        self._replaced = False
 
     @property
     def name(self) -> str:
@@ -238,7 +270,7 @@ class LocalKeptPool:
     @classmethod
     def begin(
         cls,
-        base: PoolProcesses,
+        processes: PoolProcesses,
         name: str,
         *,
         size: int,
@@ -247,19 +279,19 @@ class LocalKeptPool:
         deadline: Deadline,
     ) -> LocalKeptPool:
         """Have the fork server keep a pool when this process ends. Raises ``StartError``."""
-        path = str(base.coordinator.directory / "warm")
-        base.fork_server.keep(path, deadline)
+        path = str(processes.coordinator.directory / "warm")
+        processes.fork_server.keep(path, deadline)
         kept = KeptPoolEntry(
             name=name,
             size=size,
             plane=plane,
             started=time.time(),
-            address=base.coordinator.address,
-            token=base.coordinator.token,
-            client_token=base.coordinator.client_token,
-            directory=str(base.coordinator.directory),
-            coordinator=Process.of(base.coordinator.pid),
-            warm=Process.of(base.fork_server.pid),
+            address=processes.coordinator.address,
+            token=processes.coordinator.token,
+            client_token=processes.coordinator.client_token,
+            directory=str(processes.coordinator.directory),
+            coordinator=Process.of(processes.coordinator.pid),
+            warm=Process.of(processes.fork_server.pid),
             path=path,
             ports=ports,
             owner=Process.of(os.getpid()),
@@ -288,6 +320,7 @@ class LocalKeptPool:
         coordinator: AttachedCoordinator | None = None
         try:
             coordinator = AttachedCoordinator(self.kept)
+            self._replaced = coordinator.replaced
             client = _connect(self.kept, deadline)
         except BaseException:
             warm.detach()
@@ -296,13 +329,15 @@ class LocalKeptPool:
             raise
         return PoolProcesses(warm, coordinator, client)
 
-    def replaced(self, base: PoolProcesses) -> bool:
+    def replaced(self, processes: PoolProcesses) -> bool:
         """Return whether the coordinator died while no process used the pool."""
-        return isinstance(base.coordinator, AttachedCoordinator) and base.coordinator.replaced
+        return self._replaced
 
-    def living(self, base: PoolProcesses) -> Mapping[int, int]:
+    def living(self, processes: PoolProcesses) -> Mapping[int, int]:
         """Return rank to process id of the ranks that the fork server has."""
-        return {number: child.pid for number, child in base.fork_server.children().items() if number >= 0}
+        return {
+            number: child.pid for number, child in processes.fork_server.children().items() if number >= 0
+        }
 
     def ended(self) -> Mapping[int, Ended]:
         """Return nothing: the fork server reports the ends that it has seen."""
@@ -314,17 +349,17 @@ class LocalKeptPool:
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
         """Do nothing: the fork server's connection reports what happens to ranks."""
 
-    def update(self, base: PoolProcesses, size: int) -> None:
+    def update(self, processes: PoolProcesses, size: int) -> None:
         """Write changed processes, or a changed size, into the entry."""
-        coordinator, warm = Process.of(base.coordinator.pid), Process.of(base.fork_server.pid)
+        coordinator, warm = Process.of(processes.coordinator.pid), Process.of(processes.fork_server.pid)
         kept = msgspec.structs.replace(self.kept, coordinator=coordinator, warm=warm, size=size)
         if kept != self.kept:
             self.kept = kept
             self._registry.write(kept)
 
-    def disconnect(self, base: PoolProcesses) -> None:
+    def disconnect(self, processes: PoolProcesses) -> None:
         """Let go of the pool's processes."""
-        base.leave()
+        processes.detach()
 
     def release(self) -> None:
         """Note that the pool has no owner any more."""
@@ -336,7 +371,7 @@ class LocalKeptPool:
 
 
 def _connect(kept: KeptPoolEntry, deadline: Deadline) -> Client:
-    """A client of a pool's coordinator, which knows its ranks: a successor of one that died hears from them first."""
+    """Return a client of a pool's coordinator, which knows its ranks: a successor of one that died hears from them first."""
     client = Client.connect(kept.address, kept.client_token, timeout=deadline.remaining() or 10)
     try:
         client.wait_for(lambda world: not world.restoring, deadline.remaining())
@@ -347,7 +382,7 @@ def _connect(kept: KeptPoolEntry, deadline: Deadline) -> Client:
 
 
 def _here() -> str:
-    """The working directory as text that can be shown: a path need not be UTF-8."""
+    """Return the working directory as text that can be shown: a path need not be UTF-8."""
     return os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
 
 
@@ -382,7 +417,7 @@ class LauncherKeptCoordinator:
     pid = 0
     """No process of this host."""
 
-    def __init__(self, job: HeldJob, near: CoordinatorProcess) -> None:
+    def __init__(self, job: HeldJob, near: PoolCoordinator) -> None:
         self._job, self._near = job, near
         world = job.access.world
         self.address = self.tls_address = world.coordinator
@@ -391,7 +426,7 @@ class LauncherKeptCoordinator:
         self.directory: Path = near.directory
 
     def ending(self) -> str:
-        """How the coordinator ended; empty as long as it runs."""
+        """Return how the coordinator ended; empty as long as it runs."""
         if self._job.lost:
             return self._job.lost
         try:
@@ -473,7 +508,7 @@ class LauncherKeptPool:
         """How many ranks it had when this process began to use it."""
         return self._job.access.size
 
-    def living(self, base: PoolProcesses) -> Mapping[int, int]:
+    def living(self, processes: PoolProcesses) -> Mapping[int, int]:
         """Return rank to process of those that lived then."""
         return self._job.access.living
 
@@ -481,33 +516,32 @@ class LauncherKeptPool:
         """Return how the others have ended, as far as that is known."""
         return self._job.access.lost
 
-    def replaced(self, base: PoolProcesses) -> bool:
+    def replaced(self, processes: PoolProcesses) -> bool:
         """Return whether the coordinator was replaced while no process used the pool."""
         return self._job.access.replaced
 
     def connect(self, deadline: Deadline, warm: Prestart | None = None) -> PoolProcesses:
         """Connect to it. Raises ``StartError``; the processes of this host have ended then."""
-        base: PoolProcesses | None = None
+        processes: PoolProcesses | None = None
         try:
             if warm is None:
                 warm = Prestart.begin(preload=False)
-            base = warm.take(deadline)
-            near, world = base.coordinator, self.world
-            assert isinstance(near, CoordinatorProcess)
-            base.client.close()
-            base.coordinator = LauncherKeptCoordinator(self._job, near)
-            base.client = Client.connect(
+            processes = warm.take(deadline)
+            near, world = processes.coordinator, self.world
+            processes.client.close()
+            processes.coordinator = LauncherKeptCoordinator(self._job, near)
+            processes.client = Client.connect(
                 world.coordinator,
                 self._job.access.client_token,
                 certificate=world.certificate,
                 timeout=deadline.remaining() or 10,
             )
-            base.client.wait_for(lambda membership: not membership.restoring, deadline.remaining())
+            processes.client.wait_for(lambda membership: not membership.restoring, deadline.remaining())
         except BaseException:
-            if base is not None:
-                base.release()
+            if processes is not None:
+                processes.end_local()
             raise
-        return base
+        return processes
 
     def starter(self) -> Starter:
         """Return the starter that starts and ends its ranks."""
@@ -517,13 +551,13 @@ class LauncherKeptPool:
         """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
         self._job.follow(ranks, lost)
 
-    def update(self, base: PoolProcesses, size: int) -> None:
+    def update(self, processes: PoolProcesses, size: int) -> None:
         """Note how many ranks it has."""
         self._job.resized(size)
 
-    def disconnect(self, base: PoolProcesses) -> None:
+    def disconnect(self, processes: PoolProcesses) -> None:
         """End the processes of this host, and close the connections."""
-        base.release()
+        processes.end_local()
 
     def release(self) -> None:
         """Use it no more; it stays."""
@@ -542,7 +576,7 @@ def this_process() -> Tenant:
 
 
 def kept_elsewhere(launcher: str | None = None) -> tuple[list[KeptJob], list[str]]:
-    """The pools that launchers keep.
+    """Return the pools that launchers keep.
 
     Args:
         launcher: Only this one's, which is searched for the place where they are kept; by default those of all launchers of which that is known.
@@ -564,7 +598,7 @@ def kept_elsewhere(launcher: str | None = None) -> tuple[list[KeptJob], list[str
 
 
 def launcher_of(name: str) -> str:
-    """The launcher of the kept pool of this name. Raises ``InvalidRequestError`` if there is none."""
+    """Return the launcher of the kept pool of this name. Raises ``InvalidRequestError`` if there is none."""
     here = [kept.name for kept in KeptPoolRegistry().all()]
     if name in here:
         return LOCAL

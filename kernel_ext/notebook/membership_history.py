@@ -86,7 +86,7 @@ class MembershipHistory:
             with self._failures.guard("a listener to the history"):
                 listener()
 
-    def world(self, now: Membership) -> None:
+    def record_membership(self, now: Membership) -> None:
         """Compare the membership with the last one seen: a new generation, and ranks that wait or were let in, are changes."""
         changes, at = [], time.time()
         with self._lock:
@@ -109,12 +109,12 @@ class MembershipHistory:
             self.announce()
 
     def all(self) -> list[MembershipChange]:
-        """The changes that are remembered, oldest first."""
+        """Return the changes that are remembered, oldest first."""
         with self._lock:
             return list(self._changes)
 
     def arrival(self, rank: int) -> MembershipChange | None:
-        """How and when the newest process of this rank came; None if that is not remembered."""
+        """Return how and when the newest process of this rank came; None if that is not remembered."""
         return next((c for c in reversed(self.all()) if c.rank == rank and c.what == "joined"), None)
 
 

@@ -22,6 +22,7 @@ from hvdlab.collectives.protocol.messages import Decision
 from hvdlab.kernel_ext.notebook import checks
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, ImportDisplay
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
@@ -30,16 +31,16 @@ from hvdlab.kernel_ext.notebook.kept_pools import launcher_of
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState
 from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
-from hvdlab.kernel_ext.notebook.requests import Answer
+from hvdlab.kernel_ext.notebook.requests import A
 from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks, native_stacks
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter, Prompter
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter, save_trace
-from hvdlab.kernel_ext.notebook.unsynced import SyncResult
+from hvdlab.kernel_ext.notebook.unsynced import SyncResult, sync_cell
 from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
 from hvdlab.kernel_ext.notebook.variables.overview import BUDGET, Overview, Ranks, TensorTable
-from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.channel import RankRequest
 from hvdlab.kernel_ext.wire.compare import (
     SPECIAL,
     AskTensors,
@@ -75,8 +76,6 @@ if TYPE_CHECKING:
 
 LOOK_WITHIN = 7.0
 """Seconds that the pool waits for ranks that look at something; they give up by themselves before that."""
-
-
 ANSWER_WITHIN = 1.0
 """Seconds that a rank has to answer; its control thread does, whatever the rank is doing."""
 
@@ -96,15 +95,16 @@ class Pool:
         replaceable: Whether the launcher can start single ranks, so that lost ones can be replaced.
     """
 
-    def __init__(self, base: PoolParts) -> None:
-        self._base = base
-        self.launcher, self.plane = base.launcher, base.plane
-        self.replaceable = Capability.SINGLE_RANKS in base.launch.capabilities
+    def __init__(self, parts: PoolParts) -> None:
+        self._parts, self._group, self._runs = parts, parts.group, parts.runs
+        self._requests, self._admission = parts.runs.questions, parts.admission
+        self.launcher, self.plane = parts.launcher, parts.plane
+        self.replaceable = Capability.SINGLE_RANKS in parts.launch.capabilities
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: TraceFileWriter | None = None
         # When this process exits, or the pool is garbage-collected, the ranks end, unless the pool is kept.
-        self._leave = weakref.finalize(self, base.leave)
+        self._leave = weakref.finalize(self, parts.leave)
 
     @classmethod
     def start(
@@ -145,7 +145,7 @@ class Pool:
             checks.check_not_in_rank()
             size = checks.check_size(checks.default_size() if np is None else np)
             with checks.limits_explained("the pool could not be started"):
-                base = PoolParts.start(
+                parts = PoolParts.start(
                     size,
                     launcher,
                     plane,
@@ -160,7 +160,7 @@ class Pool:
             if warm is not None:
                 warm.close()
             raise
-        return cls(base)
+        return cls(parts)
 
     @classmethod
     def attach(
@@ -198,32 +198,32 @@ class Pool:
     @property
     def name(self) -> str:
         """The name of a pool that outlives this process; empty for any other pool."""
-        return self._base.keeping.name if self._base.keeping is not None else ""
+        return self._parts.keeping.name if self._parts.keeping is not None else ""
 
     @property
     def ranks(self) -> Ranks:
         """Ranks that live and take cells, as numbers; ``ranks[3]`` is a view of rank 3's variables."""
-        return Ranks(() if self._stopped else self._base.group.ready(), self)
+        return Ranks(() if self._stopped else self._group.ready(), self)
 
     @property
     def resumed(self) -> tuple[CellHandle, ...]:
         """Cells that :meth:`attach` found and has gone on with."""
-        return tuple(self._base.resumed)
+        return tuple(self._parts.resumed)
 
     @property
     def size(self) -> int:
         """Number of ranks that the pool is made of, lost ones included."""
-        return 0 if self._stopped else len(self._base.group.members.wanted)
+        return 0 if self._stopped else len(self._group.members.wanted)
 
     @property
     def lost(self) -> dict[int, str]:
         """Rank to the reason of its end, for ranks that have ended; :meth:`repair` starts them again."""
-        members = self._base.group.members
+        members = self._group.members
         return {rank: m.reason for rank in members.lost if (m := members.get(rank)) is not None}
 
     def last_words(self, rank: int) -> str:
-        """The last lines of a lost rank's standard error that were left unread when it ended, such as a crash report."""
-        member = self._base.group.members.get(rank)
+        """Return the last lines of a lost rank's standard error that were left unread when it ended, such as a crash report."""
+        member = self._group.members.get(rank)
         return member.tail if member is not None else ""
 
     @property
@@ -234,42 +234,42 @@ class Pool:
         if not self._changing.acquire(blocking=False):
             return "starting"
         self._changing.release()
-        return "running" if self._base.runs.active else "idle"
+        return "running" if self._runs.active else "idle"
 
     @property
     def broken(self) -> str:
         """Why nothing can be done with the pool any more but to stop it; empty if all is well."""
-        return "" if self._stopped else self._base.broken
+        return "" if self._stopped else self._parts.broken
 
     def news(self) -> list[str]:
         """Sentences about what happened while no cell was running, such as a coordinator that was replaced.
 
         What happens while cells run is shown under these cells. Each sentence is returned once.
         """
-        return [] if self._stopped else self._base.news()
+        return [] if self._stopped else self._runs.take_notices()
 
     @property
     def client(self) -> Client:
         """The connection to the coordinator."""
-        return self._base.client
+        return self._parts.client
 
     @property
     def transcripts(self) -> TranscriptStore:
         """Return the output of this pool's cells."""
-        return self._base.transcripts
+        return self._parts.transcripts
 
     @property
     def cluster(self) -> Cluster:
         """The ``ipyparallel.Cluster`` of these ranks. The first use waits until its controller is up (about 1 s)."""
         self._check_running()
-        return self._base.companion.cluster
+        return self._parts.companion.cluster
 
     def status(self) -> list[RankStatus]:
         """Return the status of each rank, whether or not it runs a cell. Takes a second at most."""
         self._check_running()
-        members, runs = self._base.group.members, self._base.runs
+        members = self._group.members
         there = tuple(sorted({*members.ready, *members.let_go}))
-        answers = runs.questions.ask(AskStatus, there, Deadline(ANSWER_WITHIN))
+        answers = self._ask(Status, AskStatus, there)
         hosts = {member.rank: member.host for member in self.client.membership().members}
         found: list[RankStatus] = []
         for rank in sorted({*members.wanted, *members.let_go}):
@@ -277,7 +277,7 @@ class Pool:
             if member is None:
                 continue
             state = f"lost: {member.reason}" if member.reason else member.state.value
-            if isinstance(answer, Status):
+            if answer is not None:
                 status = rank_status(rank, hosts.get(rank, ""), member.pid, answer)
                 found.append(
                     replace(status, state=f"{status.state}, {LEAVES}") if member.at_commit else status
@@ -320,9 +320,9 @@ class Pool:
             results.story = tuple(line_of(entry) for entry in found)
 
     def elastic(self) -> ElasticState:
-        """Which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
+        """Return which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
         self._check_running()
-        return self._base.elastic_state(self.newcomers)
+        return self._admission.state(self.newcomers)
 
     def on_membership_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have ``callback`` called after each change of what :meth:`elastic` returns, on any thread. It must not block.
@@ -330,25 +330,24 @@ class Pool:
         Returns:
             A function that ends that. A call that is already under way may still come afterwards.
         """
-        return self._base.history.listen(callback)
+        return self._parts.history.listen(callback)
 
     @property
     def first_to_fail(self) -> int | None:
         """The rank that failed first in the last cell that did not end well; None if there was none."""
-        return self._base.runs.first_to_fail
+        return self._runs.first_to_fail
 
     @property
     def hanging(self) -> dict[int, str]:
         """Rank to the label of its cell, for ranks that were given up after an interrupt and still are in that cell."""
-        given_up = self._base.runs.given_up
-        if not given_up or self._stopped:
+        abandoned = self._runs.abandoned
+        if not abandoned or self._stopped:
             return {}
-        asked = [rank for rank in given_up if rank in self.ranks]
-        for rank, answer in self._base.runs.questions.ask(AskStatus, asked, Deadline(ANSWER_WITHIN)).items():
-            cell, _ = given_up[rank]
-            if isinstance(answer, Status) and answer.cell != cell:
-                self._base.runs.answers_again(rank, cell)
-        return {rank: label for rank, (_, label) in self._base.runs.given_up.items()}
+        asked = [rank for rank in abandoned if rank in self.ranks]
+        for rank, answer in self._ask(Status, AskStatus, asked).items():
+            if answer.cell != (cell := abandoned[rank][0]):
+                self._runs.no_longer_abandoned(rank, cell)
+        return {rank: label for rank, (_, label) in self._runs.abandoned.items()}
 
     # -- variables ------------------------------------------------------------------------------------------------
 
@@ -359,7 +358,12 @@ class Pool:
             InvalidRequestError: One of these ranks is lost or does not exist.
             HvdlabError: A value can't be pickled, or a rank could not unpickle it.
         """
-        transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
+        transfer.push(
+            self._requests,
+            values,
+            self._chosen(ranks),
+            near=self._group.ranks_on_this_host(),
+        )
 
     def pull(
         self, name: str, ranks: Sequence[int] | None = None, *, imports: ImportDisplay | None = None
@@ -376,11 +380,12 @@ class Pool:
             LookupError: The value does not exist on a rank, can't be sent, or there is no memory for it in this process.
         """
         return transfer.pull(
-            self._base.runs.questions, name, self._chosen(ranks), near=self._near(), imports=imports
+            self._requests,
+            name,
+            self._chosen(ranks),
+            near=self._group.ranks_on_this_host(),
+            imports=imports,
         )
-
-    def _near(self) -> set[int]:
-        return self._base.near()
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         self._check_running()
@@ -418,79 +423,69 @@ class Pool:
             raise InvalidRequestError(
                 f"diff takes the name of a variable, or special= with one of {', '.join(SPECIAL)}"
             )
-        questions = self._base.runs.questions
-        return diff(questions, name, self._chosen(ranks), special=special, near=self._near())
+        questions = self._requests
+        return diff(
+            questions, name, self._chosen(ranks), special=special, near=self._group.ranks_on_this_host()
+        )
 
     def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, VariableView]:
         """Rank to a description of an expression's value there, of these ranks (by default all), also while they run a cell.
 
         Ranks that do not answer are missing.
         """
-        answers = self._look(lambda ticket: AskView(ticket, expression), ranks)
-        return {rank: answer for rank, answer in answers.items() if isinstance(answer, VariableView)}
+        return self._ask(
+            VariableView, lambda ticket: AskView(ticket, expression), self._chosen(ranks), LOOK_WITHIN
+        )
 
     def variables(self, ranks: Sequence[int] | None = None) -> Overview:
-        """The user's variables on these ranks (by default all), and where they differ; also while cells run."""
+        """Return the user's variables on these ranks (by default all), and where they differ; also while cells run."""
         chosen = self._chosen(ranks)
-        answers = self._look(lambda ticket: AskVariables(ticket, BUDGET), chosen)
-        found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Variables)}
+        found = self._ask(Variables, lambda ticket: AskVariables(ticket, BUDGET), chosen, LOOK_WITHIN)
         return Overview(found, tuple(rank for rank in chosen if rank not in found))
 
     def tensors(self, ranks: Sequence[int] | None = None, *, most: int = 20) -> TensorTable:
-        """The ``most`` largest arrays and tensors on each of these ranks (by default all), also while cells run."""
-        answers = self._look(lambda ticket: AskTensors(ticket, most), ranks)
-        return TensorTable({rank: answer for rank, answer in answers.items() if isinstance(answer, Tensors)})
+        """Return the ``most`` largest arrays and tensors on each of these ranks (by default all), also while cells run."""
+        return TensorTable(
+            self._ask(Tensors, lambda ticket: AskTensors(ticket, most), self._chosen(ranks), LOOK_WITHIN)
+        )
 
     def native(self, ranks: Sequence[int] | None = None) -> NativeStacks:
-        """Where ranks of this host (by default all) are, with the frames below Python. Takes seconds.
+        """Return where ranks of this host (by default all) are, with the frames below Python. Takes seconds.
 
         Raises:
             InvalidRequestError: py-spy is not installed, or none of these ranks is on this host.
         """
-        chosen, near = self._chosen(ranks), self._near()
-        pids = {m.rank: m.pid for m in self._base.client.membership().members if m.rank in chosen}
+        chosen, near = self._chosen(ranks), self._group.ranks_on_this_host()
+        pids = {m.rank: m.pid for m in self._parts.client.membership().members if m.rank in chosen}
         here = {rank: pid for rank, pid in sorted(pids.items()) if rank in near}
         if not here:
             raise InvalidRequestError("native frames can be read of ranks on this host only")
         return native_stacks(here)
 
-    def _look(self, make: Callable[[int], Payload], ranks: Sequence[int] | None) -> dict[int, Answer]:
-        return dict(
-            sorted(self._base.runs.questions.ask(make, self._chosen(ranks), Deadline(LOOK_WITHIN)).items())
-        )
-
     # -- requests to ranks -----------------------------------------------------------------------------------------------
 
     def where(self, ranks: Sequence[int] | None = None) -> RankLocations:
-        """Where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
+        """Return where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
         chosen = self._chosen(ranks)
-        answers = self._base.runs.questions.ask(AskStack, chosen, Deadline(ANSWER_WITHIN))
-        stacks = {rank: answer for rank, answer in answers.items() if isinstance(answer, Stack)}
+        stacks = self._ask(Stack, AskStack, chosen)
         silent = [rank for rank in chosen if rank not in stacks]
-        return RankLocations(stacks, self._base.runs.lookout.look(silent) if silent else None)
+        return RankLocations(stacks, self._runs.lookout.describe_processes(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
-        """Rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
-        answers = self._base.runs.questions.ask(AskNames, self._chosen(ranks), Deadline(ANSWER_WITHIN))
-        return {rank: answer for rank, answer in answers.items() if isinstance(answer, UserNames)}
+        """Return rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
+        return self._ask(UserNames, AskNames, self._chosen(ranks))
 
     def complete(
         self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
     ) -> Completions | None:
         """Completions from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` seconds."""
-        answers = self._base.runs.questions.ask(
-            lambda ticket: Complete(ticket, code, cursor), self._one(rank), Deadline(timeout)
-        )
-        return next((a for a in answers.values() if isinstance(a, Completions)), None)
+        return self._ask_one(Completions, lambda ticket: Complete(ticket, code, cursor), rank, timeout)
 
     def inspect(
         self, code: str, cursor: int, detail: int = 0, *, rank: int | None = None, timeout: float = 2
     ) -> Inspection | None:
         """Documentation from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` s."""
-        answers = self._base.runs.questions.ask(
-            lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
-        )
-        return next((a for a in answers.values() if isinstance(a, Inspection)), None)
+        return self._ask_one(Inspection, lambda ticket: Inspect(ticket, code, cursor, detail), rank, timeout)
 
     def express(
         self, expressions: Mapping[str, str], *, rank: int | None = None, timeout: float = 10
@@ -500,13 +495,25 @@ class Pool:
         ``None`` if the rank does not answer within ``timeout`` seconds.
         """
         asked = dict(expressions)
-        answers = self._base.runs.questions.ask(
-            lambda ticket: EvaluateExpressions(ticket, asked), self._one(rank), Deadline(timeout)
+        answer = self._ask_one(
+            ExpressionValues, lambda ticket: EvaluateExpressions(ticket, asked), rank, timeout
         )
-        return next((a.results for a in answers.values() if isinstance(a, ExpressionValues)), None)
+        return answer.results if answer is not None else None
 
-    def _one(self, rank: int | None) -> tuple[int, ...]:
-        return self._chosen(self.ranks[:1] if rank is None else [rank])
+    def _ask(
+        self,
+        kind: type[A],
+        make: Callable[[int], RankRequest],
+        ranks: Sequence[int],
+        within: float = ANSWER_WITHIN,
+    ) -> dict[int, A]:
+        return self._requests.ask_for(kind, make, ranks, Deadline(within))
+
+    def _ask_one(
+        self, kind: type[A], make: Callable[[int], RankRequest], rank: int | None, within: float
+    ) -> A | None:
+        chosen = self._chosen(self.ranks[:1] if rank is None else [rank])
+        return next(iter(self._ask(kind, make, chosen, within).values()), None)
 
     # -- cells -----------------------------------------------------------------------------------------------------------
 
@@ -550,21 +557,26 @@ class Pool:
         Raises:
             InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
         """
-        prompter = prompter or ProcessPrompter()
-        return self._dispatch(
-            source,
-            ranks,
-            label,
-            line_offset,
-            out,
-            timeout,
-            want_value,
-            store_history,
-            file,
-            prompter,
-            late,
-            elastic,
-        ).wait()
+        return self.run_cell(
+            CellRequest(
+                source,
+                ranks=ranks,
+                label=label,
+                line_offset=line_offset,
+                out=out,
+                timeout=timeout,
+                want_value=want_value,
+                store_history=store_history,
+                file=file,
+                prompter=prompter or ProcessPrompter(),
+                late=late,
+                elastic=elastic,
+            )
+        )
+
+    def run_cell(self, request: CellRequest) -> CellResults:
+        """Run a cell on ranks and wait for its end, as :meth:`run` does."""
+        return self._dispatch(request).wait()
 
     def start_run(
         self,
@@ -587,19 +599,25 @@ class Pool:
             InvalidRequestError: As for :meth:`run`.
             StartError: No thread could be started for it. The cell was interrupted at once, and has ended.
         """
-        handle = self._dispatch(
-            source,
-            ranks,
-            label,
-            line_offset,
-            out,
-            timeout,
-            want_value,
-            store_history,
-            file,
-            late=late,
-            elastic=elastic,
+        return self.start_cell(
+            CellRequest(
+                source,
+                ranks=ranks,
+                label=label,
+                line_offset=line_offset,
+                out=out,
+                timeout=timeout,
+                want_value=want_value,
+                store_history=store_history,
+                file=file,
+                late=late,
+                elastic=elastic,
+            )
         )
+
+    def start_cell(self, request: CellRequest) -> CellHandle:
+        """Run a cell in the background, as :meth:`start_run` does."""
+        handle = self._dispatch(request)
         try:
             with checks.limits_explained("the cell could not be run in the background"):
                 handle.drive_in_background()
@@ -611,46 +629,20 @@ class Pool:
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
-        self._base.runs.interrupt(self._chosen(ranks))
+        self._runs.interrupt(self._chosen(ranks))
 
-    def _dispatch(
-        self,
-        source: str,
-        ranks: Sequence[int] | None,
-        label: str,
-        line_offset: int,
-        out: OutputSink | None,
-        timeout: float | None,
-        want_value: bool,
-        store_history: bool,
-        file: str,
-        prompter: Prompter | None = None,
-        late: ShowLate | None = None,
-        elastic: Bounds | None = None,
-    ) -> CellHandle:
-        cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
-        if elastic is not None:
-            elastic.check()
-            elastic.check_size(len(chosen), label)
-        recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
-        recorder.show_late(late)
+    def _dispatch(self, request: CellRequest) -> CellHandle:
+        cell, chosen = uuid.uuid4().hex[:12], self._chosen(request.ranks)
+        if request.elastic is not None:
+            request.elastic.check()
+            request.elastic.check_size(len(chosen), request.label)
+        out = NullSink() if request.out is None else request.out
+        recorder = self._parts.transcripts.record(cell, request.label, chosen, out)
+        recorder.show_late(request.late)
         try:
-            handle = self._base.runs.dispatch(
-                cell,
-                chosen,
-                source,
-                label=label,
-                line_offset=line_offset,
-                sink=recorder,
-                timeout=timeout,
-                want_value=want_value,
-                store_history=store_history,
-                file=file,
-                prompter=prompter,
-                elastic=elastic,
-            )
+            handle = self._runs.dispatch(cell, chosen, request, recorder)
         except BaseException:
-            self._base.transcripts.forget(cell)
+            self._parts.transcripts.forget(cell)
             raise
         recorder.driven(lambda: handle.feed(DeadlineReached()))
         return handle
@@ -674,25 +666,24 @@ class Pool:
         self._check_running()
         wanted = checks.check_size(np)
         with self._changing, checks.limits_explained(f"the pool could not get {wanted} ranks"):
-            self._base.check_resizable(wanted)
-            self._base.check_elastic(wanted)
-            self._base.check_dropped(wanted)
-            deadline, before = Deadline(timeout), self._base.group.ready()
-            leaving = tuple(rank for rank in before if rank >= wanted) if self._base.runs.elastic() else ()
+            self._parts.check_resizable(wanted)
+            self._admission.check_size(wanted)
+            self._parts.check_dropped(wanted)
+            deadline, before = Deadline(timeout), self._group.ready()
+            leaving = tuple(rank for rank in before if rank >= wanted) if self._runs.elastic() else ()
             if leaving:
-                self._base.runs.release(leaving)
-            if leaving or self._base.group.members.let_go:  # an earlier call may not have waited long enough
+                self._runs.release(leaving)
+            if leaving or self._group.members.let_go:  # an earlier call may not have waited long enough
+                staying = [rank for rank in self._group.members.wanted if rank < wanted]
                 try:
-                    self._base.group.let_go(
-                        [r for r in self._base.group.members.wanted if r < wanted], deadline
-                    )
+                    self._group.shrink_at_commit(staying, deadline)
                 finally:
-                    self._base.note_kept()  # the ranks have been let go, also if they have not left in time
-            self._base.group.want(range(wanted), deadline)
-            new = [rank for rank in self._base.group.ready() if rank not in before]
-            self._base.came("resize", new)
-            self._base.note_kept()
-            self._base.bring_in(new, timeout)
+                    self._parts.note_kept()  # the ranks have been let go, also if they have not left in time
+            self._group.set_ranks(range(wanted), deadline)
+            new = [rank for rank in self._group.ready() if rank not in before]
+            self._admission.ranks_added("resize", new)
+            self._parts.note_kept()
+            self._admission.admit_to_elastic_cells(new, timeout)
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
         """Start lost ranks again under their old numbers, with empty memory. Returns them.
@@ -706,13 +697,13 @@ class Pool:
         self._check_running()
         deadline = Deadline(timeout)
         with self._changing:
-            self._base.group.settle(deadline)
-            lost = self._base.group.members.lost
+            self._group.await_disconnected(deadline)
+            lost = self._group.members.lost
             if lost:
-                self._base.check_replaceable()
-                self._base.group.want(self._base.group.members.wanted, deadline, replace_lost=True)
-                self._base.came("repair", lost)
-                self._base.bring_in(lost, timeout)
+                self._parts.check_replaceable()
+                self._group.set_ranks(self._group.members.wanted, deadline, replace_lost=True)
+                self._admission.ranks_added("repair", lost)
+                self._admission.admit_to_elastic_cells(lost, timeout)
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
@@ -724,24 +715,24 @@ class Pool:
         """
         self._check_running()
         with self._changing:
-            self._base.check_replaceable()
-            wanted = self._base.group.members.wanted
+            self._parts.check_replaceable()
+            wanted = self._group.members.wanted
             chosen = wanted if ranks is None else tuple(ranks)
             if unknown := sorted(set(chosen) - set(wanted)):
                 raise InvalidRequestError(
                     f"there is no rank {unknown[0]}; the pool has {format_ranks(wanted)}."
                 )
             deadline = Deadline(timeout)
-            self._base.group.end(chosen, deadline)
-            self._base.group.want(wanted, deadline, replace_lost=True)
-            self._base.came("restart", chosen)
-            self._base.bring_in(chosen, timeout)
+            self._group.end(chosen, deadline)
+            self._group.set_ranks(wanted, deadline, replace_lost=True)
+            self._admission.ranks_added("restart", chosen)
+            self._admission.admit_to_elastic_cells(chosen, timeout)
 
     @property
     def newcomers(self) -> tuple[int, ...]:
         """Living ranks that were started after others, and to which :meth:`sync` has brought nothing yet."""
-        newcomers = self._base.newcomers.all()
-        return tuple(rank for rank in self._base.group.ready() if rank in newcomers)
+        newcomers = self._parts.newcomers.all()
+        return tuple(rank for rank in self._group.ready() if rank in newcomers)
 
     def sync(
         self,
@@ -784,18 +775,16 @@ class Pool:
         source = others[0] if source is None else self._chosen([source])[0]
         if source in targets:
             raise InvalidRequestError(f"rank {source} can't get from itself what it knows.")
-        if lost := self.lost:  # a newcomer's hvd.init() would wait for it
-            are = "is" if len(lost) == 1 else "are"
+        if lost := sorted(self.lost):  # a newcomer's hvd.init() would wait for it
             raise InvalidRequestError(
-                f"{format_ranks(list(lost))} {are} lost, and the world is complete only with all of its ranks; "
-                "`%hvd_pool repair` or pool.repair() comes first."
+                f"{format_ranks(lost)} {'is' if len(lost) == 1 else 'are'} lost, and the world is complete only with all of its "
+                "ranks; `%hvd_pool repair` or pool.repair() comes first."
             )
         begin = time.monotonic()
-        call = f"bring({source}, {targets!r}, {tuple(without)!r})"
-        cell = f"__import__('hvdlab.kernel_ext.rank.sync', fromlist=['bring']).{call}"
+        cell = sync_cell(source, targets, without)
         results = self.run(cell, label="sync", timeout=timeout, store_history=False)
-        if (ran := self._base.transcripts.find("sync")) is not None:  # `%hvd_output` is of the user's cells
-            self._base.transcripts.forget(ran.transcript.cell)
+        if (ran := self._parts.transcripts.find("sync")) is not None:  # `%hvd_output` is of the user's cells
+            self._parts.transcripts.forget(ran.transcript.cell)
         if not results.ok:
             cause = results.root_cause
             raise HvdlabError(
@@ -803,7 +792,7 @@ class Pool:
             )
         values = {rank: results.value(rank) for rank in (source, *targets)}
         done = SyncResult.of(source, targets, values, time.monotonic() - begin)
-        self._base.newcomers.know(targets)
+        self._parts.newcomers.mark_synced(targets)
         return done
 
     # -- spans and metrics -----------------------------------------------------------------------------------------------
@@ -865,7 +854,7 @@ class Pool:
         return recording.arrow() if arrow else recording.table()
 
     def metrics(self) -> DataFrame:
-        """All that the ranks measured, as a pandas table with a row per point.
+        """Return all that the ranks measured, as a pandas table with a row per point.
 
         The columns are ``rank``, ``name``, ``time`` (seconds since the origin of :meth:`trace`), ``value``, ``step``
         (missing if none was said) and ``unit``. The newest points of each series are kept;
@@ -901,7 +890,7 @@ class Pool:
                 self.stop_timeline()
             finally:
                 self._leave.detach()
-                self._base.close()
+                self._parts.close()
 
     def detach(self) -> None:
         """Let go of a pool that was started with ``keep``: its ranks stay. Idempotent.
@@ -914,7 +903,7 @@ class Pool:
                 "these ranks end with this process; only a pool that was started with keep= "
                 "(`%hvd_pool start --keep`) can be left to itself"
             )
-        self._base.runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
+        self._runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
         with self._changing:
             if self._stopped:
                 return
@@ -941,7 +930,7 @@ class Pool:
             raise InvalidRequestError(
                 "the pool has been stopped; start a new one with `%hvd_pool start` or Pool.start()."
             )
-        if broken := self._base.broken:
+        if broken := self._parts.broken:
             raise StartError(f"the pool has broken down: {broken}; stop it and start a new one.")
 
 

@@ -8,7 +8,8 @@ import importlib
 import os
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -18,8 +19,57 @@ from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.launch.forkserver.client import ForkServer
 
-if TYPE_CHECKING:
-    from hvdlab.kernel_ext.notebook.kept_pools import AttachedCoordinator, LauncherKeptCoordinator
+
+class PoolCoordinator(Protocol):
+    """Coordinator of a pool: a child of this process, or one that another process started, here or on a cluster."""
+
+    @property
+    def pid(self) -> int:
+        """Its process on this host; 0 if it runs elsewhere."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """The address of this host's ranks and clients."""
+        ...
+
+    @property
+    def tls_address(self) -> str | None:
+        """The address of other hosts' ranks; None if there is none."""
+        ...
+
+    @property
+    def certificate(self) -> str | None:
+        """The certificate of :attr:`tls_address`; None without one."""
+        ...
+
+    @property
+    def token(self) -> str:
+        """The secret that ranks connect with."""
+        ...
+
+    @property
+    def client_token(self) -> str:
+        """The secret that clients connect with."""
+        ...
+
+    @property
+    def directory(self) -> Path:
+        """A directory of this host that goes with the coordinator."""
+        ...
+
+    def ending(self) -> str:
+        """Return how it ended; empty as long as it runs."""
+        ...
+
+    def respawn(self, timeout: float = ...) -> None:
+        """Start a successor. Raises ``StartError``."""
+
+    def release(self) -> None:
+        """Close the handles; the coordinator stays. Idempotent."""
+
+    def close(self) -> None:
+        """End the coordinator. Idempotent."""
 
 
 @dataclass(slots=True)
@@ -27,35 +77,35 @@ class PoolProcesses:
     """The processes and the connection that a pool stands on. The pool that takes them closes them."""
 
     fork_server: ForkServer
-    coordinator: CoordinatorProcess | AttachedCoordinator | LauncherKeptCoordinator
+    coordinator: PoolCoordinator
     client: Client
 
-    def leave(self) -> None:
-        """Let go of all three; the fork server and the coordinator were asked to stay, and do."""
+    def detach(self) -> None:
+        """Close the handles; all processes stay, as those of a kept pool do."""
         self.fork_server.detach()
         self.client.close()
         self.coordinator.release()
 
-    def release(self) -> None:
-        """End what runs on this host, and let go of a coordinator that its launcher keeps."""
+    def end_local(self) -> None:
+        """End the fork server of this host; a launcher keeps the coordinator."""
         self.fork_server.close()
         self.client.close()
         self.coordinator.release()
 
-    def close(self) -> None:
-        """End all three, the fork server with its ranks first: they should not see their coordinator go."""
+    def end_all(self) -> None:
+        """End all processes, the fork server with its ranks first: they must not see their coordinator disappear."""
         self.fork_server.close()
         self.client.close()
         self.coordinator.close()
 
 
 class Prestart:
-    """A :class:`PoolProcesses` in the making. Made by :meth:`begin`; given to one pool, or closed."""
+    """Start of :class:`PoolProcesses` ahead of their pool. Made by :meth:`begin`; given to one pool, or closed."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
         self._lock = threading.Lock()
-        self._base: PoolProcesses | None = None
+        self._processes: PoolProcesses | None = None
         self._error: BaseException | None = None
         self._taken = False
         self._done = threading.Event()
@@ -87,12 +137,12 @@ class Prestart:
             self.close()
             raise StartError(f"the coordinator did not start within {deadline.seconds:g} s")
         with self._lock:
-            if self._error is not None or self._base is None or self._taken:
+            if self._error is not None or self._processes is None or self._taken:
                 error = self._error
             else:
                 self._taken = True
                 atexit.unregister(self.close)
-                return self._base
+                return self._processes
         self.close()
         if isinstance(error, StartError):
             raise error
@@ -107,8 +157,8 @@ class Prestart:
             self._taken = True
         self._fork_server.close()
         self._thread.join()
-        if self._base is not None:
-            self._base.close()
+        if self._processes is not None:
+            self._processes.end_all()
 
     def _prepare(self) -> None:
         try:
@@ -118,7 +168,7 @@ class Prestart:
             except BaseException:
                 coordinator.close()
                 raise
-            self._base = PoolProcesses(self._fork_server, coordinator, client)
+            self._processes = PoolProcesses(self._fork_server, coordinator, client)
         except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread that wants the pool)
             self._error = error
         finally:

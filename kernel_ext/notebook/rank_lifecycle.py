@@ -13,6 +13,7 @@ import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.kernel_ext.notebook.output.crash import last_lines
@@ -82,7 +83,7 @@ class RankLifecycle:
         self._ending: set[int] = set()  # ranks that the user has restarted, until their processes have ended
         client.on_mail(READY, lambda rank, body: self.handle(AgentReady(rank)))
 
-    def use(self, starter: Starter) -> None:
+    def set_starter(self, starter: Starter) -> None:
         """Let ``starter`` start the ranks. Call it once, before the first :class:`PoolSizeSet`."""
         self._starter = starter
 
@@ -94,14 +95,28 @@ class RankLifecycle:
         return self._members
 
     def ready(self) -> tuple[int, ...]:
-        """Ranks that take cells."""
+        """Return the ranks that take cells."""
         with self._changed:
             return self._members.ready
 
     def pids(self) -> dict[int, int]:
-        """Rank to process id of the ranks that live."""
+        """Return rank to process id of the ranks that live."""
         with self._changed:
             return self._members.living()
+
+    def loss_reason(self, rank: int) -> str:
+        """Return the reason why a rank takes no cells any more; empty if it lives."""
+        member = self._members.get(rank)
+        return member.reason if member is not None else "it left the pool"
+
+    def local_pid(self, rank: int) -> int | None:
+        """Return the process of a rank on this host; None if it runs elsewhere."""
+        members = self._client.membership().members
+        return next((m.pid for m in members if m.rank == rank and m.host == host_key()), None)
+
+    def ranks_on_this_host(self) -> set[int]:
+        """Return the ranks that share memory with this process."""
+        return {m.rank for m in self._client.membership().members if m.host == host_key()}
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -121,8 +136,8 @@ class RankLifecycle:
                 if rank not in ready:
                     self._ready(rank)
 
-    def waits(self, text: str) -> None:
-        """Note what has to come before ranks can be started; :meth:`want` waits for it without a limit.
+    def set_launch_wait(self, text: str) -> None:
+        """Note what has to come before ranks can be started; :meth:`set_ranks` waits for it without a limit.
 
         An empty ``text`` says that it has come. Any thread.
         """
@@ -130,7 +145,7 @@ class RankLifecycle:
             self._waits_for = text
             self._changed.notify_all()
 
-    def explain(self, rank: int, pid: int, reason: str) -> None:
+    def set_exit_reason(self, rank: int, pid: int, reason: str) -> None:
         """Note why this rank's process is about to end: its exit status won't say. Any thread."""
         with self._changed:
             self._reasons[rank, pid] = reason
@@ -148,7 +163,7 @@ class RankLifecycle:
         self.handle(Reconnected())
 
     def cut_off(self, membership: Membership) -> list[int]:
-        """Ranks that the coordinator takes for dead although their processes live."""
+        """Return the ranks that the coordinator takes for dead although their processes live."""
         deaths = {(death.rank, death.pid) for death in membership.deaths}
         with self._changed:
             return [rank for rank, pid in self._members.living().items() if (rank, pid) in deaths]
@@ -182,7 +197,7 @@ class RankLifecycle:
 
     # -- changes --------------------------------------------------------------------------------------------------
 
-    def let_go(self, ranks: Sequence[int], deadline: Deadline) -> None:
+    def shrink_at_commit(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """Shrink the pool to these ranks: the others leave at the next commit of the elastic training. Waits until they have.
 
         It waits for ranks that an earlier call has let go, too.
@@ -201,7 +216,7 @@ class RankLifecycle:
                 hung = {rank for rank in leaving() if rank not in expected}  # past their commit
                 for rank, pid in self._members.living().items():
                     if rank in hung:
-                        self.explain(rank, pid, "killed, since it had left and did not end")
+                        self.set_exit_reason(rank, pid, "killed, since it had left and did not end")
                 self.kill(sorted(hung))
                 self._changed.wait_for(
                     lambda: not hung.intersection(leaving()) or self._broken, CUT_OFF_WITHIN
@@ -211,7 +226,7 @@ class RankLifecycle:
                     f"{format_ranks(late)} did not come to a commit within {deadline.seconds:g} s; they leave when they do"
                 )
 
-    def want(
+    def set_ranks(
         self,
         ranks: Sequence[int],
         deadline: Deadline,
@@ -242,7 +257,7 @@ class RankLifecycle:
             raise
         self._wait_left(deadline)
 
-    def settle(self, deadline: Deadline) -> None:
+    def await_disconnected(self, deadline: Deadline) -> None:
         """Wait until the processes of ranks that the coordinator takes for dead have ended; kill those that stay.
 
         One that is cut off might come back, but the caller is about to replace it.

@@ -191,11 +191,11 @@ class RankStates:
         return self._wanted
 
     def get(self, rank: int) -> RankRecord | None:
-        """A rank that is wanted or still alive."""
+        """Return a rank that is wanted or still alive."""
         return self._members.get(rank)
 
     def in_state(self, *states: RankPhase) -> tuple[int, ...]:
-        """The wanted ranks in one of these states."""
+        """Return the wanted ranks in one of these states."""
         return tuple(rank for rank in self._wanted if self._members[rank].state in states)
 
     @property
@@ -214,7 +214,7 @@ class RankStates:
         return tuple(sorted(member.rank for member in self._members.values() if member.at_commit))
 
     def living(self) -> dict[int, int]:
-        """Rank to process id of every rank that has a process, leaving ones included."""
+        """Return rank to process id of every rank that has a process, leaving ones included."""
         return {m.rank: m.pid for m in self._members.values() if m.pid and m.state is not RankPhase.LOST}
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class RankStates:
         return [ReportRankLost(event.rank, event.pid, event.reason)] if was_ready else []
 
     def _gone(self, member: RankRecord, gone: ReportRankLeft) -> list[Effect]:
-        """A rank that was to leave has left."""
+        """Handle the departure of a rank that was to leave."""
         del self._members[member.rank]
         again = member.rank in self._again
         if again:

@@ -36,7 +36,7 @@ class Process(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """The process that has this number now."""
+        """Return the process that has this number now."""
         return cls(pid, start_time(pid))
 
     @property
@@ -104,7 +104,7 @@ class KeptPoolRegistry:
         self._directory = directory or _default_directory()
 
     def all(self) -> list[KeptPoolEntry]:
-        """The pools that live, sorted by name. Removes what is left of others."""
+        """Return the pools that live, sorted by name. Removes what is left of others."""
         with self._locked() as there:
             found = self._read_all() if there else []
         if there and not found:
@@ -112,7 +112,7 @@ class KeptPoolRegistry:
         return found
 
     def get(self, name: str) -> KeptPoolEntry:
-        """A pool. Raises ``InvalidRequestError`` if there is none of that name."""
+        """Return a pool. Raises ``InvalidRequestError`` if there is none of that name."""
         found = self.all()
         for kept in found:
             if kept.name == name:
@@ -293,7 +293,7 @@ def _default_directory() -> Path:
 
 
 def _check_private(directory: Path) -> None:
-    """Raises ``StartError`` if other users could read or replace what lies there."""
+    """Raise ``StartError`` if other users could read or replace what lies there."""
     for path in (directory, directory.parent):
         if not system.is_private(path):
             raise StartError(

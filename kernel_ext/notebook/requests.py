@@ -7,37 +7,20 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.wire.cells import RetainedCells
-from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.channel import Payload, RankReply, RankRequest
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
-from hvdlab.kernel_ext.wire.compare import InspectAnswer
-from hvdlab.kernel_ext.wire.status import Completions, ExpressionValues, Inspection, Stack, Status, UserNames
-from hvdlab.kernel_ext.wire.values import Acked, Snapshot, SnapshotLoaded, TransferChunk, Value
 
-Answer = (
-    RetainedCells
-    | Acked
-    | Snapshot
-    | SnapshotLoaded
-    | Value
-    | TransferChunk
-    | Status
-    | Completions
-    | Inspection
-    | ExpressionValues
-    | Stack
-    | UserNames
-    | InspectAnswer
-)
+A = TypeVar("A", bound=RankReply)
 
 
 @dataclass(slots=True)
 class _Question:
     body: bytes
     waiting: set[int]
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, RankReply] = field(default_factory=dict)
 
 
 class RankRequests:
@@ -59,10 +42,10 @@ class RankRequests:
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._changed = threading.Condition()
         self._open: dict[int, _Question] = {}
-        self._followed: dict[int, Callable[[int, Answer], None]] = {}
+        self._followed: dict[int, Callable[[int, RankReply], None]] = {}
 
-    def follow(self, take: Callable[[int, Answer], None]) -> int:
-        """A ticket for questions that are asked again and again: ``take(rank, answer)`` gets every answer.
+    def subscribe(self, take: Callable[[int, RankReply], None]) -> int:
+        """Return a ticket for questions that are asked again and again: ``take(rank, answer)`` gets every answer.
 
         It is called on the client's thread and must not block. Such questions are not repeated when mail was lost.
         """
@@ -70,13 +53,13 @@ class RankRequests:
         self._followed[ticket] = take
         return ticket
 
-    def unfollow(self, ticket: int) -> None:
-        """End :meth:`follow`: drop further answers. Any thread."""
+    def unsubscribe(self, ticket: int) -> None:
+        """End :meth:`subscribe`: drop further answers. Any thread."""
         self._followed.pop(ticket, None)
 
     def ask(
-        self, make: Callable[[int], Payload], ranks: Sequence[int], deadline: Deadline
-    ) -> dict[int, Answer]:
+        self, make: Callable[[int], RankRequest], ranks: Sequence[int], deadline: Deadline
+    ) -> dict[int, RankReply]:
         """Ask these ranks and wait. Ranks that die or do not answer in time are missing from the result.
 
         Args:
@@ -96,11 +79,22 @@ class RankRequests:
             with self._changed:
                 del self._open[ticket]
 
-    def tell(self, payload: Payload, ranks: Sequence[int]) -> None:
+    def ask_for(
+        self, kind: type[A], make: Callable[[int], RankRequest], ranks: Sequence[int], deadline: Deadline
+    ) -> dict[int, A]:
+        """Ask these ranks and wait, as :meth:`ask` does, and return the answers of one kind, in the order of ranks.
+
+        Args:
+            kind: The class of the answers; a rank that answers otherwise, as with an error, is missing from the result.
+        """
+        answers = self.ask(make, ranks, deadline)
+        return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, kind)}
+
+    def send(self, payload: Payload, ranks: Sequence[int]) -> None:
         """Send a payload that needs no answer, and may get lost."""
         self._post(TO_RANK, encode(payload), tuple(ranks))
 
-    def answered(self, rank: int, answer: Answer) -> None:
+    def resolve(self, rank: int, answer: RankReply) -> None:
         """An answer came. Any thread; late ones are dropped."""
         if (take := self._followed.get(answer.ticket)) is not None:
             take(rank, answer)
@@ -112,7 +106,7 @@ class RankRequests:
                 question.answers[rank] = answer
                 self._changed.notify_all()
 
-    def ask_again(self) -> None:
+    def resend_pending(self) -> None:
         """Send all questions again that have no answer: they, or the answers, may be lost. Any thread."""
         with self._changed:
             unanswered = [(question.body, tuple(question.waiting)) for question in self._open.values()]

@@ -25,7 +25,8 @@ from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.notebook.output.crash import called
 from hvdlab.kernel_ext.notebook.output.stack_text import short_path
-from hvdlab.kernel_ext.notebook.requests import Answer, RankRequests
+from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.wire.channel import RankReply
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.kernel_ext.wire.stack_dump import NAME, SIGNAL
 from hvdlab.kernel_ext.wire.status import AskStack, Stack
@@ -48,31 +49,25 @@ class StackProbe:
         questions: RankRequests,
         local_pid: Callable[[int], int | None],
     ) -> None:
-        self._post, self._questions, self._local_pid = post, questions, local_pid
+        self._post, self.questions, self._local_pid = post, questions, local_pid
         self._processes = Processes()
 
     def watch(self, feed: Callable[[Event], None]) -> CellProbe:
-        """The lookout of one cell; ``feed`` takes what is found, as events."""
+        """Return the lookout of one cell; ``feed`` takes what is found, as events."""
         return CellProbe(self, feed)
 
     def ask(self, ticket: int, ranks: Sequence[int]) -> None:
         self._post(TO_RANK, encode(AskStack(ticket)), ranks)
 
-    def look(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Rank to what keeps it from answering. Any thread; takes a moment."""
+    def describe_processes(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return rank to what keeps it from answering. Any thread; takes a moment."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.look_at(pids)}
 
     def halted(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of these ranks that can't answer since their process is stopped, with a text that says so. Any thread."""
+        """Return those of these ranks that can't answer since their process is stopped, with a text that says so. Any thread."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {rank: text for rank, pid in pids.items() if (text := halted(pid))}
-
-    def follow(self, take: Callable[[int, Answer], None]) -> int:
-        return self._questions.follow(take)
-
-    def unfollow(self, ticket: int) -> None:
-        self._questions.unfollow(ticket)
 
 
 class CellProbe:
@@ -80,27 +75,27 @@ class CellProbe:
 
     def __init__(self, lookout: StackProbe, feed: Callable[[Event], None]) -> None:
         self._lookout, self._feed = lookout, feed
-        self._ticket = lookout.follow(self._answered)
+        self._ticket = lookout.questions.subscribe(self._answered)
 
-    def ask(self, ranks: Sequence[int]) -> None:
+    def request_stacks(self, ranks: Sequence[int]) -> None:
         """Ask ranks where they are: :class:`StackArrived` brings each answer, :class:`ProcessSeen` why a rank can't answer."""
         self._lookout.ask(self._ticket, ranks)
         for rank, text in self._lookout.halted(ranks).items():
             self._feed(ProcessSeen(rank, text))
 
-    def look(self, ranks: Sequence[int]) -> None:
+    def probe_processes(self, ranks: Sequence[int]) -> None:
         """Look at ranks' processes; the findings come as :class:`ProcessSeen`. Does not block."""
         threading.Thread(target=self._look, args=(tuple(ranks),), name="hvdlab-look", daemon=True).start()
 
     def _look(self, ranks: Sequence[int]) -> None:
-        for rank, text in self._lookout.look(ranks).items():
+        for rank, text in self._lookout.describe_processes(ranks).items():
             self._feed(ProcessSeen(rank, text))
 
     def close(self) -> None:
         """Take no more answers."""
-        self._lookout.unfollow(self._ticket)
+        self._lookout.questions.unsubscribe(self._ticket)
 
-    def _answered(self, rank: int, answer: Answer) -> None:
+    def _answered(self, rank: int, answer: RankReply) -> None:
         if isinstance(answer, Stack):
             self._feed(StackArrived(rank, answer))
 
@@ -124,7 +119,7 @@ class Processes:
         self._dumped: dict[int, tuple[float, str]] = {}  # process to the time and result of its last dump
 
     def look_at(self, pids: Mapping[int, int]) -> dict[int, str]:
-        """Why ranks do not answer, as it reads after ``rank 2: ``. Takes :data:`DUMP_WITHIN` seconds at most.
+        """Return why ranks do not answer, as it reads after ``rank 2: ``. Takes :data:`DUMP_WITHIN` seconds at most.
 
         Args:
             pids: Rank to its process.
@@ -146,7 +141,7 @@ class Processes:
 
 
 def halted(pid: int, proc: Path = _PROC) -> str:
-    """Why a process does not run and won't by itself; empty if it does."""
+    """Return why a process does not run and won't by itself; empty if it does."""
     state = process_state(pid, proc)
     if state == "T":
         return f"stopped (SIGSTOP); `kill -CONT {pid}` lets it go on"
@@ -163,7 +158,7 @@ def look_at_state(pid: int, proc: Path = _PROC) -> str:
 
 
 def _waits_in(pid: int, proc: Path) -> str:
-    """The kernel function that the process waits in, in parentheses; empty if the kernel does not say."""
+    """Return the kernel function that the process waits in, in parentheses; empty if the kernel does not say."""
     try:
         name = (proc / f"{pid}/wchan").read_text()
     except OSError:
@@ -175,7 +170,7 @@ def _waits_in(pid: int, proc: Path) -> str:
 
 
 def dumped_places(pids: Mapping[int, int]) -> dict[int, str]:
-    """Rank to the place that its dumped stack shows; ranks that dump none are missing."""
+    """Return rank to the place that its dumped stack shows; ranks that dump none are missing."""
     with contextlib.ExitStack() as opened:
         files = {}
         for rank, pid in pids.items():
@@ -196,7 +191,7 @@ def dumped_places(pids: Mapping[int, int]) -> dict[int, str]:
 
 
 def _find_file(pid: int) -> int:
-    """The process's file for dumps, opened here. Raises ``OSError`` if it has none."""
+    """Return the process's file for dumps, opened here. Raises ``OSError`` if it has none."""
     directory = Path(f"/proc/{pid}/fd")
     for entry in directory.iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -213,7 +208,7 @@ _HIDDEN = ("ipykernel", "IPython/", "asyncio/", "runpy.py", "hvdlab/kernel_ext/"
 
 
 def program() -> str:
-    """Where py-spy is. Raises ``InvalidRequestError`` if it is not installed."""
+    """Return where py-spy is. Raises ``InvalidRequestError`` if it is not installed."""
     found = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if found is None:
         raise InvalidRequestError("native frames are read by py-spy; `pip install py-spy` adds it")
@@ -221,7 +216,7 @@ def program() -> str:
 
 
 def native_stacks(pids: Mapping[int, int], *, within: float = PY_SPY_WITHIN) -> NativeStacks:
-    """The stacks of the main threads of these processes of this host, by rank.
+    """Return the stacks of the main threads of these processes of this host, by rank.
 
     Raises:
         InvalidRequestError: py-spy is not installed.
@@ -248,7 +243,7 @@ def _dump(path: str, pid: int, within: float) -> tuple[str, ...]:
 
 
 def _lines(frames: list[dict[str, Any]]) -> tuple[str, ...]:
-    """The frames from the cell's line to the innermost, a line each."""
+    """Return the frames from the cell's line to the innermost, a line each."""
     lines: list[str] = []
     for frame in reversed(frames):
         file = frame.get("filename") or frame.get("module") or ""

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.system import process_state
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, PoolNews
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
-from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
+from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, RetainedCells, RunCell
+from hvdlab.launch.processes import started_at
 
 ANSWER_WITHIN = 2.0
 """Seconds that ranks have to answer; one that is stopped does not."""
@@ -99,6 +103,48 @@ def find(questions: RankRequests, pids: Mapping[int, int]) -> tuple[list[Orphane
         for cell in found.values()
     ]
     return cells, tuple(dict.fromkeys(answer.interrupted for answer in heard.values() if answer.interrupted))
+
+
+def resume_cells(
+    client: Client,
+    group: RankLifecycle,
+    runs: CellDispatcher,
+    transcripts: TranscriptStore,
+    newcomers: UnsyncedRanks,
+    show: Show | None,
+) -> tuple[list[OrphanedCell], list[CellHandle]]:
+    """Go on with the cells that the process before this one has left.
+
+    Args:
+        client: The connection to the coordinator.
+        group: The ranks, which the pool has adopted.
+        runs: Takes the cells over.
+        transcripts: Records them.
+        newcomers: Takes the ranks that were started after others.
+        show: Returns the sink of a cell. Without it only elastic cells that run are resumed: ranks must be able to join and
+            leave them.
+
+    Returns:
+        The cells, and a handle for each.
+    """
+    pids = group.pids()
+    left, interrupted = find(runs.questions, pids)
+    for cell in left:  # also those that are not resumed: their ranks are shown as running them
+        if cell.label:
+            # A cell of this notebook may have the same number.
+            client.label_cell(cell.cell, f"{cell.label} of the notebook before")
+    if show is None:
+        interrupted += tuple(cell.label or cell.cell for cell in left if cell.interrupted)
+        left = [cell for cell in left if cell.order is not None and cell.running]
+    for label in interrupted:
+        runs.notice(f"cell {label} {INTERRUPTED}")
+    came = {rank for cell in left if cell.order is not None for rank in (*cell.joined, *cell.without)}
+    newcomers.restore({rank: started_at(pids[rank]) for rank in came})
+    leaving = group.members.let_go
+    handles = [
+        go_on(cell, runs, transcripts, NullSink() if show is None else show(cell), leaving) for cell in left
+    ]
+    return left, handles
 
 
 def go_on(

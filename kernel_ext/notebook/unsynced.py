@@ -59,7 +59,7 @@ class UnsyncedRanks:
             self._came = came if len(came) < len(wanted) else {}
         self._changed()
 
-    def found(self, came: Mapping[int, float]) -> None:
+    def restore(self, came: Mapping[int, float]) -> None:
         """Another process has started these ranks after others; each is given with the time of that, in seconds since 1970."""
         with self._lock:
             self._came |= {rank: UnsyncedRank(BEFORE, when) for rank, when in came.items()}
@@ -72,7 +72,7 @@ class UnsyncedRanks:
             self._joining.update(dict.fromkeys(ranks, cell))
         self._changed()
 
-    def entered(self, cell: str, rank: int) -> None:
+    def mark_joined(self, cell: str, rank: int) -> None:
         """A rank has entered the cell that it was sent, and knows what the others know. Its message may come twice."""
         with self._lock:
             if self._joining.get(rank) != cell:
@@ -88,7 +88,7 @@ class UnsyncedRanks:
             self._running.discard(cell)
         self._changed()
 
-    def know(self, ranks: Collection[int]) -> None:
+    def mark_synced(self, ranks: Collection[int]) -> None:
         """These ranks were brought what another rank knows."""
         with self._lock:
             self._forget(ranks)
@@ -105,6 +105,18 @@ class UnsyncedRanks:
         for rank in ranks:
             self._came.pop(rank, None)
             self._joining.pop(rank, None)
+
+
+def sync_cell(source: int, targets: Sequence[int], without: Collection[str]) -> str:
+    """Return the source of the cell that brings the variables of one rank to others; it runs on all ranks.
+
+    Args:
+        source: The rank that they come from.
+        targets: The ranks that get them.
+        without: Names of variables to leave out.
+    """
+    call = f"bring({source}, {tuple(targets)!r}, {tuple(without)!r})"
+    return f"__import__('hvdlab.kernel_ext.rank.sync', fromlist=['bring']).{call}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +227,7 @@ def restarted_notice(names: Mapping[int, UserNames], replaced: Sequence[int], se
 
 
 def _missing(have: Iterable[Sequence[str]], new: Sequence[Sequence[str]]) -> list[str]:
-    """The names that a rank which stayed has and a new one has not, in the order in which they were made."""
+    """Return the names that a rank which stayed has and a new one has not, in the order in which they were made."""
     everywhere = set.intersection(*(set(one) for one in new)) if new else set[str]()
     return list(dict.fromkeys(name for names in have for name in names if name not in everywhere))
 

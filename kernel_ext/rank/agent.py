@@ -18,14 +18,14 @@ from hvdlab.kernel_ext.rank.cell_executor import CellExecutor
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler
 from hvdlab.kernel_ext.rank.debug_server import DebugServer
 from hvdlab.kernel_ext.rank.errors import describe
-from hvdlab.kernel_ext.rank.examining import QUESTIONS, CompareServer
+from hvdlab.kernel_ext.rank.examining import CompareServer, ComparisonRequest
 from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
 from hvdlab.kernel_ext.rank.output import ExitFlush, OutputQueue
 from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.rank.shell_setup import ShellSetup
 from hvdlab.kernel_ext.rank.stdin import RankStdin
 from hvdlab.kernel_ext.rank.values import IncomingTransfers, OutgoingTransfers
-from hvdlab.kernel_ext.rank.variable_view import LOOKS, VariableViewer
+from hvdlab.kernel_ext.rank.variable_view import VariableViewer, ViewRequest
 from hvdlab.kernel_ext.rank.widgets import RankComms
 from hvdlab.kernel_ext.wire.cells import (
     Acknowledge,
@@ -40,11 +40,20 @@ from hvdlab.kernel_ext.wire.cells import (
     RunCell,
     SetOwner,
 )
-from hvdlab.kernel_ext.wire.channel import COMM, Payload
+from hvdlab.kernel_ext.wire.channel import COMM, HandlerTable, Payload, RankRequest
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, ToPool, ToRank, decode_to_rank, encode
 from hvdlab.kernel_ext.wire.comms import CommMessage
 from hvdlab.kernel_ext.wire.comms import decode as decode_comm
-from hvdlab.kernel_ext.wire.compare import OpenComparison
+from hvdlab.kernel_ext.wire.compare import (
+    AskBlocks,
+    AskLeaves,
+    AskTensors,
+    AskVariables,
+    AskView,
+    Compare,
+    Gather,
+    OpenComparison,
+)
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing
 from hvdlab.kernel_ext.wire.debug import DEBUG
 from hvdlab.kernel_ext.wire.status import (
@@ -80,6 +89,11 @@ class RankAgent:
         fds: Redirected file descriptors, if the agent captures output below Python.
         unsent: Shared memory in which the process that forked this one finds unsent output if this one is killed.
     """
+
+    _control = (
+        HandlerTable()
+    )  # messages that the control thread handles, also while the main thread runs a cell
+    _main = HandlerTable()  # requests that the main thread answers between cells
 
     def __init__(
         self,
@@ -119,15 +133,15 @@ class RankAgent:
         self._setup.preparing = lambda: self._runner.preparing
         self._comms = RankComms(engine.post, self._capture.widgets)
         self._delivering: set[asyncio.Task[None]] = set()
-        self._jobs: deque[ToRank] = deque()
-        self._job: ToRank | None = None
-        self._lending, self._parcels = OutgoingTransfers(loop), IncomingTransfers()
-        self._examining = CompareServer(
+        self._jobs: deque[RunCell | RankRequest] = deque()
+        self._job: RunCell | RankRequest | None = None
+        self._outgoing, self._incoming = OutgoingTransfers(loop), IncomingTransfers()
+        self._comparing = CompareServer(
             shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
         )
-        self._looker = VariableViewer(shell, lambda: self._cell, lambda answer: self._reply(answer))
+        self._viewer = VariableViewer(shell, lambda: self._cell, lambda answer: self._reply(answer))
         #: What another rank knew, until this one has begun the cell that it is needed for.
-        self._lesson: sync.PendingSnapshot | None = None
+        self._snapshot: sync.PendingSnapshot | None = None
         #: The cell that this rank has entered last while others ran it.
         self._entered = ""
         self._arrived = asyncio.Event()
@@ -196,83 +210,115 @@ class RankAgent:
             self._answer_failure(mail, error)
             raise  # shown with its traceback by the mailbox
 
-    def _answer_failure(self, question: ToRank, error: Exception) -> None:
-        """Tell the pool that its question failed here. It waits for an answer, for ever where a value may take any time."""
-        ticket = getattr(question, "ticket", None)
-        if ticket is not None:
-            self._reply(Acked(ticket, f"hvdlab failed in this rank: {type(error).__name__}: {error}"))
+    def _answer_failure(self, mail: ToRank | RankRequest, error: Exception) -> None:
+        """Answer a request that failed here with the error: the pool waits, for ever where a value may take any time."""
+        if isinstance(mail, RankRequest):
+            self._reply(Acked(mail.ticket, f"hvdlab failed in this rank: {type(error).__name__}: {error}"))
 
     def _carry_out(self, mail: ToRank) -> None:
-        if isinstance(mail, Acknowledge):
-            self._capture.credit(mail.cell, mail.taken)
-        elif isinstance(mail, AcknowledgeLate):
-            # Also while the rank leaves: the main thread may wait for it, in a task between cells, and no interrupt ends that.
-            self._capture.credit_late(mail.taken)
-        elif self._leaving:
-            return
-        elif isinstance(mail, DiscardCell):
-            self._capture.settled(mail.cell)
-            self._prompting.settled(mail.cell)
-        elif isinstance(mail, ResendFrom):
-            if any(cell == self._entered for cell, *_ in mail.cells):
-                self._reply(JoinedCell(self._entered))  # before the cell's end, which may be sent again now
-            self._capture.resync(mail.cells)
-            self._prompting.ask_again()
-        elif isinstance(mail, SetOwner):
-            self._capture.owned(mail.pid, mail.started, mail.near)
-            self._prompting.attended(bool(mail.pid))
-            self._debug.abandon()
-        elif isinstance(mail, PromptReply):
-            self._prompting.answered(mail)
-        elif isinstance(mail, ListRetainedCells):
-            self._reply(
-                RetainedCells(mail.ticket, self._capture.sent.held(), self._capture.sent.ended_with_notebook)
-            )
-        elif isinstance(mail, AskStatus):
-            self._reply(self._status(mail.ticket))
-        elif isinstance(mail, AskStack):
-            self._reply(self._stack(mail.ticket))
-        elif isinstance(mail, AskNames):
-            self._reply(completion.user_names(self._shell, mail.ticket))
-        elif isinstance(mail, TakeSnapshot):
-            threading.Thread(
-                target=self._tell_known, args=(mail.ticket,), name="hvdlab-known", daemon=True
-            ).start()
-        elif isinstance(mail, ReadChunk):
-            self._reply(self._lending.piece(mail))
-        elif isinstance(mail, WriteChunk):
-            self._reply(self._parcels.put(mail))
-        elif isinstance(mail, ReleaseTransfer):
-            self._lending.give_back(mail.lot)
-            self._parcels.drop(mail.lot)
-            self._examining.release(mail.lot)
-        elif isinstance(mail, QUESTIONS):
-            self._examining.ask(mail)
-        elif isinstance(mail, LOOKS):
-            self._looker.ask(mail)
-        elif isinstance(mail, (Complete, Inspect)) and (self._cell or self._jobs):
-            self._look_aside(mail)
-        elif isinstance(mail, RunCell):
-            self._expect(mail)
-        else:
-            self._ask(mail)
+        # Late output is acknowledged also while the rank leaves: the main thread may wait for it, in a task between cells, and
+        # no interrupt ends that.
+        if not self._leaving or isinstance(mail, Acknowledge | AcknowledgeLate):
+            self._control.call(self, mail)
 
+    @_control.handles(Acknowledge)
+    def _acknowledge(self, mail: Acknowledge) -> None:
+        self._capture.credit(mail.cell, mail.taken)
+
+    @_control.handles(AcknowledgeLate)
+    def _acknowledge_late(self, mail: AcknowledgeLate) -> None:
+        self._capture.credit_late(mail.taken)
+
+    @_control.handles(DiscardCell)
+    def _discard_cell(self, mail: DiscardCell) -> None:
+        self._capture.settled(mail.cell)
+        self._prompting.settled(mail.cell)
+
+    @_control.handles(ResendFrom)
+    def _resend(self, mail: ResendFrom) -> None:
+        if any(cell == self._entered for cell, *_ in mail.cells):
+            self._reply(JoinedCell(self._entered))  # before the cell's end, which may be sent again now
+        self._capture.resync(mail.cells)
+        self._prompting.ask_again()
+
+    @_control.handles(SetOwner)
+    def _set_owner(self, mail: SetOwner) -> None:
+        self._capture.owned(mail.pid, mail.started, mail.near)
+        self._prompting.attended(bool(mail.pid))
+        self._debug.abandon()
+
+    @_control.handles(PromptReply)
+    def _answer_prompt(self, mail: PromptReply) -> None:
+        self._prompting.answered(mail)
+
+    @_control.handles(ListRetainedCells)
+    def _list_retained_cells(self, mail: ListRetainedCells) -> None:
+        sent = self._capture.sent
+        self._reply(RetainedCells(mail.ticket, sent.held(), sent.ended_with_notebook))
+
+    @_control.handles(AskStatus)
+    def _send_status(self, mail: AskStatus) -> None:
+        self._reply(self._status(mail.ticket))
+
+    @_control.handles(AskStack)
+    def _send_stack(self, mail: AskStack) -> None:
+        self._reply(self._stack(mail.ticket))
+
+    @_control.handles(AskNames)
+    def _send_names(self, mail: AskNames) -> None:
+        self._reply(completion.user_names(self._shell, mail.ticket))
+
+    @_control.handles(TakeSnapshot)
+    def _take_snapshot(self, mail: TakeSnapshot) -> None:
+        threading.Thread(
+            target=self._send_snapshot, args=(mail.ticket,), name="hvdlab-snapshot", daemon=True
+        ).start()
+
+    @_control.handles(ReadChunk)
+    def _read_chunk(self, mail: ReadChunk) -> None:
+        self._reply(self._outgoing.read(mail))
+
+    @_control.handles(WriteChunk)
+    def _write_chunk(self, mail: WriteChunk) -> None:
+        self._reply(self._incoming.write(mail))
+
+    @_control.handles(ReleaseTransfer)
+    def _release_transfer(self, mail: ReleaseTransfer) -> None:
+        self._outgoing.release(mail.transfer_id)
+        self._incoming.discard(mail.transfer_id)
+        self._comparing.release(mail.transfer_id)
+
+    @_control.handles(AskLeaves, AskBlocks, Gather, Compare)
+    def _compare(self, mail: ComparisonRequest) -> None:
+        self._comparing.ask(mail)
+
+    @_control.handles(AskView, AskVariables, AskTensors)
+    def _view_variables(self, mail: ViewRequest) -> None:
+        self._viewer.ask(mail)
+
+    @_control.handles(Complete, Inspect)
+    def _complete(self, mail: Complete | Inspect) -> None:
+        if self._cell or self._jobs:
+            self._look_aside(mail)
+        else:
+            self._queue_request(mail)
+
+    @_control.handles(RunCell)
     def _expect(self, cell: RunCell) -> None:
         """Take a cell. It may come twice: a pool that may have missed mail sends again what it waits for."""
         if self._capture.sent.expect(cell.cell, cell.label, cell if cell.at_least else None):
             self._gate.expect()
             self._enqueue(cell)
 
-    def _ask(self, question: ToRank) -> None:
-        """Take a question, which may come twice: repeat an answer that is still lent, don't queue what is queued or runs."""
-        ticket = getattr(question, "ticket", None)
-        if ticket is not None:
-            answer = self._lending.again(ticket) or self._examining.again(ticket)
-            if answer is not None:
-                self._reply(answer)
-                return
-        if all(getattr(job, "ticket", None) != ticket for job in (self._job, *self._jobs)):
-            self._enqueue(question)
+    @_control.handles(PushValue, PullValue, LoadSnapshot, OpenComparison, EvaluateExpressions)
+    def _queue_request(self, request: RankRequest) -> None:
+        """Queue a request for the main thread. It may come twice: repeat an answer whose transfer is open, else do it once."""
+        ticket = request.ticket
+        answer = self._outgoing.cached_reply(ticket) or self._comparing.cached_reply(ticket)
+        if answer is not None:
+            self._reply(answer)
+        elif all(getattr(job, "ticket", None) != ticket for job in (self._job, *self._jobs)):
+            self._enqueue(request)
 
     def _look_aside(self, question: Complete | Inspect) -> None:
         def look() -> None:
@@ -280,25 +326,25 @@ class RankAgent:
 
         threading.Thread(target=look, name="hvdlab-looking", daemon=True).start()
 
-    def _tell_known(self, ticket: int) -> None:
-        """Send what this rank knows, for a rank that joins its cell. Asked again, it sends the answer whose parts are lent."""
-        if (given := self._lending.again(ticket)) is not None:
+    def _send_snapshot(self, ticket: int) -> None:
+        """Send this rank's variables, for a rank that joins its cell. Asked again, repeat the answer whose transfer is open."""
+        if (given := self._outgoing.cached_reply(ticket)) is not None:
             self._reply(given)
             return
         answer, parts = sync.known(self._shell, ticket)
         if parts:
-            self._lending.lend_aside(answer, parts)
+            self._outgoing.offer_while_running(answer, parts)
         self._reply(answer)
 
-    def _enqueue(self, job: ToRank) -> None:
+    def _enqueue(self, job: RunCell | RankRequest) -> None:
         self._jobs.append(job)
         self._call_soon(self._arrived.set)
 
     def _paused(self, yes: bool) -> None:
         """Tell the engine that the debugger has stopped this rank, or let it go on: its timers stand still meanwhile."""
-        patience = getattr(self._engine, "pause" if yes else "resume", None)
-        if patience is not None:
-            patience("stopped by the debugger")
+        set_timers = getattr(self._engine, "pause" if yes else "resume", None)
+        if set_timers is not None:
+            set_timers("stopped by the debugger")
 
     def _on_interrupt(self) -> None:
         self._gate.request()
@@ -307,8 +353,8 @@ class RankAgent:
 
     def _on_leave(self, reason: str) -> None:
         self._leaving = True
-        self._lending.give_back()
-        self._examining.release()
+        self._outgoing.release_all()
+        self._comparing.release_all()
         self._gate.request()
         self._call_soon(self._arrived.set)
 
@@ -366,13 +412,15 @@ class RankAgent:
         async with self._turn:
             self._comms.deliver(message)
 
-    def _do(self, job: ToRank) -> Awaitable[None]:
+    def _do(self, job: RunCell | RankRequest) -> Awaitable[None]:
         return self._run_cell(job) if isinstance(job, RunCell) else self._answer_or_fail(job)
 
     async def _run_cell(self, request: RunCell) -> None:
         self._cell, self._state = request.cell, "running"
         if not request.joins:
-            self._lesson = None  # the cell that the lesson was for has ended; other ranks know more by now
+            self._snapshot = (
+                None  # the cell that the snapshot was for has ended; other ranks have changed theirs by now
+            )
         try:
             await self._runner.run(request, self._enter if request.joins else None)
         except Exception as error:  # noqa: BLE001  # a fault of ours ends the cell, with its traceback, but not the rank
@@ -382,56 +430,65 @@ class RankAgent:
             self._device = status.current_device()
             self._cell, self._state = "", "idle"
 
-    async def _answer_or_fail(self, question: ToRank) -> None:
-        """Answer a question; a fault of ours must not end the task that runs the cells."""
+    async def _answer_or_fail(self, request: RankRequest) -> None:
+        """Answer a request; a fault of ours must not end the task that runs the cells."""
         try:
-            await self._answer(question)
+            await self._main.call(self, request)
         except Exception as error:  # noqa: BLE001  # shown with its traceback
-            self._answer_failure(question, error)
+            self._answer_failure(request, error)
             self._loop.call_exception_handler(
                 {"message": "hvdlab could not answer the notebook", "exception": error}
             )
 
-    async def _answer(self, job: ToRank) -> None:
-        if isinstance(job, PushValue):
-            self._reply(values.push(self._shell, job, self._parcels.take))
-        elif isinstance(job, PullValue):
-            if self._lending.given_up(job.ticket):
-                return
-            answer, parts = values.pull(self._shell, job)
-            if self._lending.given_up(job.ticket):
-                return
-            if parts:
-                self._lending.lend(answer, parts)
-            self._reply(answer)
-            if parts:
-                await self._lending.returned(answer.ticket)
-        elif isinstance(job, LoadSnapshot):
-            self._learn(job)
-        elif isinstance(job, OpenComparison):
-            await self._examining.run(job)
-        elif isinstance(job, Complete):
-            self._reply(completion.complete(self._shell, job))
-        elif isinstance(job, Inspect):
-            self._reply(completion.inspect(self._shell, job))
-        elif isinstance(job, EvaluateExpressions):
-            self._reply(completion.express(self._shell, job))
+    @_main.handles(PushValue)
+    async def _push(self, request: PushValue) -> None:
+        self._reply(values.push(self._shell, request, self._incoming.pop))
 
-    def _learn(self, request: LoadSnapshot) -> None:
+    @_main.handles(PullValue)
+    async def _pull(self, request: PullValue) -> None:
+        if self._outgoing.is_released(request.ticket):
+            return
+        answer, parts = values.pull(self._shell, request)
+        if self._outgoing.is_released(request.ticket):
+            return
+        if parts:
+            self._outgoing.offer(answer, parts)
+        self._reply(answer)
+        if parts:
+            await self._outgoing.released(answer.ticket)
+
+    @_main.handles(OpenComparison)
+    async def _open_comparison(self, request: OpenComparison) -> None:
+        await self._comparing.run(request)
+
+    @_main.handles(Complete)
+    async def _complete_idle(self, request: Complete) -> None:
+        self._reply(completion.complete(self._shell, request))
+
+    @_main.handles(Inspect)
+    async def _inspect_idle(self, request: Inspect) -> None:
+        self._reply(completion.inspect(self._shell, request))
+
+    @_main.handles(EvaluateExpressions)
+    async def _evaluate(self, request: EvaluateExpressions) -> None:
+        self._reply(completion.express(self._shell, request))
+
+    @_main.handles(LoadSnapshot)
+    async def _load_snapshot(self, request: LoadSnapshot) -> None:
         try:
-            parts = [memoryview(part) for part in self._parcels.take(request.lot)]
+            parts = [memoryview(part) for part in self._incoming.pop(request.transfer_id)]
         except KeyError:
             self._reply(SnapshotLoaded(request.ticket, error="it did not arrive", missing=True))
             return
-        self._lesson = sync.PendingSnapshot(parts)
-        self._reply(self._lesson.prepare(self._shell, request.ticket))
+        self._snapshot = sync.PendingSnapshot(parts)
+        self._reply(self._snapshot.prepare(self._shell, request.ticket))
 
     def _enter(self) -> None:
         """Before a cell that other ranks have been running: wait until they let this rank in, then bind what they know."""
         context.init()
-        lesson, self._lesson = self._lesson, None
-        if lesson is not None:
-            lesson.take(self._shell)
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.take(self._shell)
         self._entered = self._cell
         self._reply(JoinedCell(self._cell))
 

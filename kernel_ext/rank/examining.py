@@ -25,11 +25,10 @@ from hvdlab.kernel_ext.wire.compare import (
     Gather,
     OpenComparison,
 )
-from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
+from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, ChunkBuffer, SharedBufferReader
 from hvdlab.kernel_ext.wire.values import Acked, TransferChunk
 
-Question = AskLeaves | AskBlocks | Gather | Compare
-QUESTIONS = (AskLeaves, AskBlocks, Gather, Compare)
+ComparisonRequest = AskLeaves | AskBlocks | Gather | Compare
 OVER = "the examination is over"
 EVALUATED_WITHIN = 20.0
 """Seconds that an expression may take."""
@@ -60,42 +59,46 @@ class CompareServer:
         self._shell, self._loop, self._reply = shell, loop, reply
         self._rank, self._neighbours = rank, neighbours
         self._open: ComparisonOpened | None = None
-        self._questions: asyncio.Queue[Question | int] = (
+        self._questions: asyncio.Queue[ComparisonRequest | int] = (
             asyncio.Queue()
         )  # a number: that examination was released
         self._released: deque[int] = deque(maxlen=REMEMBERED)
-        self._window: SharedBuffer | None = None
+        self._buffer = ChunkBuffer()
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
-    def again(self, ticket: int) -> ComparisonOpened | None:
+    def cached_reply(self, ticket: int) -> ComparisonOpened | None:
         """The answer that was given already, if this examination is open."""
         answer = self._open
         return answer if answer is not None and answer.ticket == ticket else None
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: ComparisonRequest) -> None:
         """Take a question about an examination."""
-        if self.again(question.lot) is None:
+        if self.cached_reply(question.transfer_id) is None:
             self._reply(Acked(question.ticket, OVER))
         else:
             self._put(question)
 
-    def release(self, lot: int | None = None) -> None:
-        """The pool no longer needs this examination; without ``lot`` it needs none."""
-        if lot is not None:
-            self._released.append(lot)
-        if self._open is not None and lot in (None, self._open.ticket):
-            self._put(self._open.ticket)
+    def release(self, transfer_id: int) -> None:
+        """Close this comparison, or refuse to open it if it has not begun."""
+        self._released.append(transfer_id)
+        if self._open is not None and transfer_id == self._open.ticket:
+            self._put(transfer_id)
 
-    def _put(self, question: Question | int) -> None:
+    def release_all(self) -> None:
+        """Close the comparison that is open: the rank is leaving."""
+        if (opened := self._open) is not None:
+            self._put(opened.ticket)
+
+    def _put(self, question: ComparisonRequest | int) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the rank is ending
             self._loop.call_soon_threadsafe(self._deliver, question)
 
     # -- main thread --------------------------------------------------------------------------------------------------
 
-    def _deliver(self, question: Question | int) -> None:
+    def _deliver(self, question: ComparisonRequest | int) -> None:
         # The examination may have ended since the question came: then nothing would take it out of the queue.
-        if isinstance(question, int) or self.again(question.lot) is not None:
+        if isinstance(question, int) or self.cached_reply(question.transfer_id) is not None:
             self._questions.put_nowait(question)
         else:
             self._reply(Acked(question.ticket, OVER))
@@ -113,10 +116,11 @@ class CompareServer:
         self._open = answer
         self._reply(answer)
         try:
-            with SharedBufferReader() as windows:
-                await self._serve(examination, windows)
+            with SharedBufferReader() as reader:
+                await self._serve(examination, reader)
         finally:
-            self._open = self._window = None
+            self._open = None
+            self._buffer.free()
             while not self._questions.empty():
                 late = self._questions.get_nowait()
                 if not isinstance(late, int):
@@ -136,29 +140,31 @@ class CompareServer:
         except TookTooLong:
             raise TookTooLong(f"{request.expression} takes longer than {EVALUATED_WITHIN:.0f} s") from None
 
-    async def _serve(self, examination: Examination, windows: SharedBufferReader) -> None:
+    async def _serve(self, examination: Examination, reader: SharedBufferReader) -> None:
         assert self._open is not None
-        lot = self._open.ticket
-        while lot not in self._released:
+        transfer_id = self._open.ticket
+        while transfer_id not in self._released:
             # A question or a release that was meant for an earlier examination may come late.
             try:
                 question = await asyncio.wait_for(self._questions.get(), PATIENCE)
             except TimeoutError:
                 return
             if isinstance(question, int):
-                if question == lot:
+                if question == transfer_id:
                     return
                 continue
-            if question.lot != lot:
+            if question.transfer_id != transfer_id:
                 self._reply(Acked(question.ticket, OVER))
                 continue
             try:
-                answer = self._answer(question, examination, windows)
+                answer = self._answer(question, examination, reader)
             except Exception as error:  # noqa: BLE001  # a device may fail, or have no memory left
                 answer = Acked(question.ticket, one_line(error))
             self._reply(answer)
 
-    def _answer(self, question: Question, examination: Examination, windows: SharedBufferReader) -> ToPool:
+    def _answer(
+        self, question: ComparisonRequest, examination: Examination, reader: SharedBufferReader
+    ) -> ToPool:
         rank = self._rank()
         if isinstance(question, AskLeaves):
             return examination.some_leaves(question.ticket, question.first)
@@ -167,25 +173,17 @@ class CompareServer:
         if isinstance(question, Gather):
             return self._gathered(question, examination)
         ranges = question.ranges.get(rank, ())
-        if question.shared is None:
-            return Compared(question.ticket, examination.compare(ranges, question.data))
         try:
-            with windows.look(question.shared) as theirs:
+            with reader.chunk(question.data, question.shared) as theirs:
                 return Compared(question.ticket, examination.compare(ranges, theirs))
         except OSError:
+            if question.shared is None:
+                raise
             return Compared(question.ticket, (), NOT_SHARED)
 
     def _gathered(self, question: Gather, examination: Examination) -> TransferChunk:
         size = sum(length for _, _, length in question.ranges)
-        if question.share:
-            with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as a message
-                return TransferChunk(question.ticket, None, self._share(question, examination, size))
-        data = bytearray(size)
-        examination.gather(question.ranges, memoryview(data))
-        return TransferChunk(question.ticket, bytes(data))
-
-    def _share(self, question: Gather, examination: Examination, size: int) -> Any:
-        if self._window is None or self._window.size < size:
-            self._window = None
-            self._window = SharedBuffer(size)
-        return self._window.fill(lambda target: examination.gather(question.ranges, target))
+        chunk = self._buffer.put(
+            size, lambda target: examination.gather(question.ranges, target), share=question.share
+        )
+        return TransferChunk(question.ticket, *chunk)

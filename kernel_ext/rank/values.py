@@ -7,9 +7,7 @@ an array that is being read in place.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import Any, TypeVar
 
 from hvdlab.kernel_ext.rank.errors import one_line, safe_str
 from hvdlab.kernel_ext.wire.pickling import INLINE, TooLarge, dump, dump_parts
-from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
+from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, ChunkBuffer, SharedBufferReader, copy_to
 from hvdlab.kernel_ext.wire.text import rough_size, wire_text
 from hvdlab.kernel_ext.wire.values import (
     Acked,
@@ -75,16 +73,16 @@ def short_repr(value: Any, plain: str = "") -> str:
     return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}… ({len(text)} characters in all)"
 
 
-def push(shell: Any, request: PushValue, brought: Callable[[int], Sequence[Any]]) -> Acked:
+def push(shell: Any, request: PushValue, incoming: Callable[[int], Sequence[Any]]) -> Acked:
     """Bind the values to their names; either all of them or none.
 
     Args:
-        brought: Gives the parts of a lot.
+        incoming: Returns the parts of a transfer.
     """
     try:
         # From the pool that started this rank, at its user's request: no less trusted than the cells themselves.
-        if request.lot:
-            stream, *buffers = brought(request.lot)
+        if request.transfer_id:
+            stream, *buffers = incoming(request.transfer_id)
             values = pickle.loads(stream, buffers=buffers)  # noqa: S301
         else:
             values = [pickle.loads(raw) for raw in request.pickles]  # noqa: S301
@@ -139,16 +137,23 @@ REMEMBERED = 64
 
 @dataclass(slots=True)
 class OutgoingTransfer:
-    """Memory that is lent; ``returned`` is None if the main thread does not wait for it."""
+    """Parts that the pool may read.
+
+    Attributes:
+        answer: The answer that names the transfer; it is repeated if the request comes again.
+        parts: The memory.
+        released: Set once the pool needs the parts no more; None if the main thread does not wait for that.
+        reads: How many chunks were read.
+    """
 
     answer: Value | Snapshot
     parts: tuple[memoryview, ...]
-    returned: asyncio.Future[None] | None
-    asked: int = 0
+    released: asyncio.Future[None] | None
+    reads: int = 0
 
 
 class OutgoingTransfers:
-    """Values that the pool may fetch. Made on the main thread of a rank.
+    """Values that the pool may read in chunks. Made on the main thread of a rank.
 
     Args:
         loop: The loop of that thread.
@@ -156,90 +161,84 @@ class OutgoingTransfers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._lots: dict[int, OutgoingTransfer] = {}
-        self._given_up: deque[int] = deque(maxlen=REMEMBERED)
+        self._transfers: dict[int, OutgoingTransfer] = {}
+        self._released: deque[int] = deque(maxlen=REMEMBERED)
         self._leaving = False
-        self._guard = threading.Lock()
-        self._window: SharedBuffer | None = None
+        self._buffer = ChunkBuffer()
 
-    def lend(self, answer: Value, parts: Sequence[memoryview]) -> None:
-        """Keep the parts that an answer speaks of. Main thread, before the answer is sent."""
-        lot = self._lots[answer.ticket] = OutgoingTransfer(answer, tuple(parts), self._loop.create_future())
-        # The lot was stored before this look: either it sees that the ticket was given up, or give_back() sees the lot.
-        if self.given_up(answer.ticket):
-            _resolve(lot.returned)
+    def offer(self, answer: Value, parts: Sequence[memoryview]) -> None:
+        """Keep the parts of an answer. Main thread, before the answer is sent."""
+        transfer = OutgoingTransfer(answer, tuple(parts), self._loop.create_future())
+        self._transfers[answer.ticket] = transfer
+        # The transfer was stored before this look: either it sees the release, or release() sees the transfer.
+        if self.is_released(answer.ticket):
+            _resolve(transfer.released)
 
-    def lend_aside(self, answer: Snapshot, parts: Sequence[memoryview]) -> None:
-        """Keep the parts that an answer speaks of while the main thread goes on. Any thread, before the answer is sent.
+    def offer_while_running(self, answer: Snapshot, parts: Sequence[memoryview]) -> None:
+        """Keep the parts of an answer while the main thread goes on. Any thread, before the answer is sent.
 
-        Lots that were lent in this way before are dropped, so that a pool that is gone leaves one lot at most.
+        Earlier transfers of this kind are dropped, so that a pool that is gone leaves one at most.
         """
-        for ticket in [ticket for ticket, lot in list(self._lots.items()) if lot.returned is None]:
-            self._lots.pop(ticket, None)
-        self._lots[answer.ticket] = OutgoingTransfer(answer, tuple(parts), None)
-        if self.given_up(answer.ticket):
-            self._lots.pop(answer.ticket, None)
+        for number in [number for number, one in list(self._transfers.items()) if one.released is None]:
+            self._transfers.pop(number, None)
+        self._transfers[answer.ticket] = OutgoingTransfer(answer, tuple(parts), None)
+        if self.is_released(answer.ticket):
+            self._transfers.pop(answer.ticket, None)
 
-    def given_up(self, ticket: int) -> bool:
-        """Whether the pool has said that it does not wait for this answer any more, or the rank leaves. Any thread."""
-        return self._leaving or ticket in self._given_up
+    def is_released(self, ticket: int) -> bool:
+        """Return whether the pool waits no more for the answer with this ticket, or the rank leaves. Any thread."""
+        return self._leaving or ticket in self._released
 
-    async def returned(self, ticket: int) -> None:
-        """Wait until the pool has given the value back, or seems to be gone. Main thread."""
-        lot = self._lots.get(ticket)
+    async def released(self, ticket: int) -> None:
+        """Wait until the pool has released the transfer, or seems to be gone. Main thread."""
+        transfer = self._transfers.get(ticket)
         try:
-            while lot is not None and lot.returned is not None:
-                asked = lot.asked
-                done, _ = await asyncio.wait((lot.returned,), timeout=PATIENCE)
-                if done or lot.asked == asked:
+            while transfer is not None and transfer.released is not None:
+                reads = transfer.reads
+                done, _ = await asyncio.wait((transfer.released,), timeout=PATIENCE)
+                if done or transfer.reads == reads:
                     return
         finally:
-            self._lots.pop(ticket, None)
-            with self._guard:
-                self._window = None
+            self._transfers.pop(ticket, None)
+            self._buffer.free()
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
-    def again(self, ticket: int) -> Value | Snapshot | None:
-        """The answer that was given already, if its value is still lent."""
-        lot = self._lots.get(ticket)
-        return None if lot is None else lot.answer
+    def cached_reply(self, ticket: int) -> Value | Snapshot | None:
+        """Return the answer that was given already, if its transfer is open."""
+        transfer = self._transfers.get(ticket)
+        return None if transfer is None else transfer.answer
 
-    def piece(self, fetch: ReadChunk) -> TransferChunk:
-        """A piece of a part; without data if there is none."""
-        lot = self._lots.get(fetch.lot)
-        if lot is None or fetch.part >= len(lot.parts):
-            return TransferChunk(fetch.ticket, None)
-        lot.asked += 1
-        data = lot.parts[fetch.part][fetch.offset : fetch.offset + fetch.length]
-        if fetch.share:
-            with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as a message
-                return self._shared(fetch, data)
-        return TransferChunk(fetch.ticket, bytes(data))
+    def read(self, request: ReadChunk) -> TransferChunk:
+        """Return a chunk of a part; without data if the transfer or the part is gone."""
+        transfer = self._transfers.get(request.transfer_id)
+        if transfer is None or request.part >= len(transfer.parts):
+            return TransferChunk(request.ticket, None)
+        transfer.reads += 1
+        data = transfer.parts[request.part][request.offset : request.offset + request.length]
+        chunk = self._buffer.put(
+            request.length, lambda target: copy_to(target, data), share=request.share, plain=data
+        )
+        return TransferChunk(request.ticket, *chunk)
 
-    def _shared(self, fetch: ReadChunk, data: memoryview) -> TransferChunk:
-        with self._guard:
-            window = self._window
-            if window is None or window.size < fetch.length:
-                self._window = None
-                window = self._window = SharedBuffer(fetch.length)
-            return TransferChunk(fetch.ticket, None, window.write(data))
+    def release(self, transfer_id: int) -> None:
+        """Free this transfer, or refuse to start it if it has not begun."""
+        self._released.append(transfer_id)
+        if (transfer := self._transfers.get(transfer_id)) is not None:
+            self._free(transfer_id, transfer)
 
-    def give_back(self, ticket: int | None = None) -> None:
-        """The pool no longer needs the answer to this ticket, be it lent yet or not; without a ticket the rank leaves."""
-        if ticket is None:
-            self._leaving = True
+    def release_all(self) -> None:
+        """Free every transfer and start no new one: the rank is leaving."""
+        self._leaving = True
+        for number, transfer in list(self._transfers.items()):
+            self._free(number, transfer)
+
+    def _free(self, number: int, transfer: OutgoingTransfer) -> None:
+        if transfer.released is None:
+            self._transfers.pop(number, None)
+            self._buffer.free()
         else:
-            self._given_up.append(ticket)
-        for number, lot in list(self._lots.items()):
-            if ticket not in (None, number):
-                continue
-            if lot.returned is None:
-                self._lots.pop(number, None)
-                with self._guard:
-                    self._window = None
-            else:
-                self._loop.call_soon_threadsafe(_resolve, lot.returned)
+            self._loop.call_soon_threadsafe(_resolve, transfer.released)
 
 
 def _resolve(future: asyncio.Future[None] | None) -> None:
@@ -248,39 +247,34 @@ def _resolve(future: asyncio.Future[None] | None) -> None:
 
 
 class IncomingTransfers:
-    """Parts of values that the pool has brought so far."""
+    """Parts of values that the pool has written so far."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[bytearray]] = {}
-        self._windows = SharedBufferReader()
+        self._reader = SharedBufferReader()
 
-    def put(self, part: WriteChunk) -> Acked:
-        """Take a piece. Control thread."""
+    def write(self, chunk: WriteChunk) -> Acked:
+        """Store a chunk. Control thread."""
         try:
-            parts = self._parts.get(part.lot)
+            parts = self._parts.get(chunk.transfer_id)
             if parts is None:
-                # Only one lot at a time: what is left of another belongs to a push that was given up.
+                # Only one transfer at a time: an unfinished one belongs to a push that was given up.
                 self._parts.clear()
-                parts = self._parts[part.lot] = [bytearray(size) for size in part.sizes]
+                parts = self._parts[chunk.transfer_id] = [bytearray(size) for size in chunk.sizes]
         except MemoryError:
-            return Acked(part.ticket, f"MemoryError: there is no room for {sum(part.sizes):,} bytes")
-        target = parts[part.part]
-        if part.shared is None:
-            target[part.offset : part.offset + len(part.data)] = part.data
-            return Acked(part.ticket)
+            return Acked(chunk.ticket, f"MemoryError: there is no room for {sum(chunk.sizes):,} bytes")
         try:
-            self._windows.read(
-                part.shared, memoryview(target)[part.offset : part.offset + part.shared.length]
-            )
+            with self._reader.chunk(chunk.data, chunk.shared) as data:
+                parts[chunk.part][chunk.offset : chunk.offset + len(data)] = data
         except OSError:
-            return Acked(part.ticket, NOT_SHARED)
-        return Acked(part.ticket)
+            return Acked(chunk.ticket, NOT_SHARED)
+        return Acked(chunk.ticket)
 
-    def take(self, lot: int) -> list[bytearray]:
-        """All parts of a lot, which is then forgotten. Main thread. Raises ``KeyError`` if it did not come."""
-        return self._parts.pop(lot)
+    def pop(self, transfer_id: int) -> list[bytearray]:
+        """Return all parts of a transfer, and forget it. Main thread. Raises ``KeyError`` if it did not come."""
+        return self._parts.pop(transfer_id)
 
-    def drop(self, lot: int) -> None:
-        """Forget a lot: the pool has given the push up, or it is over. Control thread."""
-        self._parts.pop(lot, None)
-        self._windows.close()
+    def discard(self, transfer_id: int) -> None:
+        """Forget a transfer: the pool has given the push up, or it is over. Control thread."""
+        self._parts.pop(transfer_id, None)
+        self._reader.close()

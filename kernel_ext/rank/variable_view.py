@@ -27,8 +27,7 @@ from hvdlab.kernel_ext.wire.compare import (
     VariableView,
 )
 
-Question = AskView | AskVariables | AskTensors
-LOOKS = (AskView, AskVariables, AskTensors)
+ViewRequest = AskView | AskVariables | AskTensors
 
 WITHIN = 5.0
 """Seconds after which looking is given up."""
@@ -51,11 +50,11 @@ class VariableViewer:
     def __init__(self, shell: Any, cell: Callable[[], str], reply: Callable[[ToPool], None]) -> None:
         self._shell, self._cell, self._reply = shell, cell, reply
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: ViewRequest) -> None:
         """Take a question, and have a thread answer it. Control thread."""
         threading.Thread(target=self._look, args=(question,), name="hvdlab-looking", daemon=True).start()
 
-    def _look(self, question: Question) -> None:
+    def _look(self, question: ViewRequest) -> None:
         try:
             answer = bounded(lambda: self._answer(question), WITHIN)
         except TookTooLong:
@@ -64,7 +63,7 @@ class VariableViewer:
             answer = _failed(question, one_line(error))
         self._reply(answer)
 
-    def _answer(self, question: Question) -> ToPool:
+    def _answer(self, question: ViewRequest) -> ToPool:
         cell = self._cell()
         if isinstance(question, AskView):
             value = eval(question.expression, self._shell.user_global_ns, self._shell.user_ns)
@@ -133,7 +132,7 @@ class VariableViewer:
         )
 
 
-def _failed(question: Question, why: str) -> ToPool:
+def _failed(question: ViewRequest, why: str) -> ToPool:
     if isinstance(question, AskView):
         return VariableView(question.ticket, error=why)
     if isinstance(question, AskVariables):

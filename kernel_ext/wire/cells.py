@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.channel import Payload, RankReply, RankRequest
 
 
 class RunCell(Payload, frozen=True):
@@ -88,10 +88,8 @@ class SetOwner(Payload, frozen=True):
     near: bool = True
 
 
-class ListRetainedCells(Payload, frozen=True):
+class ListRetainedCells(RankRequest, frozen=True):
     """Ask which cells the rank has of the process that had the pool before: :class:`RetainedCells`."""
-
-    ticket: int
 
 
 class Stream(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
@@ -168,7 +166,7 @@ class CrashOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return self.before + sum(self.sizes)
 
     def after(self, received: int) -> CrashOutput:
-        """The same without the first ``received`` bytes of the cell's output."""
+        """Return the same without the first ``received`` bytes of the cell's output."""
         before, chunks, sizes = self.before, list(self.chunks), list(self.sizes)
         while chunks and before < received:
             chunk, size = chunks[0], sizes[0]
@@ -259,14 +257,13 @@ class RetainedCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
     interrupted: bool = False
 
 
-class RetainedCells(Payload, frozen=True):
+class RetainedCells(RankReply, frozen=True):
     """Answer to :class:`ListRetainedCells`: the cells, in the order in which they came.
 
     Attributes:
         interrupted: The label of the last cell, if its notebook has seen it interrupted and ended right after; else empty.
     """
 
-    ticket: int
     cells: tuple[RetainedCell, ...]
     interrupted: str = ""
 

@@ -2,11 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import msgspec
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Base of every payload."""
+
+
+class RankRequest(Payload, frozen=True):
+    """Request to a rank, which answers by one :class:`RankReply` with its ticket.
+
+    It may come twice: a pool that may have missed the answer sends it again.
+    """
+
+    ticket: int
+
+
+class RankReply(Payload, frozen=True):
+    """Answer of a rank to the request with this ticket."""
+
+    ticket: int
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class HandlerTable:
+    """Table of a class's methods that handle messages, by the exact class of the message. It is filled in the class's body."""
+
+    def __init__(self) -> None:
+        self._methods: dict[type[Payload], Callable[..., Any]] = {}
+
+    @property
+    def kinds(self) -> frozenset[type[Payload]]:
+        """The classes of messages that have a method."""
+        return frozenset(self._methods)
+
+    def handles(self, *kinds: type[Payload]) -> Callable[[Method], Method]:
+        """Return a decorator that enters a method for messages of these classes."""
+
+        def enter(method: Method) -> Method:
+            for kind in kinds:
+                assert kind not in self._methods, f"two methods handle {kind.__name__}"
+                self._methods[kind] = method
+            return method
+
+        return enter
+
+    def call(self, owner: object, message: Payload, *arguments: object) -> Any:
+        """Call the method for a message, and return its result.
+
+        Args:
+            owner: The object whose method it is.
+            message: The message, which the method gets last.
+            arguments: The method gets these before it.
+        """
+        return self._methods[type(message)](owner, *arguments, message)
 
 
 READY = "hvdlab.pool.ready"

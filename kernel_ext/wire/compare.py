@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from hvdlab.collectives.fingerprint import fingerprint
-from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.channel import RankReply, RankRequest
 
 
 class SharedRange(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -56,15 +56,14 @@ class Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
     on_device: bool = False
 
 
-class OpenComparison(Payload, frozen=True):
+class OpenComparison(RankRequest, frozen=True):
     """Open an examination of the value of an expression, or of something ``special`` (``rng``, ``environment``)."""
 
-    ticket: int
     expression: str
     special: str = ""
 
 
-class ComparisonOpened(Payload, frozen=True):
+class ComparisonOpened(RankReply, frozen=True):
     """Answer to OpenComparison.
 
     Attributes:
@@ -78,7 +77,6 @@ class ComparisonOpened(Payload, frozen=True):
         unknown_parts: The first of them: path and type, or path and error.
     """
 
-    ticket: int
     digest: bytes = b""
     type_name: str = ""
     leaves: int = 0
@@ -90,34 +88,30 @@ class ComparisonOpened(Payload, frozen=True):
     unknown_parts: tuple[str, ...] = ()
 
 
-class AskLeaves(Payload, frozen=True):
+class AskLeaves(RankRequest, frozen=True):
     """Ask for the leaves of an examination, from leaf number ``first`` on."""
 
-    ticket: int
-    lot: int
+    transfer_id: int
     first: int
 
 
-class LeafList(Payload, frozen=True):
+class LeafList(RankReply, frozen=True):
     """Answer to AskLeaves: a limited number of leaves; empty behind the last one."""
 
-    ticket: int
     leaves: tuple[Leaf, ...]
 
 
-class AskBlocks(Payload, frozen=True):
+class AskBlocks(RankRequest, frozen=True):
     """Ask for the fingerprints of blocks: of ``leaves[rank]``, by their numbers; ``on_host`` if those of the bytes are needed, also of a device's arrays."""
 
-    ticket: int
-    lot: int
+    transfer_id: int
     leaves: dict[int, tuple[int, ...]]
     on_host: bool = False
 
 
-class Blocks(Payload, frozen=True):
+class Blocks(RankReply, frozen=True):
     """Answer to AskBlocks: per leaf the blocks' fingerprints, and how many NaN and infinite elements there are."""
 
-    ticket: int
     digests: tuple[bytes, ...]
     nans: tuple[int, ...]
     infs: tuple[int, ...]
@@ -127,23 +121,21 @@ Range = tuple[int, int, int]
 """Number of a leaf, offset in it and length, in bytes."""
 
 
-class Gather(Payload, frozen=True):
+class Gather(RankRequest, frozen=True):
     """Ask for bytes of leaves, one behind the other, as :class:`~hvdlab.kernel_ext.wire.values.TransferChunk`."""
 
-    ticket: int
-    lot: int
+    transfer_id: int
     ranges: tuple[Range, ...]
     share: bool = False
 
 
-class Compare(Payload, frozen=True):
+class Compare(RankRequest, frozen=True):
     """Compare with another rank's bytes, which are in ``data`` or ``shared``.
 
     ``ranges[rank]`` has for each range of this rank's leaves the offset in these bytes.
     """
 
-    ticket: int
-    lot: int
+    transfer_id: int
     ranges: dict[int, tuple[tuple[Range, int], ...]]
     data: bytes = b""
     shared: SharedRange | None = None
@@ -168,10 +160,9 @@ class Difference(msgspec.Struct, array_like=True, frozen=True, gc=False):
     relative: float | None = None
 
 
-class Compared(Payload, frozen=True):
+class Compared(RankReply, frozen=True):
     """Answer to Compare, by range; ``error`` is set if the bytes could not be read."""
 
-    ticket: int
     differences: tuple[Difference, ...]
     error: str = ""
 
@@ -179,14 +170,13 @@ class Compared(Payload, frozen=True):
 # -- looking, also while a cell runs ----------------------------------------------------------------------------------
 
 
-class AskView(Payload, frozen=True):
+class AskView(RankRequest, frozen=True):
     """Ask for a description of the value of an expression."""
 
-    ticket: int
     expression: str
 
 
-class VariableView(Payload, frozen=True):
+class VariableView(RankReply, frozen=True):
     """Answer to AskView: some lines about the value, or in ``error`` why there are none.
 
     Attributes:
@@ -196,7 +186,6 @@ class VariableView(Payload, frozen=True):
         names: Its attributes.
     """
 
-    ticket: int
     lines: tuple[str, ...] = ()
     nbytes: int = 0
     error: str = ""
@@ -204,10 +193,9 @@ class VariableView(Payload, frozen=True):
     names: tuple[str, ...] = ()
 
 
-class AskVariables(Payload, frozen=True):
+class AskVariables(RankRequest, frozen=True):
     """Ask for the user's variables; fingerprints for as long as they take no more than ``budget`` bytes of arrays."""
 
-    ticket: int
     budget: int
 
 
@@ -221,19 +209,17 @@ class Variable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     digest: bytes = b""
 
 
-class Variables(Payload, frozen=True):
+class Variables(RankReply, frozen=True):
     """Answer to AskVariables, in the order in which they were made; ``cell`` as in VariableView."""
 
-    ticket: int
     variables: tuple[Variable, ...]
     cell: str = ""
     error: str = ""
 
 
-class AskTensors(Payload, frozen=True):
+class AskTensors(RankRequest, frozen=True):
     """Ask for the largest arrays and tensors."""
 
-    ticket: int
     most: int
 
 
@@ -248,10 +234,9 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
     count: int = 1
 
 
-class Tensors(Payload, frozen=True):
+class Tensors(RankReply, frozen=True):
     """Answer to AskTensors: the largest first; ``count`` and ``nbytes`` are those of all."""
 
-    ticket: int
     tensors: tuple[Tensor, ...]
     count: int = 0
     nbytes: int = 0
@@ -271,7 +256,7 @@ def family(device: str) -> str:
 
 
 def same_key(leaf: Leaf) -> tuple[Any, ...]:
-    """A key that is equal for leaves that do not differ. Of devices only the kind counts: each rank has its own."""
+    """Return a key that is equal for leaves that do not differ. Of devices only the kind counts: each rank has its own."""
     return (
         leaf.path,
         leaf.kind,
@@ -286,5 +271,5 @@ def same_key(leaf: Leaf) -> tuple[Any, ...]:
 
 
 def with_host_digest(leaf: Leaf, blocks: bytes) -> Leaf:
-    """An array whose blocks' fingerprints were made of its bytes on the host."""
+    """Return an array whose blocks' fingerprints were made of its bytes on the host."""
     return msgspec.structs.replace(leaf, digest=fingerprint(blocks), on_device=False)

@@ -68,7 +68,7 @@ _decode: msgspec.msgpack.Decoder[Display | Clear] = msgspec.msgpack.Decoder(Disp
 
 
 def make_area() -> int:
-    """A descriptor of a new area, close-on-exec; -1 if the system allows none of this size.
+    """Return a descriptor of a new area, close-on-exec; -1 if the system allows none of this size.
 
     Raises:
         OSError: Too many files are open.

@@ -78,7 +78,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
 
 
 def dump_parts(value: Any, *, move: bool = True) -> list[memoryview]:
-    """A pickle and the buffers that belong to it: large arrays as they are, uncopied. Raises as :func:`dump` does.
+    """Return a pickle and the buffers that belong to it: large arrays as they are, uncopied. Raises as :func:`dump` does.
 
     Args:
         move: Whether tensors of other devices become CPU tensors.

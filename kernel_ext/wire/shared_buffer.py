@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -37,8 +38,64 @@ class SharedBuffer:
         return SharedRange(os.getpid(), self._descriptor, self._name, length)
 
 
+def copy_to(target: memoryview, data: memoryview) -> int:
+    """Copy data to the beginning of ``target``. Returns how many bytes."""
+    target[: len(data)] = data
+    return len(data)
+
+
+class ChunkBuffer:
+    """Buffer for chunks that go to another process: in shared memory if that process can map it, or within the message.
+
+    Any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shared: SharedBuffer | None = None
+
+    def put(
+        self,
+        size: int,
+        write: Callable[[memoryview], int],
+        *,
+        share: bool,
+        plain: memoryview | None = None,
+    ) -> tuple[bytes | None, SharedRange | None]:
+        """Make a chunk. It is valid until the next one.
+
+        Args:
+            size: Bytes of the chunk at most.
+            write: Writes the chunk to the beginning of memory, and returns how many bytes.
+            share: Whether the other process can map memory of this one.
+            plain: The chunk, if it is in one piece already: it then goes into the message without another copy.
+
+        Returns:
+            The chunk's bytes or the memory that has them; the other one is None.
+        """
+        if share:
+            with (
+                self._lock,
+                contextlib.suppress(OSError),
+            ):  # no descriptor or no memory is left: it goes as a message
+                if self._shared is None or self._shared.size < size:
+                    self._shared = None
+                    self._shared = SharedBuffer(size)
+                return None, self._shared.fill(write)
+        if plain is not None:
+            return bytes(plain), None
+        data = bytearray(size)
+        write(memoryview(data))
+        return bytes(data), None
+
+    def free(self) -> None:
+        """Free the shared memory."""
+        with self._lock:
+            self._shared = None
+
+
 class SharedBufferReader:
-    """Other processes' windows, as this one looks into them."""
+    """Reader of other processes' shared buffers, and of chunks."""
 
     def __init__(self) -> None:
         self._open: dict[str, mmap.mmap] = {}
@@ -53,6 +110,19 @@ class SharedBufferReader:
         """The shared memory itself, uncopied. Raises ``OSError`` if there is no such window."""
         with memoryview(self._look(shared)) as view, view[: shared.length] as part:
             yield part
+
+    @contextlib.contextmanager
+    def chunk(self, data: bytes | None, shared: SharedRange | None) -> Iterator[memoryview]:
+        """Give the bytes of a chunk, which are in the message or in shared memory, uncopied.
+
+        Raises:
+            OSError: The memory can't be mapped.
+        """
+        if shared is None:
+            yield memoryview(data or b"")
+        else:
+            with self.look(shared) as view:
+                yield view
 
     def _look(self, shared: SharedRange) -> mmap.mmap:
         memory = self._open.get(shared.name)

@@ -8,48 +8,39 @@ from typing import Any
 import msgspec
 
 from hvdlab.collectives.planes.links import Links
-from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.channel import RankReply, RankRequest
 
 
-class AskStatus(Payload, frozen=True):
+class AskStatus(RankRequest, frozen=True):
     """Ask for a :class:`Status`."""
 
-    ticket: int
 
-
-class AskStack(Payload, frozen=True):
+class AskStack(RankRequest, frozen=True):
     """Ask for a :class:`Stack`."""
 
-    ticket: int
 
-
-class AskNames(Payload, frozen=True):
+class AskNames(RankRequest, frozen=True):
     """Ask for :class:`UserNames`."""
 
-    ticket: int
 
-
-class Complete(Payload, frozen=True):
+class Complete(RankRequest, frozen=True):
     """Ask for completions of ``code`` at ``cursor`` from the rank's variables."""
 
-    ticket: int
     code: str
     cursor: int
 
 
-class Inspect(Payload, frozen=True):
+class Inspect(RankRequest, frozen=True):
     """Ask for the documentation of what stands at ``cursor``."""
 
-    ticket: int
     code: str
     cursor: int
     detail: int = 0
 
 
-class EvaluateExpressions(Payload, frozen=True):
+class EvaluateExpressions(RankRequest, frozen=True):
     """Ask for :class:`ExpressionValues`: the client's expressions, by the names that it gives them."""
 
-    ticket: int
     expressions: dict[str, str]
 
 
@@ -77,13 +68,12 @@ class ServerNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     pss: int
 
 
-class Status(Payload, frozen=True):
+class Status(RankReply, frozen=True):
     """Answer to AskStatus; made by the control thread, so it comes even while the rank is busy.
 
     Memory in bytes; ``cpu`` in seconds of CPU time used so far; ``links`` as :data:`hvdlab.collectives.planes.links.Links`.
     """
 
-    ticket: int
     state: str
     cell: str
     rss: int
@@ -107,50 +97,45 @@ class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     text: str = ""
 
 
-class Stack(Payload, frozen=True):
+class Stack(RankReply, frozen=True):
     """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
 
     ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running. ``paused`` says why the
     rank waits for the user, such as at a prompt, as it reads after ``rank 3 is``; empty if it does not.
     """
 
-    ticket: int
     cell: str
     frames: tuple[StackFrame, ...]
     pending: tuple[PendingNow, ...] = ()
     paused: str = ""
 
 
-class UserNames(Payload, frozen=True):
+class UserNames(RankReply, frozen=True):
     """Answer to AskNames, also from a busy rank: the names that the user has made there, in that order, modules apart."""
 
-    ticket: int
     variables: tuple[str, ...]
     modules: tuple[str, ...]
 
 
-class Completions(Payload, frozen=True):
+class Completions(RankReply, frozen=True):
     """Answer to Complete."""
 
-    ticket: int
     matches: tuple[str, ...]
     start: int
     end: int
     types: tuple[str, ...] = ()
 
 
-class Inspection(Payload, frozen=True):
+class Inspection(RankReply, frozen=True):
     """Answer to Inspect; ``data`` is a mime bundle."""
 
-    ticket: int
     found: bool
     data: dict[str, Any]
 
 
-class ExpressionValues(Payload, frozen=True):
+class ExpressionValues(RankReply, frozen=True):
     """Answer to EvaluateExpressions: for each name what Jupyter's protocol wants in ``user_expressions``."""
 
-    ticket: int
     results: dict[str, Any]
 
 

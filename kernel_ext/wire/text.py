@@ -8,7 +8,7 @@ from typing import Any
 
 
 def wire_text(text: str) -> str:
-    """The text as a plain ``str``, since the encoder of messages refuses subclasses; lone surrogates escaped.
+    """Return the text as a plain ``str``, since the encoder of messages refuses subclasses; lone surrogates escaped.
 
     ``str(error)`` and ``_repr_html_`` may well return a subclass, such as ``numpy.str_``, ``markupsafe.Markup`` or the
     text that a data loader of torch makes of a ``KeyError``.
@@ -25,7 +25,7 @@ _INT64 = range(-(1 << 63), 1 << 64)
 
 
 def wire_value(value: Any, depth: int = 0) -> Any:
-    """The value itself if it can be sent, else what comes nearest to it."""
+    """Return the value itself if it can be sent, else what comes nearest to it."""
     if isinstance(value, str):
         return wire_text(value)
     if depth > DEEPEST:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LineMerger, LiveLines, Piece, Shown, Text
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
@@ -40,8 +41,8 @@ class Screen(Protocol):
         """Nothing more comes: erase what was shown for a while only."""
 
 
-class MergingSink:
-    """Output of a run, merged and shown on a screen.
+class MergingSink(OutputSink):
+    """Sink of a run's output, merged and shown on a screen.
 
     Args:
         merger: Makes pieces of what ranks write.

@@ -9,10 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvdlab.collectives.failures import Failures
-from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import EndingSink, TimedSink, began, settle, status_of
-from hvdlab.kernel_ext.notebook.output.limit import KeptSink
-from hvdlab.kernel_ext.notebook.output.transcript import Transcript
+from hvdlab.kernel_ext.notebook.cells.sink import ForwardingSink, OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.magics.screens.publisher import Watched
 
@@ -178,8 +175,8 @@ class Strip:
         view.release(now)
 
 
-class StripSink:
-    """Shows a strip beside what another sink shows.
+class StripSink(ForwardingSink):
+    """Sink that shows a strip beside what another sink shows.
 
     Args:
         inner: Shows the output.
@@ -191,21 +188,15 @@ class StripSink:
 
     def __init__(
         self,
-        inner: TimedSink,
+        inner: OutputSink,
         ranks: Sequence[int],
         strip: Strip,
         clock: Callable[[], float] = time.monotonic,
         *,
         elastic: bool = False,
     ) -> None:
-        self.output, self.note, self.backlog, self.hurry = (
-            inner.output,
-            inner.note,
-            inner.backlog,
-            inner.hurry,
-        )
-        self._inner, self._strip, self._clock = inner, strip, clock
-        self._show_status = status_of(inner)
+        super().__init__(inner)
+        self._strip, self._clock = strip, clock
         self._running: set[int] | None = set(ranks)
         self._elastic, self._ok = elastic, True
 
@@ -213,7 +204,7 @@ class StripSink:
         if self._running is not None:
             self._running.add(rank)
             self._strip.began(rank)
-        began(self._inner, rank)
+        self._inner.began(rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
         if self._running is not None:
@@ -223,10 +214,10 @@ class StripSink:
 
     def status(self, text: str, *, final: bool) -> None:
         self._strip.stalled = "" if final else text
-        self._show_status(text, final=final)
+        self._inner.status(text, final=final)
 
     def settle(self) -> None:
-        settle(self._inner)
+        self._inner.settle()
         self._strip.hasten()
 
     def tick(self, now: float) -> float | None:
@@ -238,11 +229,3 @@ class StripSink:
             self._running = None
             self._strip.end(self._clock(), ok=self._ok)
         return at
-
-    def kept(self, transcript: Transcript) -> None:
-        if isinstance(self._inner, KeptSink):
-            self._inner.kept(transcript)
-
-    def finished(self, results: CellResults) -> None:
-        if isinstance(self._inner, EndingSink):
-            self._inner.finished(results)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from hvdlab.kernel_ext.notebook.cells.sink import AsNotes
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
 
 _ERASE = "\r\x1b[K"
@@ -26,15 +25,12 @@ class TerminalScreen:
         self._drawn = 0  # lines on screen now that have to be erased before anything is written
         self._live: list[str] = []
         self._status: list[str] = []
-        self._note_status = AsNotes(self._write_note)
+        self._waiting_noted = False
 
     def write(self, piece: Text) -> None:
         self._erase()
         write_to_terminal(piece.name, piece.text)
         self._draw()
-
-    def _write_note(self, text: str, *, warning: bool = False) -> None:
-        self.write(Text("stderr" if warning else "stdout", f"{text}\n"))
 
     def show(self, piece: Shown) -> None:
         text = str(piece.display.data.get("text/plain", ""))
@@ -54,7 +50,9 @@ class TerminalScreen:
 
     def status(self, text: str, *, final: bool) -> None:
         if not _is_tty(sys.stderr):
-            self._note_status(text, final=final)
+            if text and (final or not self._waiting_noted):
+                self.write(Text("stderr", f"{text}\n"))
+            self._waiting_noted = not final
             return
         self._status = [] if final else text.split("\n")
         self._erase()

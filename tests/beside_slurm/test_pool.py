@@ -10,6 +10,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
+from pool_probe import PoolProbe
 from slurm_cluster import SlurmCluster
 
 WHERE = "import os; os.environ['SLURMD_NODENAME'], os.environ['SLURM_JOB_ID']"
@@ -42,7 +43,7 @@ def test_ranks_run_in_one_job_on_its_nodes(slurm: SlurmCluster, pool: Pool) -> N
 
 
 def test_the_secret_is_on_no_command_line_and_in_no_file_of_slurms(slurm: SlurmCluster, pool: Pool) -> None:
-    token = pool._base._base.coordinator.token
+    token = PoolProbe(pool).coordinator.token
     lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
     assert any("--jobid=" in line for line in lines)
     assert not [line for line in lines if token in line]

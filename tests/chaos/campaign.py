@@ -23,9 +23,11 @@ from chaos import census, standstill
 from chaos.faults import FAULTS, STALL, Fault
 from chaos.figures import Outcome
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from patience import PATIENCE
+from pool_probe import PoolProbe
 
 if TYPE_CHECKING:
     from chaos.views import OpenViews
@@ -47,7 +49,7 @@ class Hang(Exception):
     """Something did not come to its end."""
 
 
-class Sink:
+class Sink(OutputSink):
     """Keeps what a cell tells its user, with the time, and when it heard of each rank's end."""
 
     def __init__(self) -> None:
@@ -405,11 +407,11 @@ class Campaign:
 
         def lacks_engines() -> bool:
             assert pool.cluster is not None  # starts a controller if the last one has died
-            return pool._base.joining.joined != frozenset(pool.ranks)
+            return PoolProbe(pool).joining.joined != frozenset(pool.ranks)
 
         if not census.settled(lacks_engines, self.hang_after):
             raise Hang(
-                f"only ranks {sorted(pool._base.joining.joined)} of {pool.ranks} have joined ipyparallel"
+                f"only ranks {sorted(PoolProbe(pool).joining.joined)} of {pool.ranks} have joined ipyparallel"
             )
 
     def leaks(self) -> tuple[list[str], list[str]]:
@@ -426,7 +428,7 @@ class Campaign:
         left = self.values(
             "training.forget()"
         )  # the shell lets go of a cell's error when the next cell has ended
-        pids: dict[int, int] = self.pool._base.group.pids()
+        pids: dict[int, int] = PoolProbe(self.pool).group.pids()
         excused = {pids[rank] for rank, count in left.items() if count > self._left[pids[rank]]}
         self._left = Counter({pids[rank]: count for rank, count in left.items()})
         found: list[str] = []

@@ -29,6 +29,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.output.error_report import report
+from pool_probe import PoolProbe
 
 LEAST, MOST = 2, 5
 """Ranks that the training must have, and may have."""
@@ -209,7 +210,7 @@ class ElasticCampaign(MembershipCampaign, Campaign):
     # -- pieces of changes ----------------------------------------------------------------------------------------------
 
     def _pids_of_ranks(self) -> dict[int, int]:
-        pids: dict[int, int] = self.pool._base.group.pids()
+        pids: dict[int, int] = PoolProbe(self.pool).group.pids()
         return pids
 
     def _kill(self, *ranks: int) -> None:

@@ -13,6 +13,7 @@ import psutil
 from chaos import census
 from chaos.pieces import Pieces
 from chaos.strangers import visit
+from pool_probe import PoolProbe
 
 PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "controller": "hvd-controller"}
 
@@ -52,7 +53,7 @@ class Parts(Pieces):
         self.await_instant()
         at = time.monotonic()
         with contextlib.ExitStack() as strangers:
-            path = self.campaign.pool._base._base.coordinator.address.removeprefix("unix:")
+            path = PoolProbe(self.campaign.pool).coordinator.address.removeprefix("unix:")
             unix = strangers.enter_context(socket.socket(socket.AF_UNIX))
             unix.settimeout(self.campaign.hang_after)
             unix.connect(path)

@@ -14,6 +14,7 @@ from chaos.figures import Outcome
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.error_report import report
+from pool_probe import PoolProbe
 
 FOREVER = 10**9
 
@@ -190,5 +191,5 @@ class Pieces:
 
     def _pids(self) -> dict[int, int]:
         """Processes by rank; those that can't answer as well."""
-        pids: dict[int, int] = self.campaign.pool._base.group.pids()
+        pids: dict[int, int] = PoolProbe(self.campaign.pool).group.pids()
         return pids

@@ -11,6 +11,7 @@ from chaos.faults import STALL
 from chaos.pieces import Pieces, names
 from forked_ranks import allow_files
 from hvdlab.collectives.errors import StartError
+from pool_probe import PoolProbe
 
 
 class Ranks(Pieces):
@@ -72,7 +73,7 @@ class Ranks(Pieces):
         results = self.await_end(run)
         if set(results.deaths) != {self.victim}:
             self.outcome.wrong.append(f"deaths are {results.deaths}")
-        warm = self.campaign.pool._base._base.fork_server.pid
+        warm = PoolProbe(self.campaign.pool).fork_server.pid
         before = resource.prlimit(warm, resource.RLIMIT_NOFILE)
         allow_files(warm, 0)
         at = time.monotonic()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from hvdlab.magics.late import LateOutput
 from patience import PATIENCE
 
 
-class SlowSink:
+class SlowSink(OutputSink):
     """Holds back what it was given until it may show it."""
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pool_probe import PoolProbe
 from sniffer import Sniffer
 
 SUM = """\
@@ -30,7 +31,7 @@ def main(hosts: str) -> dict[str, Any]:
     sniffer = Sniffer()
     try:
         pool = Pool.start(2, launcher="mpi", hosts=hosts, timeout=90)
-        token = pool._base._base.coordinator.token
+        token = PoolProbe(pool).coordinator.token
         try:
             found: dict[str, Any] = {"values": list(pool.run(SUM))}
         finally:

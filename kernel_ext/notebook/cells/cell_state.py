@@ -298,7 +298,7 @@ class CellState:
         return [RankEnded(event.rank, None)]
 
     def _left(self, rank: int) -> list[Effect]:
-        """A rank that was let go has gone."""
+        """Handle the end of a rank that was let go."""
         self._places.gone(rank)
         self.ranks = tuple(other for other in self.ranks if other != rank)
         return [RankEnded(rank, None), Note(f"rank {rank} has left; nothing is lost by that")]

@@ -9,9 +9,11 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -34,6 +36,7 @@ from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
@@ -54,7 +57,62 @@ from hvdlab.kernel_ext.wire.cells import (
     ResendFrom,
     RunCell,
 )
+from hvdlab.kernel_ext.wire.channel import HandlerTable, RankReply
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
+
+
+@dataclass(frozen=True, slots=True)
+class CellRequest:
+    """Request to run a cell on ranks.
+
+    Attributes:
+        source: Python source, with IPython's magics and ``!``.
+        ranks: The ranks that run it; None for all.
+        label: The name that users know the cell by, such as ``[7]``.
+        line_offset: Lines of the notebook's cell above ``source``.
+        out: Takes the output; without it nothing is shown, and the output is only kept.
+        timeout: Seconds after which the ranks are interrupted; None for no limit.
+        want_value: Whether ranks send the value of the last expression.
+        store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
+        file: The name in a frontend's debugger of the cell that ``source`` is the end of.
+        prompter: Asks the user when a rank wants input (``input()``, a debugger), if the main thread drives the cell.
+        late: Shows output of the cell's threads and tasks after its end, ``late(rank, chunks)``; called on a thread of the
+            pool's, and must not block. The output is kept in any case.
+        elastic: How many ranks an elastic cell may have; None if the cell is not elastic. See :meth:`Pool.run`.
+    """
+
+    source: str
+    _: KW_ONLY
+    ranks: Sequence[int] | None = None
+    label: str = ""
+    line_offset: int = 1
+    out: OutputSink | None = None
+    timeout: float | None = None
+    want_value: bool = True
+    store_history: bool = True
+    file: str = ""
+    prompter: Prompter | None = None
+    late: ShowLate | None = None
+    elastic: Bounds | None = None
+
+    def order(self, cell: str) -> RunCell:
+        """Return the message that ranks are sent.
+
+        Args:
+            cell: The id of the cell.
+        """
+        bounds = self.elastic or Bounds(0)
+        return RunCell(
+            cell,
+            self.label,
+            self.source,
+            self.line_offset,
+            self.want_value,
+            store_history=self.store_history,
+            file=self.file,
+            at_least=bounds.at_least,
+            at_most=bounds.at_most,
+        )
 
 
 class MessageFate(Enum):
@@ -137,7 +195,7 @@ class ReceiveWindow:
         self._parts[rank].taken = taken
 
     def asking(self, rank: int) -> tuple[int, int] | None:
-        """Bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
+        """Return the bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return None
@@ -180,11 +238,23 @@ class _DispatchedCell:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def orders(self, ranks: Sequence[int]) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
-        """The orders to run the cell, each with the ranks that get it: ranks that join enter the world first."""
+        """Return the orders to run the cell, each with the ranks that get it: ranks that join enter the world first."""
         if joining := tuple(rank for rank in ranks if rank in self.joined):
             yield msgspec.structs.replace(self.order, joins=True), joining
         if others := tuple(rank for rank in ranks if rank not in self.joined):
             yield self.order, others
+
+
+class RankDirectory(Protocol):
+    """Directory of a pool's ranks, as far as :class:`CellDispatcher` uses it."""
+
+    def loss_reason(self, rank: int) -> str:
+        """Return the reason why a rank takes no cells any more; empty if it lives."""
+        ...
+
+    def local_pid(self, rank: int) -> int | None:
+        """Return the process of a rank on this host; None if it runs elsewhere."""
+        ...
 
 
 class CellDispatcher:
@@ -195,48 +265,47 @@ class CellDispatcher:
 
     Args:
         client: The connection to the coordinator.
-        reason: Why a rank is lost, or an empty text.
-        local_pid: The process of a rank on this host, or None.
+        ranks: The ranks.
+        transcripts: Takes what ranks write after the end of a cell.
         stall_time: Seconds after which a line under a cell says what it waits for; None: never.
         replaceable: Whether single ranks can be started again.
         newcomers: The ranks that came later than others and have nothing of what those know.
-        late: Called with what a rank wrote after the end of its cell, for which :meth:`credit_late` has to be called in the end. The
-            client's thread; must not block.
-        untold: Called with each line that :meth:`tell` gave a cell too late: it had ended. The thread that drove the cell; must not block.
 
     Attributes:
         interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted, for cells that begin from then on.
         first_to_fail: The rank that failed first in the last cell that did not end well; None if there was none.
     """
 
+    _mail = HandlerTable()  # messages of ranks, each with the rank; replies go to the requests
+
     def __init__(
         self,
         client: Client,
+        ranks: RankDirectory,
+        transcripts: TranscriptStore,
         *,
-        reason: Callable[[int], str],
-        local_pid: Callable[[int], int | None] = lambda rank: None,
         stall_time: float | None = None,
         replaceable: bool = True,
         newcomers: UnsyncedRanks | None = None,
-        late: Callable[[int, Late], None] = lambda rank, late: None,
-        untold: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.interrupt_delay = 0.0
-        self._late, self._newcomers, self._untold = late, newcomers or UnsyncedRanks(), untold
+        self._newcomers = newcomers or UnsyncedRanks()
         self._client = client
-        self._reason = reason
+        self._ranks, self._transcripts = ranks, transcripts
         self._lock = threading.Lock()
         self._runs: dict[str, _DispatchedCell] = {}
         self._order = threading.Lock()  # held while cells are sent, so that all ranks get them in one order
         self._connected = True
         self._leaving = False
         self._lost_at = 0.0
+        self._notices: list[str] = []  # lines that no cell has shown
+        self._silent = False
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time, self._replaceable = stall_time, replaceable
-        self._given_up: dict[int, tuple[str, str]] = {}
+        self._abandoned: dict[int, tuple[str, str]] = {}
         self.first_to_fail: int | None = None
-        self.questions = RankRequests(self.post, gone=lambda rank: bool(reason(rank)))
-        self.lookout = StackProbe(self.post, self.questions, local_pid)
+        self.questions = RankRequests(self.post, gone=lambda rank: bool(ranks.loss_reason(rank)))
+        self.lookout = StackProbe(self.post, self.questions, ranks.local_pid)
         client.on_mail(TO_POOL, self._take)
         client.on_stall(self._stalled)
 
@@ -246,47 +315,27 @@ class CellDispatcher:
         return bool(self._runs)
 
     @property
-    def given_up(self) -> dict[int, tuple[str, str]]:
+    def abandoned(self) -> dict[int, tuple[str, str]]:
         """Rank to the cell (id and label) that it did not end after an interrupt, and may still be in."""
         with self._lock:
-            return dict(self._given_up)
+            return dict(self._abandoned)
 
-    def answers_again(self, rank: int, cell: str) -> None:
+    def no_longer_abandoned(self, rank: int, cell: str) -> None:
         """Note that a rank has left a cell that was given up."""
         with self._lock:
-            if self._given_up.get(rank, ("", ""))[0] == cell:
-                del self._given_up[rank]
+            if self._abandoned.get(rank, ("", ""))[0] == cell:
+                del self._abandoned[rank]
 
-    def dispatch(
-        self,
-        cell: str,
-        ranks: Sequence[int],
-        source: str,
-        *,
-        label: str,
-        line_offset: int,
-        sink: OutputSink,
-        timeout: float | None,
-        want_value: bool,
-        store_history: bool = True,
-        file: str = "",
-        prompter: Prompter | None = None,
-        elastic: Bounds | None = None,
-    ) -> CellHandle:
-        """Send a cell to ranks. The caller drives the run: by waiting on the handle, or by having it driven in the background."""
-        at_least, at_most = (elastic.at_least, elastic.at_most) if elastic is not None else (0, None)
-        order = RunCell(
-            cell,
-            label,
-            source,
-            line_offset,
-            want_value,
-            store_history=store_history,
-            file=file,
-            at_least=at_least,
-            at_most=at_most,
-        )
-        run = self._begin(order, ReceiveWindow(ranks), ranks, sink, timeout, prompter, elastic)
+    def dispatch(self, cell: str, ranks: Sequence[int], request: CellRequest, sink: OutputSink) -> CellHandle:
+        """Send a cell to ranks. The caller drives the run: by waiting on the handle, or by having it driven in the background.
+
+        Args:
+            cell: The id of the cell.
+            ranks: The ranks that run it; all of them live.
+            request: The cell.
+            sink: Takes the output.
+        """
+        run = self._begin(request.order(cell), ReceiveWindow(ranks), ranks, request, sink)
         try:
             with self._order:
                 self._send(run)
@@ -320,7 +369,8 @@ class CellDispatcher:
         if joined:
             self._newcomers.join(cell, joined)
         order = msgspec.structs.replace(order, joins=False) if order is not None else RunCell(cell, label, "")
-        run = self._begin(order, ReceiveWindow(before, before), tuple(before), sink, None, elastic=elastic)
+        request = CellRequest(order.source, label=label, elastic=elastic)
+        run = self._begin(order, ReceiveWindow(before, before), tuple(before), request, sink)
         run.joined.update(joined)
         run.unknown = elastic is None
         if elastic is not None:
@@ -337,10 +387,8 @@ class CellDispatcher:
         order: RunCell,
         arrivals: ReceiveWindow,
         ranks: Sequence[int],
+        request: CellRequest,
         sink: OutputSink,
-        timeout: float | None,
-        prompter: Prompter | None = None,
-        elastic: Bounds | None = None,
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
         watch = self.lookout.watch(lambda event: handle.feed(event))
@@ -350,28 +398,28 @@ class CellDispatcher:
                 ranks,
                 label=order.label,
                 now=now,
-                timeout=timeout,
+                timeout=request.timeout,
                 stall_time=self._stall_time,
                 replaceable=self._replaceable,
                 newcomers=self._newcomers.all(),
-                elastic=elastic,
+                elastic=request.elastic,
             ),
             sink,
             credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
             interrupt=self.interrupt,
-            ask=watch.ask,
-            look=watch.look,
+            ask=watch.request_stacks,
+            look=watch.probe_processes,
             finished=lambda results: self._finished(cell, results),
-            desk=PromptDesk(prompter, self._reply),
+            desk=PromptDesk(request.prompter, self._reply),
             interrupt_delay=self.interrupt_delay,
         )
-        run = _DispatchedCell(order, arrivals, handle, watch, elastic)
+        run = _DispatchedCell(order, arrivals, handle, watch, request.elastic)
         with self._lock:
             self._runs[cell] = run
         return run
 
     def elastic(self) -> dict[str, tuple[Bounds, tuple[int, ...]]]:
-        """The elastic cells that run: how many ranks each may have, and the ranks that have not ended it."""
+        """Return the elastic cells that run: how many ranks each may have, and the ranks that have not ended it."""
         with self._lock:
             return {
                 cell: (run.elastic, run.arrivals.waiting)
@@ -380,7 +428,7 @@ class CellDispatcher:
             }
 
     def label(self, cell: str) -> str:
-        """The name that a user knows a running cell by, such as ``cell [7]``; empty if it has ended."""
+        """Return the name that a user knows a running cell by, such as ``cell [7]``; empty if it has ended."""
         with self._lock:
             return run.order.label if (run := self._runs.get(cell)) is not None else ""
 
@@ -413,7 +461,7 @@ class CellDispatcher:
 
     def _tell_dead(self, run: _DispatchedCell, ranks: Sequence[int] | None = None) -> None:
         for rank in run.handle.ranks if ranks is None else ranks:
-            if reason := self._reason(rank):  # it died between the caller's look and now
+            if reason := self._ranks.loss_reason(rank):  # it died between the caller's look and now
                 run.arrivals.died(rank)
                 run.handle.feed(RankDied(rank, reason, time.monotonic_ns()))
 
@@ -435,13 +483,27 @@ class CellDispatcher:
         with contextlib.suppress(CoordinatorLostError):
             self._client.post(topic, body, ranks)
 
-    def tell(self, text: str) -> bool:
-        """Show this line under the cells that run; False if there are none. Any thread."""
+    def notice(self, text: str) -> None:
+        """Show this line to the user: under the cells that run, or before the next cell. Any thread."""
         with self._lock:
+            if self._silent:
+                return
             # Under the lock: a run that is taken out of these has the line by then, and gives back what it has not shown.
             for run in self._runs.values():
                 run.handle.feed(PoolNews(text))
-            return bool(self._runs)
+            if not self._runs:
+                self._notices.append(text)
+
+    def take_notices(self) -> list[str]:
+        """Return the lines of :meth:`notice` that no cell has shown. Each is returned once. Any thread."""
+        with self._lock:
+            notices, self._notices = self._notices, []
+        return notices
+
+    def silence(self) -> None:
+        """Show no further lines, as the pool is about to end. Any thread."""
+        with self._lock:
+            self._silent = True
 
     def _reply(self, rank: int, reply: PromptReply) -> None:
         self.post(TO_RANK, encode(reply), [rank])
@@ -455,7 +517,7 @@ class CellDispatcher:
         """
         when = time.monotonic_ns()
         with self._lock:
-            self._given_up.pop(rank, None)
+            self._abandoned.pop(rank, None)
             runs = list(self._runs.values())
         for run in runs:
             if rank in run.handle.ranks:
@@ -464,7 +526,7 @@ class CellDispatcher:
                     run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
         self.questions.rank_died(rank)
 
-    def left_behind(self, rank: int, left: CrashOutput) -> bool:
+    def deliver_crash_output(self, rank: int, left: CrashOutput) -> bool:
         """A rank has ended and left output that it may not have sent; :meth:`rank_died` follows. Any thread.
 
         Returns whether a running cell waits for this output, and thus shows it.
@@ -501,7 +563,7 @@ class CellDispatcher:
         self._lost_at = time.monotonic()
 
     def running(self) -> dict[str, tuple[int, ...]]:
-        """The cells that run, and the ranks that have not ended theirs."""
+        """Return the cells that run, and the ranks that have not ended theirs."""
         with self._lock:
             return {cell: waiting for cell, run in self._runs.items() if (waiting := run.arrivals.waiting)}
 
@@ -524,9 +586,9 @@ class CellDispatcher:
             for rank in ranks:
                 self._ask_again(rank)
             self._connected = True
-        self.questions.ask_again()
+        self.questions.resend_pending()
 
-    def came_back(self, rank: int) -> None:
+    def rank_reconnected(self, rank: int) -> None:
         """A rank that was cut off has connected again: send it what it may have missed, and have it send what is missing here.
 
         A cell that the others have begun meanwhile it runs by itself: the coordinator lets it in when they have ended theirs.
@@ -542,7 +604,7 @@ class CellDispatcher:
                 for order, ranks in () if run.unknown else run.orders((rank,)):
                     self._client.post(TO_RANK, encode(order), ranks)
             self._ask_again(rank)
-        self.questions.ask_again()
+        self.questions.resend_pending()
 
     def _send_again(self, run: _DispatchedCell, running: Mapping[str, Collection[int]]) -> None:
         """Send a cell once more; ranks that have it already, or have ended it, ignore that."""
@@ -603,13 +665,14 @@ class CellDispatcher:
         with self._lock:
             run = self._runs.pop(cell, None)
             if run is not None and results is not None:
-                self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
+                self._abandoned.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
         self._newcomers.cell_ended(cell)
         if results is not None and not results.ok:
             self.first_to_fail = _first_to_fail(results)
         if run is not None:
-            for text in run.handle.take_untold():
-                self._untold(text)
+            notices = run.handle.take_undelivered_notices()
+            with self._lock:
+                self._notices += notices
             run.watch.close()
             gone = set(results.unanswered) if results is not None else set()
             if late := [rank for rank in run.arrivals.waiting if rank not in gone]:
@@ -625,30 +688,39 @@ class CellDispatcher:
             payload = decode_to_pool(body)
         except ProtocolError:
             return  # not from our agent: a user's code may send anything under any topic
-        if isinstance(payload, Output | CellDone):
-            run = self._runs.get(payload.cell)
-            if run is not None:
-                self._feed(run, rank, payload)
-        elif isinstance(payload, Late):
-            self._late(rank, payload)
-        elif isinstance(payload, JoinedCell):
-            self._newcomers.entered(payload.cell, rank)
-        elif isinstance(payload, PromptRequest | PromptWithdrawn):
-            self._take_question(rank, payload)
+        if isinstance(payload, RankReply):
+            self.questions.resolve(rank, payload)
         else:
-            self.questions.answered(rank, payload)
+            self._mail.call(self, payload, rank)
 
-    def _take_question(self, rank: int, question: PromptRequest | PromptWithdrawn) -> None:
-        run = self._runs.get(question.cell)
-        if isinstance(question, PromptWithdrawn):
-            if run is not None:
-                run.handle.feed(PromptCancelled(rank, question.number))
-        elif run is not None:
-            run.handle.feed(PromptAsked(rank, question))
+    @_mail.handles(Late)
+    def _take_late(self, rank: int, late: Late) -> None:
+        shown = partial(self.credit_late, rank, late)
+        self._transcripts.late(rank, late.cell, late.chunks, shown)
+
+    @_mail.handles(JoinedCell)
+    def _take_joined(self, rank: int, joined: JoinedCell) -> None:
+        self._newcomers.mark_joined(joined.cell, rank)
+
+    @_mail.handles(PromptWithdrawn)
+    def _take_withdrawn(self, rank: int, withdrawn: PromptWithdrawn) -> None:
+        run = self._runs.get(withdrawn.cell)
+        if run is not None:
+            run.handle.feed(PromptCancelled(rank, withdrawn.number))
+
+    @_mail.handles(PromptRequest)
+    def _take_prompt(self, rank: int, request: PromptRequest) -> None:
+        run = self._runs.get(request.cell)
+        if run is not None:
+            run.handle.feed(PromptAsked(rank, request))
         else:
-            self._reply(rank, PromptReply(question.number, "", NO_NOTEBOOK))
+            self._reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
 
-    def _feed(self, run: _DispatchedCell, rank: int, payload: Output | CellDone) -> None:
+    @_mail.handles(Output, CellDone)
+    def _take_output(self, rank: int, payload: Output | CellDone) -> None:
+        run = self._runs.get(payload.cell)
+        if run is None:
+            return
         with run.lock:
             if isinstance(payload, Output):
                 verdict = run.arrivals.output(rank, payload)
@@ -666,7 +738,7 @@ class CellDispatcher:
 
 
 def _first_to_fail(results: CellResults) -> int | None:
-    """The rank that has the error which the others came from; None if no rank has one."""
+    """Return the rank that has the error which the others came from; None if no rank has one."""
     cause, errors = results.root_cause, results.errors
     by_time = sorted(errors, key=lambda rank: (errors[rank].when, rank))
     ranks = [*(cause.ranks if cause is not None else ()), *by_time]

@@ -158,7 +158,7 @@ class CellHandle:
             self._thread = None
             raise
 
-    def take_untold(self) -> list[str]:
+    def take_undelivered_notices(self) -> list[str]:
         """Lines that have come too late to be shown under the cell. To be called in ``finished``, once no more of them can come."""
         lines, self._untold = self._untold, []
         with suppress(Empty):

@@ -47,7 +47,7 @@ class CellInterrupted(KeyboardInterrupt):
 
 
 def failure_of(results: CellResults, *, colours: bool = True) -> CellFailed | CellInterrupted | None:
-    """The exception to raise for these results, or None if all is well; ``colours`` is for what IPython shows."""
+    """Return the exception to raise for these results, or None if all is well; ``colours`` is for what IPython shows."""
     cause = results.root_cause
     if cause is None:
         return None
@@ -57,7 +57,7 @@ def failure_of(results: CellResults, *, colours: bool = True) -> CellFailed | Ce
 
 
 def _named(base: type[F], name: str) -> type[F]:
-    """A subclass under the name of the cause."""
+    """Return a subclass under the name of the cause."""
     # type() would refuse a name with a NUL or half a character in it.
     found: type[F] = type(visible(name), (base,), {"__module__": base.__module__})  # pyright: ignore[reportAssignmentType]
     return found

@@ -48,7 +48,7 @@ class ProbeRound:
         return self.deadline is not None
 
     def answered(self, rank: int, stack: Stack) -> bool:
-        """A rank answered. True if that ends the round."""
+        """Record a rank's answer. Returns True if that ends the round."""
         if rank not in self._asked:
             return False
         self.answers[rank] = stack
@@ -58,7 +58,7 @@ class ProbeRound:
         return self._all_known()
 
     def seen(self, rank: int, text: str) -> bool:
-        """A look at a rank's process found this. True if that ends the round."""
+        """Record the finding of a look at a rank's process. Returns True if that ends the round."""
         if rank not in self._asked or rank in self.answers:
             return False
         self._seen[rank] = text
@@ -82,7 +82,7 @@ class ProbeRound:
         self._seen.pop(rank, None)
 
     def text(self, rank: int) -> str:
-        """Where a rank is, in words."""
+        """Return where a rank is, in words."""
         stack = self.answers.get(rank)
         if stack is not None:
             return short_place(stack)

@@ -122,7 +122,7 @@ def one_line(error: CellError) -> str:
 
 
 def same_error(a: CellError, b: CellError) -> bool:
-    """Whether two ranks failed alike; addresses in texts may differ."""
+    """Return whether two ranks failed alike; addresses in texts may differ."""
     if (a.ename, a.aborted, a.collective, a.culprits) != (b.ename, b.aborted, b.collective, b.culprits):
         return False
     if _plain(a.evalue) != _plain(b.evalue):
@@ -249,7 +249,7 @@ class CellResults(Sequence[Any]):
         return RootCause(ranks, error.ename, said, error.traceback, blameless=error.aborted)
 
     def origin(self, rank: int) -> set[int]:
-        """The ranks because of which an aborted rank was stopped, not counting those that only were stopped themselves."""
+        """Return the ranks because of which an aborted rank was stopped, not counting those that only were stopped themselves."""
         found: set[int] = set()
         seen, todo = {rank}, [rank]
         while todo:
@@ -299,7 +299,7 @@ class CellResults(Sequence[Any]):
         )
 
     def value(self, rank: int) -> Any:
-        """The value of one rank; None if the last statement was no expression.
+        """Return the value of one rank; None if the last statement was no expression.
 
         Raises:
             NoValue: The cell did not run on this rank or failed there, or the value could not be sent.
@@ -347,7 +347,7 @@ class CellResults(Sequence[Any]):
         return (self.value(rank) for rank in reversed(self.ranks))
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """The first rank with this value."""
+        """Return the first rank with this value."""
         for rank in self.ranks:
             if rank >= start and (stop is None or rank < stop) and self.value(rank) == value:
                 return rank
@@ -371,7 +371,7 @@ class CellResults(Sequence[Any]):
         return [(tuple(ranks), data) for ranks, data in found]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any] | None:
-        """The value's own representations if :attr:`as_one`; None has IPython use the other methods."""
+        """Return the value's own representations if :attr:`as_one`; None has IPython use the other methods."""
         return dict(self.groups()[0][1]) if self.as_one else None
 
     @property
@@ -389,7 +389,7 @@ class CellResults(Sequence[Any]):
         return html_of(self.groups() + self._failures(), unsent=self._unsent())
 
     def _failures(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-        """Ranks that failed alike, with a line that says how, in the form of :meth:`groups`."""
+        """Return the ranks that failed alike, with a line that says how, in the form of :meth:`groups`."""
         ranks_by_line: dict[str, list[int]] = {}
         for rank in self.ranks:
             if rank in self.errors:

@@ -1,9 +1,10 @@
-"""Sinks of a run's output, and the guard by which a failing sink is reported at the end of the run instead of stopping it."""
+"""Sinks of a run's output: the base, and the guard that reports a failing sink at the end of the run instead of stopping it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
@@ -11,23 +12,71 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.results import CellResults
 
 
-@runtime_checkable
-class OutputSink(Protocol):
-    """Takes what the ranks of one run write. All calls come from the one thread that drives the run."""
+class KeptOutput(Protocol):
+    """Record of a run's output, as far as sinks name it to the user."""
+
+    @property
+    def label(self) -> str:
+        """The name that users know the cell by, such as ``[7]``."""
+        ...
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of the files; None as long as all is in memory."""
+        ...
+
+    @property
+    def lost(self) -> int:
+        """Characters that could not be kept."""
+        ...
+
+    @property
+    def why(self) -> str:
+        """Why they could not be kept."""
+        ...
+
+
+class OutputSink:
+    """Sink of one run's output. It shows nothing; a subclass overrides what it shows.
+
+    All calls come from the one thread that drives the run.
+    """
+
+    _waiting_noted = False
+
+    def kept(self, transcript: KeptOutput) -> None:
+        """Remember where the output is kept. Called before anything else."""
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        """A rank wrote."""
+        """Show what a rank wrote."""
+
+    def began(self, rank: int) -> None:
+        """Expect output of one more rank; it may have ended before, and is another process then."""
 
     def done(self, rank: int, done: CellDone | None) -> None:
-        """Nothing more comes from this rank; ``done`` is None if it died or was given up."""
+        """Expect nothing more from this rank; ``done`` is None if it died or was given up."""
 
     def note(self, text: str, *, warning: bool = False) -> None:
-        """Show one line about the run itself; ``warning`` if it tells of something that went wrong."""
+        """Show one line about the run itself; ``warning`` if something went wrong."""
 
+    def status(self, text: str, *, final: bool) -> None:
+        """Show what the run waits for in place of the last such text, or nothing if it is empty.
 
-@runtime_checkable
-class TimedSink(OutputSink, Protocol):
-    """A sink that holds output back for a moment, to merge it or to pace it."""
+        By default notes say when the run begins to wait, and how that ends.
+
+        Args:
+            text: What it waits for.
+            final: Whether the text will stay so.
+        """
+        if text and (final or not self._waiting_noted):
+            self.note(text, warning=True)
+        self._waiting_noted = not final
+
+    def settle(self) -> None:
+        """Show all that was written before, since a rank is about to ask the user something."""
+
+    def hurry(self) -> None:
+        """Shorten what is held back, since the user has interrupted the run."""
 
     def tick(self, now: float) -> float | None:
         """Write what is due at ``now`` (``time.monotonic()``).
@@ -35,112 +84,74 @@ class TimedSink(OutputSink, Protocol):
         Called after each batch of events and when the returned time has come. Returns when to call again, or None if
         nothing is held back; after the run's end it is called until it returns None.
         """
-        ...
+        return None
 
     def backlog(self) -> int:
-        """Characters that were taken but not written yet; above a limit the ranks get no further credit."""
-        ...
-
-    def hurry(self) -> None:
-        """The user has interrupted the run: what is held back may be shortened."""
-
-
-@runtime_checkable
-class StatusSink(OutputSink, Protocol):
-    """A sink that shows what the run waits for; others get it as notes, when it begins and when it ends."""
-
-    def status(self, text: str, *, final: bool) -> None:
-        """Show ``text`` in place of the last one, or nothing if it is empty; ``final`` if it will stay so."""
-
-
-@runtime_checkable
-class EndingSink(OutputSink, Protocol):
-    """A sink that wants to know how the run ended."""
+        """Return the characters that are held back; above a limit the ranks get no further credit."""
+        return 0
 
     def finished(self, results: CellResults) -> None:
-        """The run is over; called once, after all of its output was written."""
+        """Show how the run ended. Called once, after all of its output was written."""
 
 
-@runtime_checkable
-class GrowingSink(OutputSink, Protocol):
-    """A sink that knows the ranks of the run, and can take others."""
-
-    def began(self, rank: int) -> None:
-        """This rank writes from now on, too; it may have ended before, and is another process then."""
+class NullSink(OutputSink):
+    """Sink that shows nothing."""
 
 
-def began(sink: OutputSink, rank: int) -> None:
-    """Tell a sink of one more rank, if it wants to know."""
-    if isinstance(sink, GrowingSink):
-        sink.began(rank)
+class ForwardingSink(OutputSink):
+    """Sink that passes everything on; a subclass overrides what it changes.
 
+    Args:
+        inner: Takes it.
+    """
 
-@runtime_checkable
-class SettlingSink(OutputSink, Protocol):
-    """A sink that holds output back, and can show all of it at once."""
+    def __init__(self, inner: OutputSink) -> None:
+        self._inner = inner
 
-    def settle(self) -> None:
-        """A rank is about to ask the user something: show all that was written before."""
-
-
-def settle(sink: OutputSink) -> None:
-    """Have a sink show what it holds back, if it is one that holds output back."""
-    if isinstance(sink, SettlingSink):
-        sink.settle()
-
-
-class ShowsNote(Protocol):
-    """``note`` of :class:`OutputSink`."""
-
-    def __call__(self, text: str, *, warning: bool = False) -> None: ...
-
-
-class AsNotes:
-    """Adapter for a sink that only knows notes: notes say when the run begins to wait for something, and how that ends."""
-
-    def __init__(self, note: ShowsNote) -> None:
-        self._note, self._noted = note, False
-
-    def __call__(self, text: str, *, final: bool) -> None:
-        if text and (final or not self._noted):
-            self._note(text, warning=True)
-        self._noted = not final
-
-
-class ShowsStatus(Protocol):
-    """``status`` of :class:`StatusSink`."""
-
-    def __call__(self, text: str, *, final: bool) -> None: ...
-
-
-def status_of(sink: OutputSink) -> ShowsStatus:
-    """How to tell this sink what the run waits for."""
-    return sink.status if isinstance(sink, StatusSink) else AsNotes(sink.note)
-
-
-class NullSink:
-    """Takes everything and shows nothing."""
+    def kept(self, transcript: KeptOutput) -> None:
+        self._inner.kept(transcript)
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        pass
+        self._inner.output(rank, chunks)
+
+    def began(self, rank: int) -> None:
+        self._inner.began(rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
-        pass
+        self._inner.done(rank, done)
 
     def note(self, text: str, *, warning: bool = False) -> None:
-        pass
+        self._inner.note(text, warning=warning)
 
     def status(self, text: str, *, final: bool) -> None:
-        pass
+        self._inner.status(text, final=final)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def hurry(self) -> None:
+        self._inner.hurry()
+
+    def tick(self, now: float) -> float | None:
+        return self._inner.tick(now)
+
+    def backlog(self) -> int:
+        return self._inner.backlog()
+
+    def finished(self, results: CellResults) -> None:
+        self._inner.finished(results)
 
 
 T = TypeVar("T")
 
 
-class GuardedSink:
-    """Does what ``sink`` does, until that raises; from then on nothing is shown.
+class GuardedSink(OutputSink):
+    """Sink that passes everything on until the inner sink raises; from then on nothing is shown.
 
     A run that stopped there would never end: its ranks would wait for room for their output, and the user for the ranks.
+
+    Args:
+        sink: The inner sink.
 
     Attributes:
         failure: What the sink raised; None if nothing.
@@ -148,18 +159,16 @@ class GuardedSink:
 
     def __init__(self, sink: OutputSink) -> None:
         self.failure: Exception | None = None
-        self._use(sink)
-
-    def _use(self, sink: OutputSink) -> None:
         self._sink = sink
-        self._timed = sink if isinstance(sink, TimedSink) else None
-        self._status = status_of(sink)
+
+    def kept(self, transcript: KeptOutput) -> None:
+        self._guard(lambda: self._sink.kept(transcript))
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         self._guard(lambda: self._sink.output(rank, chunks))
 
     def began(self, rank: int) -> None:
-        self._guard(lambda: began(self._sink, rank))
+        self._guard(lambda: self._sink.began(rank))
 
     def done(self, rank: int, done: CellDone | None) -> None:
         self._guard(lambda: self._sink.done(rank, done))
@@ -168,31 +177,27 @@ class GuardedSink:
         self._guard(lambda: self._sink.note(text, warning=warning))
 
     def status(self, text: str, *, final: bool) -> None:
-        self._guard(lambda: self._status(text, final=final))
-
-    def tick(self, now: float) -> float | None:
-        timed = self._timed
-        return self._guard(lambda: timed.tick(now)) if timed is not None else None
-
-    def backlog(self) -> int:
-        timed = self._timed
-        return (self._guard(timed.backlog) or 0) if timed is not None else 0
-
-    def hurry(self) -> None:
-        if self._timed is not None:
-            self._guard(self._timed.hurry)
+        self._guard(lambda: self._sink.status(text, final=final))
 
     def settle(self) -> None:
-        self._guard(lambda: settle(self._sink))
+        self._guard(self._sink.settle)
+
+    def hurry(self) -> None:
+        self._guard(self._sink.hurry)
+
+    def tick(self, now: float) -> float | None:
+        return self._guard(lambda: self._sink.tick(now))
+
+    def backlog(self) -> int:
+        return self._guard(self._sink.backlog) or 0
 
     def finished(self, results: CellResults) -> None:
-        if isinstance(sink := self._sink, EndingSink):
-            self._guard(lambda: sink.finished(results))
+        self._guard(lambda: self._sink.finished(results))
 
     def _guard(self, call: Callable[[], T]) -> T | None:
         try:
             return call()
         except Exception as error:  # noqa: BLE001  # whatever a caller's sink raises
             self.failure = self.failure or error
-            self._use(NullSink())
+            self._sink = NullSink()
             return None

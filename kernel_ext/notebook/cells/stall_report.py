@@ -93,7 +93,7 @@ class StallReport:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def reported(self, stall: Stall, now: float) -> list[Effect]:
-        """The coordinator reported a collective."""
+        """Handle the coordinator's report of a collective."""
         if self._quiet or not stall.missing or not set(self._ranks) & {*stall.waited, *stall.missing}:
             return []
         key = (stall.process_set, kind_label(stall.kind), stall.name)
@@ -230,7 +230,7 @@ class StallReport:
         return not (wait.missing or wait.executing)
 
     def _is_own(self, wait: _OverdueCollective) -> bool:
-        """Whether a rank waits in this very cell, and not in another that these ranks run before or after it.
+        """Return whether a rank waits in this very cell, and not in another that these ranks run before or after it.
 
         If no rank that waits answers in time, show it under one cell too many rather than nowhere.
         """

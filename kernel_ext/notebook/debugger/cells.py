@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def present_cell_file() -> str:
-    """The file name of the notebook's cell that called this, an empty text outside of ipykernel.
+    """Return the file name of the notebook's cell that called this, an empty text outside of ipykernel.
 
     ipykernel has computed it: it compiles the cell under this name, and frontends compute the same one.
     """

@@ -141,7 +141,7 @@ class Numbers:
         self._meant: dict[int, tuple[int, int]] = {}
 
     def give(self, rank: int, number: int) -> int:
-        """The number that a frontend gets for a rank's own one; the same each time."""
+        """Return the number that a frontend gets for a rank's own one; the same each time."""
         pair = (rank, number)
         given = self._given.get(pair)
         if given is None:
@@ -150,11 +150,11 @@ class Numbers:
         return given
 
     def meant(self, given: object) -> tuple[int, int] | None:
-        """The rank and its own number that a frontend means; None if the number is not from here, or was dropped."""
+        """Return the rank and its own number that a frontend means; None if the number is not from here, or was dropped."""
         return self._meant.get(given) if isinstance(given, int) else None
 
     def issued(self, given: object) -> bool:
-        """Whether this number was ever given, even if it was dropped since."""
+        """Return whether this number was ever given, even if it was dropped since."""
         return isinstance(given, int) and given >= FIRST
 
     def drop(self, rank: int) -> None:

@@ -64,7 +64,7 @@ _making = threading.Lock()
 
 
 def connections_of(client: Client) -> DebugConnections:
-    """The one desk of a pool."""
+    """Return the one desk of a pool."""
     with _making:
         desk = _desks.get(client)
         if desk is None:
@@ -116,7 +116,7 @@ class DebugConnections:
 
 
 def lost_ranks(before: Mapping[int, int], now: Mapping[int, int]) -> list[int]:
-    """Ranks that are gone, or have another process than before."""
+    """Return the ranks that are gone, or have another process than before."""
     return [rank for rank, pid in before.items() if now.get(rank) != pid]
 
 
@@ -371,7 +371,7 @@ class DebugHub:
         return tuple(pool.ranks) if pool is not None else ()
 
     def _talk(self) -> DebugSession | None:
-        """The session with the ranks of the present pool."""
+        """Return the session with the ranks of the present pool."""
         pool = self._pool()
         if self._session is not None and self._session[0] is not pool:
             self._session[1].close()

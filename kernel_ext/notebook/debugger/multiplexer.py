@@ -43,7 +43,7 @@ _VARIABLE_HINTS = re.compile(r"_i*\d*\Z")
 
 
 def shown(name: str) -> bool:
-    """Whether a debugger shows a variable of this name: not those that Python and IPython keep for themselves."""
+    """Return whether a debugger shows a variable of this name: not those that Python and IPython keep for themselves."""
     return name not in _HIDDEN and not _VARIABLE_HINTS.match(name)
 
 
@@ -288,7 +288,7 @@ class Multiplexer:
         ]
 
     def _about_ranks(self, event: Requested, command: str, arguments: Json) -> list[Effect]:
-        """The effects of a request about a rank's thread, frame or variable; empty for any other request."""
+        """Return the effects of a request about a rank's thread, frame or variable; empty for any other request."""
         key, request = event.key, event.request
         if command in _BY_FRAME or command in ("richInspectVariables", "copyToGlobals"):
             name = "srcFrameId" if command == "copyToGlobals" else "frameId"
@@ -318,7 +318,7 @@ class Multiplexer:
         return self._response(key, request, body.get(request["command"], {}))
 
     def _thread(self, event: Requested) -> tuple[int, int] | None:
-        """The rank's thread that is meant. JupyterLab says 1 when it means the one that it shows."""
+        """Return the rank's thread that is meant. JupyterLab says 1 when it means the one that it shows."""
         arguments, command = event.request.get("arguments") or {}, event.request.get("command")
         number = arguments.get("threadId")
         # JupyterLab may also name the thread that has stopped first, whichever frame is selected.
@@ -422,7 +422,7 @@ class Multiplexer:
     # -- stopping, stepping and going on ---------------------------------------------------------------------------------
 
     def _shown(self) -> int:
-        """The rank that the frontend shows."""
+        """Return the rank that the frontend shows."""
         return self._selected if self._selected in self.stopped else self.stopped[0]
 
     def _go(self, key: int, request: Json, thread: tuple[int, int]) -> list[Effect]:
@@ -565,7 +565,7 @@ class Multiplexer:
     # -- which ranks the buttons move ------------------------------------------------------------------------------------
 
     def _scope(self) -> Json:
-        """Whether the buttons move one rank only, which one that is, and which ranks have stopped."""
+        """Return whether the buttons move one rank only, which one that is, and which ranks have stopped."""
         rank = self._shown() if self.stopped else None
         return {"alone": self._alone, "rank": rank, "stoppedRanks": list(self.stopped)}
 
@@ -630,7 +630,7 @@ class Multiplexer:
         return self._gather(key, request, asked, finish)
 
     def _renumbered(self, rank: int, body: Json) -> Json:
-        """The body of an answer with the numbers of variables that the frontend knows."""
+        """Return the body of an answer with the numbers of variables that the frontend knows."""
         body = dict(body)
         if "variables" in body:
             body["variables"] = [one for one in body["variables"] if shown(one.get("name", ""))]
@@ -650,7 +650,7 @@ class Multiplexer:
         return self._pass_on(key, {**request, "command": "setExpression"}, rank, inner)
 
     def _rich(self, key: int, request: Json, rank: int, frame: int) -> list[Effect]:
-        """A variable as a cell would show it, in the same way as the kernel's own debugger does it."""
+        """Return a variable as a cell would show it, in the same way as the kernel's own debugger does it."""
         name = request["arguments"].get("variableName", "")
         if not name.isidentifier():
             return [self._response(key, request, {"data": {}, "metadata": {}})]
@@ -668,7 +668,7 @@ class Multiplexer:
         return self._gather(key, request, asked, finish)
 
     def _stacks(self, key: int, request: Json, thread: tuple[int, int]) -> list[Effect]:
-        """The stack of a thread; for a frontend that asks for no threads those of all ranks that have stopped."""
+        """Return the stack of a thread; for a frontend that asks for no threads those of all ranks that have stopped."""
         first = thread[0] if self._knows_threads else self._shown()
         others = () if self._knows_threads else tuple(rank for rank in self.stopped if rank != first)
         order = {first: thread[1] if first == thread[0] else next(iter(self._ranks[first].stopped))}
@@ -790,5 +790,5 @@ class Multiplexer:
 
 
 def not_debugged(rank: int, reason: str) -> str:
-    """The sentence for the user about a rank that can't be debugged."""
+    """Return the sentence for the user about a rank that can't be debugged."""
     return f"rank {rank} does not stop at breakpoints: {reason}"

@@ -40,7 +40,7 @@ def last_lines(tail: str, most: int) -> list[str]:
 
 
 def _calls(dump: str) -> list[str]:
-    """The calls of the thread that crashed, innermost first, down to the cell's own line."""
+    """Return the calls of the thread that crashed, innermost first, down to the cell's own line."""
     _, _, block = dump.partition(_CRASHED)
     calls: list[str] = []
     for line in block.splitlines()[1:]:

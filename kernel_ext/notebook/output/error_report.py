@@ -49,14 +49,14 @@ def _story(results: CellResults) -> list[str]:
 
 
 def _replacing(results: CellResults) -> list[str]:
-    """How ranks that died are replaced."""
+    """Return how ranks that died are replaced."""
     if not results.deaths or not results.replaceable:
         return []
     return ["", f"`%hvd_pool repair` replaces {format_ranks(tuple(results.deaths))}"]
 
 
 def _came_later(results: CellResults) -> list[str]:
-    """Why names are unknown on ranks that were started after the cells which made them."""
+    """Return why names are unknown on ranks that were started after the cells which made them."""
     unknown = {rank: error.evalue for rank, error in results.errors.items() if error.ename == "NameError"}
     # A name that ranks lack which were there from the beginning was made nowhere: newcomers lack nothing by coming late.
     nowhere = {name for rank, name in unknown.items() if rank not in results.newcomers}
@@ -66,7 +66,7 @@ def _came_later(results: CellResults) -> list[str]:
 
 
 def _recorded(results: CellResults, cause: RootCause) -> list[str]:
-    """The last recorded steps of a rank that failed, and for other ranks the first step that was not finite."""
+    """Return the last recorded steps of a rank that failed, and for other ranks the first step that was not finite."""
     first = next((rank for rank in cause.shown or cause.ranks if rank in results.errors), None)
     if first is None or not results.errors[first].recorded:
         first = next((rank for rank, error in results.errors.items() if error.recorded), None)
@@ -112,7 +112,7 @@ def _where(cause: RootCause) -> str:
 
 
 def _in_lines(text: str) -> str:
-    """A deadlock's ranks one below the other; other sentences as they are."""
+    """Return a deadlock's ranks one below the other; other sentences as they are."""
     head, colon, places = text.partition(": ")
     if not head.startswith("deadlock") or not colon:
         return text
@@ -120,7 +120,7 @@ def _in_lines(text: str) -> str:
 
 
 def _frames(cause: RootCause) -> list[str]:
-    """The traceback without its first lines and its last one, which would repeat the headline."""
+    """Return the traceback without its first lines and its last one, which would repeat the headline."""
     first = next(
         (i for i, line in enumerate(cause.traceback) if "Traceback (most recent call last)" in line), -1
     )

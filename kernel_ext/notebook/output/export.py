@@ -27,7 +27,7 @@ def write_text(transcript: Transcript, path: Path, ranks: Sequence[int], *, merg
 
 
 def last_lines(transcript: Transcript, ranks: Sequence[int], count: int) -> dict[int, str]:
-    """The last lines of each of these ranks, both streams together."""
+    """Return the last lines of each of these ranks, both streams together."""
     lines: dict[int, deque[str]] = {rank: deque(maxlen=count) for rank in ranks}
     splitters = {rank: LineSplitter() for rank in ranks}
     ends: dict[int, str] = dict.fromkeys(ranks, "")

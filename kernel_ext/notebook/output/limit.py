@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.knobs import read
-from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import EndingSink, OutputSink, TimedSink, began, settle, status_of
+from hvdlab.kernel_ext.notebook.cells.sink import ForwardingSink, KeptOutput, OutputSink
 from hvdlab.kernel_ext.notebook.output.merge import lasting, shown_lines
-from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 
 SHOWN = 4 << 20
@@ -35,14 +32,6 @@ LAST_CHARACTERS = 8 << 10
 LIVE_CHARACTERS = 100
 
 
-@runtime_checkable
-class KeptSink(OutputSink, Protocol):
-    """A sink that wants to know where its output is kept."""
-
-    def kept(self, transcript: Transcript) -> None:
-        """Called before anything else."""
-
-
 @dataclass(slots=True)
 class _Rank:
     """One rank's account, in characters."""
@@ -57,8 +46,8 @@ class _Rank:
     open_lines: set[str] = field(default_factory=set)  # streams whose last line has no end yet
 
 
-class LimitedSink:
-    """Passes on what each rank may show.
+class LimitedSink(ForwardingSink):
+    """Sink that passes on what each rank may show.
 
     Lines that carriage returns rewrite count once, and what ``clear_output`` removes counts no longer, so that bars
     and plots that are redrawn go on for ever.
@@ -69,9 +58,8 @@ class LimitedSink:
         limit: Characters of all ranks together.
     """
 
-    def __init__(self, inner: TimedSink, ranks: Sequence[int], limit: int) -> None:
-        self._inner = inner
-        self.status = status_of(inner)
+    def __init__(self, inner: OutputSink, ranks: Sequence[int], limit: int) -> None:
+        super().__init__(inner)
         self._plain = len(ranks) == 1
         self._share = max(LEAST_SHARE, limit // max(1, len(ranks)))
         self._ranks = {rank: _Rank() for rank in ranks}
@@ -79,9 +67,9 @@ class LimitedSink:
         self._changed: set[int] = set()
         self._at = 0.0
         self._explained = False
-        self._transcript: Transcript | None = None
+        self._transcript: KeptOutput | None = None
 
-    def kept(self, transcript: Transcript) -> None:
+    def kept(self, transcript: KeptOutput) -> None:
         self._transcript = transcript
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
@@ -97,7 +85,7 @@ class LimitedSink:
         self._ranks.setdefault(rank, _Rank())
         self._running.add(rank)
         self._plain = len(self._ranks) == 1
-        began(self._inner, rank)
+        self._inner.began(rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
         account = self._ranks[rank]
@@ -109,9 +97,6 @@ class LimitedSink:
             self._inner.note(lost, warning=True)
         self._inner.done(rank, done)
 
-    def note(self, text: str, *, warning: bool = False) -> None:
-        self._inner.note(text, warning=warning)
-
     def tick(self, now: float) -> float | None:
         if self._changed and now >= self._at:
             self._at = now + REFRESH
@@ -120,19 +105,6 @@ class LimitedSink:
             self._changed.clear()
         limits = [at for at in (self._inner.tick(now), self._at if self._changed else None) if at is not None]
         return min(limits, default=None)
-
-    def backlog(self) -> int:
-        return self._inner.backlog()
-
-    def settle(self) -> None:
-        settle(self._inner)
-
-    def hurry(self) -> None:
-        self._inner.hurry()
-
-    def finished(self, results: CellResults) -> None:
-        if isinstance(self._inner, EndingSink):
-            self._inner.finished(results)
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 

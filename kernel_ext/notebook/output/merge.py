@@ -341,7 +341,7 @@ class LiveView:
         return max(min(changed), self._at + self._refresh) if changed else None
 
     def take(self, now: float) -> LiveLines | None:
-        """The new state, or None if it is the same or was shown only just now."""
+        """Return the new state, or None if it is the same or was shown only just now."""
         texts = {s: _text(p) for s, p in self._splitters.items() if _text(p) and self._due_at(p) <= now}
         if texts == self._shown or (texts and now < self._at + self._refresh):
             return None
@@ -405,7 +405,7 @@ class RankQueue:
         return self._arrivals[0][0]
 
     def older_than(self, limit: float) -> int:
-        """How many lines came at ``limit`` or before."""
+        """Return how many lines came at ``limit`` or before."""
         found = 0
         for time, count in self._arrivals:
             if time > limit:
@@ -596,7 +596,7 @@ class LineMerger:
         return pieces
 
     def take_all(self, now: float) -> list[Piece]:
-        """All that was written, unfinished lines as well, although other ranks may still write the same."""
+        """Return all that was written, unfinished lines as well, although other ranks may still write the same."""
         return self.take(now + 2 * self._hold)
 
     def _release(self, now: float) -> None:
@@ -624,12 +624,12 @@ class LineMerger:
             self._show(group, self._common_run(group, most))
 
     def _others_have(self, key: Key, group: list[RankQueue]) -> bool:
-        """Whether a rank outside the group has this line in its queue."""
+        """Return whether a rank outside the group has this line in its queue."""
         own = group[0].counts[key] if len(group) == 1 else sum(queue.counts[key] for queue in group)
         return self._totals[key] > own
 
     def _common_run(self, group: list[RankQueue], most: int | None) -> int:
-        """How many lines from the head on all queues of the group share, and no other queue has (at least one)."""
+        """Return how many lines from the head on all queues of the group share, and no other queue has (at least one)."""
         length = min(len(queue) for queue in group)
         most = length if most is None else max(1, min(most, length))
         size, count = len(group), 0
@@ -675,7 +675,7 @@ def _piece(ranks: tuple[int, ...], chunk: Display | Clear) -> Piece:
 
 
 def hold_time(environ: Mapping[str, str]) -> float:
-    """Seconds that a line waits for the same line of other ranks, as the user wants it.
+    """Return the seconds that a line waits for the same line of other ranks, as the user wants it.
 
     Raises:
         InvalidRequestError: A variable's value is not valid.

@@ -13,7 +13,6 @@ from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
 from hvdlab.kernel_ext.notebook.output.error_report import report
-from hvdlab.kernel_ext.notebook.output.limit import KeptSink
 from hvdlab.kernel_ext.notebook.output.transcript import Ending, Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
@@ -41,8 +40,8 @@ FREE_PART = 10
 """What is left free on the disk: these bytes, or one part in so many of a small one."""
 
 
-class CellRecorder:
-    """The sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
+class CellRecorder(OutputSink):
+    """Sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
 
     A sink that fails shows nothing from then on; :meth:`finished` raises what the first sink raised.
 
@@ -58,8 +57,7 @@ class CellRecorder:
         )
         self._wake: Callable[[], None] | None = None
         self._late: ShowLate | None = None
-        if isinstance(sink, KeptSink):
-            sink.kept(transcript)
+        sink.kept(transcript)
 
     def driven(self, wake: Callable[[], None]) -> None:
         """Set what :meth:`attach` calls to have the driver of the run call :meth:`tick` soon."""
@@ -90,8 +88,7 @@ class CellRecorder:
 
         Any thread. Once the cell has ended, the sink gets all and no ending.
         """
-        if isinstance(sink, KeptSink):
-            sink.kept(self.transcript)
+        sink.kept(self.transcript)
         with self.transcript.lock:
             self.transcript.replay(sink, ranks)
             if self.transcript.running:
@@ -179,7 +176,7 @@ class TranscriptStore:
         self._recorders: dict[str, CellRecorder] = {}
 
     def record(self, cell: str, label: str, ranks: Sequence[int], sink: OutputSink) -> CellRecorder:
-        """The sink for a run that is about to begin; it shows on ``sink``."""
+        """Return the sink for a run that is about to begin; it shows on ``sink``."""
         name = f"cell-{label.strip('[]')}-{cell}" if label.strip("[]").isalnum() else f"cell-{cell}"
         transcript = Transcript(cell, label, ranks, self._directory / name, self._room)
         recorder = CellRecorder(transcript, sink)
@@ -189,12 +186,12 @@ class TranscriptStore:
         return recorder
 
     def all(self) -> list[CellRecorder]:
-        """The recorders that are kept, oldest first."""
+        """Return the recorders that are kept, oldest first."""
         with self._lock:
             return list(self._recorders.values())
 
     def find(self, name: str = "") -> CellRecorder | None:
-        """The last run of a cell, by its number or id; without a name the last one that wrote something."""
+        """Return the last run of a cell, by its number or id; without a name the last one that wrote something."""
         for recorder in reversed(self.all()):
             transcript = recorder.transcript
             if (
@@ -238,7 +235,7 @@ class TranscriptStore:
                 self._forget(cell)
 
     def _room(self, size: int) -> str:
-        """Why ``size`` more bytes must not be written; empty if they may. Forgets older cells to make room.
+        """Return why ``size`` more bytes must not be written; empty if they may. Forgets older cells to make room.
 
         A transcript calls this with its lock held.
         """
@@ -277,7 +274,7 @@ class TranscriptStore:
 
 
 def kept_limit(environ: Mapping[str, str]) -> int:
-    """Bytes of files that may be kept, as the user wants it.
+    """Return the bytes of files that may be kept, as the user wants it.
 
     Raises:
         InvalidRequestError: A variable's value is not valid.

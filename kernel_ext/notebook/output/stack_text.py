@@ -46,7 +46,7 @@ def collective_of(stack: Stack) -> str:
 
 
 def full_place(stack: Stack) -> list[str]:
-    """All calls from the cell's line to the innermost, each with its line of code below it."""
+    """Return all calls from the cell's line to the innermost, each with its line of code below it."""
     lines = []
     for frame in stack.frames:
         lines.append(_line(frame))
@@ -74,7 +74,7 @@ def _line(frame: StackFrame) -> str:
 
 
 def short_path(path: str) -> str:
-    """The file and its directory: enough to tell files of one name apart."""
+    """Return the file and its directory: enough to tell files of one name apart."""
     return "/".join(PurePath(path).parts[-2:])
 
 
@@ -133,5 +133,5 @@ def _call(pending: PendingNow) -> str:
 
 
 def oldest_first(pending: Sequence[PendingNow]) -> list[PendingNow]:
-    """The collectives in the order in which they were submitted."""
+    """Return the collectives in the order in which they were submitted."""
     return sorted(pending, key=lambda one: -one.seconds)

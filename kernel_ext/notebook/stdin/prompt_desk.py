@@ -40,7 +40,7 @@ class Prompter(Protocol):
     shows_beside: bool
 
     def ask(self, prompt: str, *, hidden: bool) -> str:
-        """A line from the user; if ``hidden``, it is not shown while it is typed.
+        """Return a line from the user; if ``hidden``, it is not shown while it is typed.
 
         Raises:
             EOFError: The user has ended the input.
@@ -155,7 +155,7 @@ class PromptDesk:
     # -- asking ---------------------------------------------------------------------------------------------------
 
     def due(self, now: float) -> Question | None:
-        """The question to ask the user now, if any."""
+        """Return the question to ask the user now, if any."""
         return self._queue.due(now)
 
     def status(self) -> str:

@@ -160,7 +160,7 @@ class PromptQueue:
         return max(self._gather_until, self._expected_until if self._expected else 0.0)
 
     def due(self, now: float) -> Question | None:
-        """The question to ask the user now, if any: of the rank that got the last answer, else of the lowest rank."""
+        """Return the question to ask the user now, if any: of the rank that got the last answer, else of the lowest rank."""
         if not self._waiting or now < self._gather_until or (self._expected and now < self._expected_until):
             return None
         rank = self._current if self._current in self.ranks else self.ranks[0]
@@ -168,7 +168,7 @@ class PromptQueue:
         return Question(rank, self._request_of(rank))
 
     def label(self, question: Question) -> str:
-        """The prompt with the rank's name, and whether other ranks wait.
+        """Return the prompt with the rank's name, and whether other ranks wait.
 
         It does not name them: a prompt stays as it is while more ranks come to theirs.
         """
@@ -182,7 +182,7 @@ class PromptQueue:
         return f"{format_ranks(self.ranks)} {'is' if len(self.ranks) == 1 else 'are'} at a prompt"
 
     def overview(self) -> str:
-        """The ranks that wait, a line each, and how to answer them."""
+        """Return the ranks that wait, a line each, and how to answer them."""
         lines = []
         for (rank, _), request in sorted(self._waiting.items()):
             kind = f" {_KINDS[request.kind]}" if request.kind in _KINDS else ""

@@ -14,9 +14,9 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.collectives.text import visible_lines
-from hvdlab.kernel_ext.notebook.requests import Answer, RankRequests
+from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.notebook.variables.overview import Cell, TextTable
-from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.channel import RankReply, RankRequest
 from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
     AskLeaves,
@@ -103,7 +103,7 @@ class DiffRow:
     def with_elements(
         self, found: Difference, odd: tuple[int, int], expected_odd: tuple[int, int]
     ) -> DiffRow:
-        """A copy of this row with what the comparison of the elements found."""
+        """Return a copy of this row with what the comparison of the elements found."""
         shape = self.leaf.shape if self.leaf is not None else ()
         index = tuple(int(n) for n in np.unravel_index(found.first, shape)) if found.count and shape else None
         if self.is_text and found.count:
@@ -262,7 +262,7 @@ def _size(found: ComparisonOpened) -> str:
 
 
 def _who(row: DiffRow, ranks: int) -> str:
-    """The differing ranks, and the ranks that they are compared with unless these are all the others."""
+    """Return the differing ranks, and the ranks that they are compared with unless these are all the others."""
     odd = compact_ranks(row.ranks)
     return (
         odd
@@ -303,7 +303,7 @@ def _values(row: DiffRow) -> tuple[str, str]:
 
 
 def _described(leaf: Leaf | None, what: tuple[str, ...]) -> str:
-    """A leaf in words, as far as it matters for the difference."""
+    """Return a leaf in words, as far as it matters for the difference."""
     if leaf is None:
         return "nothing"
     if leaf.kind != "array":
@@ -349,10 +349,10 @@ def diff(
     Raises:
         HvdlabError: A rank was lost meanwhile, or could not go on with the comparison.
     """
-    lots: list[int] = []
+    transfers: list[int] = []
 
-    def make(ticket: int) -> Payload:
-        lots.append(ticket)
+    def make(ticket: int) -> RankRequest:
+        transfers.append(ticket)
         return OpenComparison(ticket, expression, special)
 
     try:
@@ -364,11 +364,11 @@ def diff(
             for rank in ranks
         }
         groups = _groups(found)
-        comparison = _Comparison(questions, lots[0], groups, near)
+        comparison = _Comparison(questions, transfers[0], groups, near)
         return Diff(special or expression, groups, tuple(comparison.rows()))
     finally:
-        for lot in lots:
-            questions.tell(ReleaseTransfer(lot), ranks)
+        for transfer_id in transfers:
+            questions.send(ReleaseTransfer(transfer_id), ranks)
 
 
 def _groups(found: Mapping[int, ComparisonOpened]) -> tuple[ValueGroup, ...]:
@@ -396,9 +396,9 @@ class _Comparison:
     """Comparison of groups, one rank standing for each."""
 
     def __init__(
-        self, questions: RankRequests, lot: int, groups: Sequence[ValueGroup], near: Collection[int]
+        self, questions: RankRequests, transfer_id: int, groups: Sequence[ValueGroup], near: Collection[int]
     ) -> None:
-        self._questions, self._lot = questions, lot
+        self._questions, self._transfer_id = questions, transfer_id
         self._groups = [group for group in groups if not group.found.error]
         self._leaves: dict[int, dict[str, tuple[int, Leaf]]] = {}
         self._share = {group.ranks[0] for group in self._groups} <= set(near)
@@ -406,7 +406,7 @@ class _Comparison:
         self._pairs: list[_Pair] = []
 
     def rows(self) -> list[DiffRow]:
-        """A row for each part that differs, in the order of the largest group's value."""
+        """Return a row for each part that differs, in the order of the largest group's value."""
         if len(self._groups) < 2:
             return []
         for group in self._groups:
@@ -423,7 +423,7 @@ class _Comparison:
         rank, all_leaves = group.ranks[0], list[Leaf]()
         while len(all_leaves) < group.found.leaves:
             first = len(all_leaves)
-            answer = self._ask(lambda ticket: AskLeaves(ticket, self._lot, first), [rank])[rank]  # noqa: B023
+            answer = self._ask(lambda ticket: AskLeaves(ticket, self._transfer_id, first), [rank])[rank]  # noqa: B023
             if not isinstance(answer, LeafList) or not answer.leaves:
                 raise _broken(rank, answer)
             all_leaves += answer.leaves
@@ -452,7 +452,9 @@ class _Comparison:
         if not wanted:
             return
         asked = {rank: tuple(self._leaves[rank][path][0] for path in found) for rank, found in wanted.items()}
-        answers = self._ask(lambda ticket: AskBlocks(ticket, self._lot, asked, on_host=True), list(asked))
+        answers = self._ask(
+            lambda ticket: AskBlocks(ticket, self._transfer_id, asked, on_host=True), list(asked)
+        )
         for rank, found in wanted.items():
             answer = answers[rank]
             if not isinstance(answer, Blocks):
@@ -490,7 +492,7 @@ class _Comparison:
             for rank, leaf in (pair.here, pair.there):
                 wanted.setdefault(rank, {})[leaf] = None
         asked = {rank: tuple(leaves) for rank, leaves in wanted.items()}
-        answers = self._ask(lambda ticket: AskBlocks(ticket, self._lot, asked), list(asked))
+        answers = self._ask(lambda ticket: AskBlocks(ticket, self._transfer_id, asked), list(asked))
         digests: dict[tuple[int, int], bytes] = {}
         odd: dict[tuple[int, int], tuple[int, int]] = {}
         for rank, leaves in asked.items():
@@ -530,7 +532,7 @@ class _Comparison:
                 self._compare(reference, batch, blocks)
 
     def _where_texts_part(self, pair: _Pair, digests: Mapping[tuple[int, int], bytes]) -> tuple[Range, int]:
-        """The block of the reference's text that has the first difference, and the number of its first character.
+        """Return the block of the reference's text that has the first difference, and the number of its first character.
 
         One text may be the beginning of the other. If the reference's ends with a block, the result is that last block: the
         other rank compares some characters more than it gets.
@@ -549,7 +551,9 @@ class _Comparison:
     ) -> bool:
         """Have ranks compare a batch of the reference's blocks; False if they can't look into the reference's memory."""
         share, wanted = self._share, tuple(batch)
-        piece = self._ask(lambda ticket: Gather(ticket, self._lot, wanted, share), [reference])[reference]
+        piece = self._ask(lambda ticket: Gather(ticket, self._transfer_id, wanted, share), [reference])[
+            reference
+        ]
         if not isinstance(piece, TransferChunk):
             raise _broken(reference, piece)
         ranges: dict[int, list[tuple[Range, int]]] = {}
@@ -563,7 +567,8 @@ class _Comparison:
             start += place[2]
         asked = {rank: tuple(found) for rank, found in ranges.items()}
         answers = self._ask(
-            lambda ticket: Compare(ticket, self._lot, asked, piece.data or b"", piece.shared), list(asked)
+            lambda ticket: Compare(ticket, self._transfer_id, asked, piece.data or b"", piece.shared),
+            list(asked),
         )
         for answer in answers.values():
             if isinstance(answer, Compared) and answer.error == NOT_SHARED:
@@ -576,7 +581,7 @@ class _Comparison:
                 pair.total = larger(pair.total, found, element)
         return True
 
-    def _ask(self, make: Callable[[int], Payload], ranks: Sequence[int]) -> dict[int, Answer]:
+    def _ask(self, make: Callable[[int], RankRequest], ranks: Sequence[int]) -> dict[int, RankReply]:
         answers = self._questions.ask(make, ranks, Deadline(None))
         for rank in ranks:
             if rank not in answers:
@@ -622,6 +627,6 @@ def _ranks(groups: Sequence[ValueGroup]) -> tuple[int, ...]:
     return tuple(sorted(rank for group in groups for rank in group.ranks))
 
 
-def _broken(rank: int, answer: Answer | None) -> HvdlabError:
+def _broken(rank: int, answer: RankReply | None) -> HvdlabError:
     why = getattr(answer, "error", "") if isinstance(answer, (Acked, Compared)) else ""
     return HvdlabError(f"rank {rank} could not go on with the comparison: {why or 'it gave no answer'}")

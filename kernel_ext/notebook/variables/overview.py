@@ -53,7 +53,7 @@ class TextTable:
         return [n for n in range(len(self._head)) if any(row[n].text for row in self.rows)]
 
     def lines(self) -> list[str]:
-        """The table as lines of text."""
+        """Return the table as lines of text."""
         shown = self._shown()
         rows = [[self._head[n] for n in shown], *([row[n].text for n in shown] for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(shown))]
@@ -67,7 +67,7 @@ class TextTable:
         ]
 
     def html(self, headline: str, notes: Sequence[str] = ()) -> str:
-        """The table as HTML, below a headline and above notes."""
+        """Return the table as HTML, below a headline and above notes."""
         parts = [f"<div><b>{html.escape(headline)}</b></div>"]
         if self.rows:
             shown = self._shown()
@@ -133,7 +133,7 @@ class Overview:
         return sum(map(len, kinds.values())) == len(self.ranks)
 
     def table(self) -> TextTable:
-        """A row for each variable, and one for each other value that some ranks have."""
+        """Return a row for each variable, and one for each other value that some ranks have."""
         table = TextTable(("variable", "type", "value", "size", "ranks"), numbers=("size",))
         for name, kinds in self._by_name().items():
             same = len(kinds) == 1 and self._everywhere(kinds)
@@ -216,7 +216,7 @@ class TensorTable:
     ranks: Mapping[int, Tensors]
 
     def table(self) -> TextTable:
-        """A row for each; ranks that have one alike together."""
+        """Return a row for each; ranks that have one alike together."""
         table = TextTable(
             ("tensor", "dtype", "shape", "device", "number", "memory", "ranks"), numbers=("memory", "number")
         )
@@ -352,7 +352,7 @@ class ValueView:
         self._pool, self._rank, self._expression = pool, rank, expression
 
     def pull(self) -> Any:
-        """The value itself, brought to this process. Raises ``LookupError`` as :meth:`Pool.pull` does."""
+        """Return the value itself, brought to this process. Raises ``LookupError`` as :meth:`Pool.pull` does."""
         return self._pool.pull(self._expression, [self._rank])[self._rank]
 
     def __getattr__(self, name: str) -> ValueView:

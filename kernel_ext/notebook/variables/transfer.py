@@ -65,11 +65,11 @@ def pull(
     Raises:
         LookupError: The value does not exist on a rank, can't be sent, or there is no room for it here.
     """
-    lots: list[int] = []
+    transfers: list[int] = []
     lent = True  # unless the answers say otherwise
 
     def make(ticket: int) -> PullValue:
-        lots.append(ticket)
+        transfers.append(ticket)
         return PullValue(ticket, (name,))
 
     try:
@@ -82,10 +82,10 @@ def pull(
                 raise LookupError(f"rank {rank}: {name}: {_refused(answers).get(rank, LOST)}")
             if error := found[rank].errors[0]:
                 raise LookupError(f"rank {rank}: {name}: {error}")
-        parts = _fetch_all(questions, name, lots[0], sizes, near, None) if sizes else {}
+        parts = _fetch_all(questions, name, transfers[0], sizes, near, None) if sizes else {}
     finally:
         if lent:
-            questions.tell(ReleaseTransfer(lots[0]), ranks)
+            questions.send(ReleaseTransfer(transfers[0]), ranks)
     values: dict[int, Any] = {}
     for rank, answer in found.items():
         # The bytes come from a rank that this pool started: code that the user runs with the same rights.
@@ -106,7 +106,7 @@ def _unpickled(stream: bytes | bytearray, buffers: Iterable[bytearray], imports:
 def _fetch_all(
     questions: RankRequests,
     name: str,
-    lot: int,
+    transfer_id: int,
     sizes: Mapping[int, tuple[int, ...]],
     near: Collection[int],
     patience: float | None,
@@ -125,18 +125,18 @@ def _fetch_all(
     if shared := {rank: found for rank, found in parts.items() if rank in near}:
         try:
             with SharedBufferReader() as windows:
-                _fetch(questions, name, lot, shared, windows, patience)
+                _fetch(questions, name, transfer_id, shared, windows, patience)
         except OSError:  # their memory can't be looked into after all
             far = parts
     if far:
-        _fetch(questions, name, lot, far, None, patience)
+        _fetch(questions, name, transfer_id, far, None, patience)
     return parts
 
 
 def _fetch(
     questions: RankRequests,
     name: str,
-    lot: int,
+    transfer_id: int,
     parts: Mapping[int, list[bytearray]],
     windows: SharedBufferReader | None,
     patience: float | None,
@@ -145,7 +145,9 @@ def _fetch(
     length = max(LEAST_PIECE, min(PIECE if windows is None else IN_FLIGHT, IN_FLIGHT // len(sizes)))
     for part, offset in _positions(sizes.values(), length):
         asked = [rank for rank, found in sizes.items() if part < len(found) and offset < found[part]]
-        answers = questions.ask(_fetching(lot, part, offset, length, windows), asked, Deadline(patience))
+        answers = questions.ask(
+            _fetching(transfer_id, part, offset, length, windows), asked, Deadline(patience)
+        )
         for rank in asked:
             piece = answers.get(rank)
             if isinstance(piece, TransferChunk) and piece.shared is not None and windows is not None:
@@ -161,9 +163,9 @@ def _fetch(
 
 
 def _fetching(
-    lot: int, part: int, offset: int, length: int, windows: SharedBufferReader | None
+    transfer_id: int, part: int, offset: int, length: int, windows: SharedBufferReader | None
 ) -> Callable[[int], ReadChunk]:
-    return lambda ticket: ReadChunk(ticket, lot, part, offset, length, windows is not None)
+    return lambda ticket: ReadChunk(ticket, transfer_id, part, offset, length, windows is not None)
 
 
 def _positions(sizes: Any, length: int) -> Iterator[tuple[int, int]]:
@@ -192,17 +194,20 @@ def push(
     if small:
         _check(names, questions.ask(lambda ticket: PushValue(ticket, names, pickles), ranks, Deadline(None)))
         return
-    lot = secrets.randbits(62)
+    transfer_id = secrets.randbits(62)
     try:
-        _raise_refused(names, _bring(questions, lot, parts, ranks, near, None))
-        _check(names, questions.ask(lambda ticket: PushValue(ticket, names, (), lot), ranks, Deadline(None)))
+        _raise_refused(names, _bring(questions, transfer_id, parts, ranks, near, None))
+        _check(
+            names,
+            questions.ask(lambda ticket: PushValue(ticket, names, (), transfer_id), ranks, Deadline(None)),
+        )
     finally:
-        questions.tell(ReleaseTransfer(lot), ranks)
+        questions.send(ReleaseTransfer(transfer_id), ranks)
 
 
 def _bring(
     questions: RankRequests,
-    lot: int,
+    transfer_id: int,
     parts: Sequence[memoryview],
     ranks: Sequence[int],
     near: Collection[int],
@@ -216,15 +221,15 @@ def _bring(
     """
     if set(ranks) <= set(near):
         with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as messages
-            refused = _bring_pieces(questions, lot, parts, ranks, SharedBuffer(IN_FLIGHT), patience)
+            refused = _bring_pieces(questions, transfer_id, parts, ranks, SharedBuffer(IN_FLIGHT), patience)
             if NOT_SHARED not in refused.values():
                 return refused
-    return _bring_pieces(questions, lot, parts, ranks, None, patience)
+    return _bring_pieces(questions, transfer_id, parts, ranks, None, patience)
 
 
 def _bring_pieces(
     questions: RankRequests,
-    lot: int,
+    transfer_id: int,
     parts: Sequence[memoryview],
     ranks: Sequence[int],
     window: SharedBuffer | None,
@@ -235,7 +240,7 @@ def _bring_pieces(
     refused: dict[int, str] = {}
     takers = list(ranks)
     for part, offset in _positions([sizes], length):
-        ask = _bringing(lot, sizes, part, offset, parts[part][offset : offset + length], window)
+        ask = _bringing(transfer_id, sizes, part, offset, parts[part][offset : offset + length], window)
         answers = questions.ask(ask, takers, Deadline(patience))
         refused |= _refused(answers)
         takers = [rank for rank in takers if rank in answers and rank not in refused]
@@ -245,7 +250,7 @@ def _bring_pieces(
 
 
 def _bringing(
-    lot: int,
+    transfer_id: int,
     sizes: tuple[int, ...],
     part: int,
     offset: int,
@@ -253,9 +258,9 @@ def _bringing(
     window: SharedBuffer | None,
 ) -> Callable[[int], WriteChunk]:
     if window is None:
-        return lambda ticket: WriteChunk(ticket, lot, sizes, part, offset, bytes(data))
+        return lambda ticket: WriteChunk(ticket, transfer_id, sizes, part, offset, bytes(data))
     shared = window.write(data)
-    return lambda ticket: WriteChunk(ticket, lot, sizes, part, offset, b"", shared)
+    return lambda ticket: WriteChunk(ticket, transfer_id, sizes, part, offset, b"", shared)
 
 
 def _refused(answers: Mapping[int, Any]) -> dict[int, str]:
@@ -313,15 +318,17 @@ def bring_known(
     except LookupError as error:
         raise HvdlabError(str(error)) from error
     finally:
-        questions.tell(ReleaseTransfer(known.ticket), [source])
+        questions.send(ReleaseTransfer(known.ticket), [source])
     failed = dict(known.failed)
-    lot = secrets.randbits(62)
+    transfer_id = secrets.randbits(62)
     try:
-        refused = _bring(questions, lot, [memoryview(part) for part in found[source]], ranks, near, patience)
+        refused = _bring(
+            questions, transfer_id, [memoryview(part) for part in found[source]], ranks, near, patience
+        )
         takers = [rank for rank in ranks if rank not in refused]
-        answers = questions.ask(lambda ticket: LoadSnapshot(ticket, lot), takers, Deadline(patience))
+        answers = questions.ask(lambda ticket: LoadSnapshot(ticket, transfer_id), takers, Deadline(patience))
     finally:
-        questions.tell(ReleaseTransfer(lot), ranks)
+        questions.send(ReleaseTransfer(transfer_id), ranks)
     missed = set()
     for rank in takers:
         answer = answers.get(rank)

@@ -23,13 +23,13 @@ def told(history: MembershipHistory) -> list[tuple[int, str, str]]:
 
 def test_a_generation_is_told_once_it_has_begun() -> None:
     history = MembershipHistory()
-    history.world(world(0, 0))
-    history.world(world(1, 0, 1))
+    history.record_membership(world(0, 0))
+    history.record_membership(world(1, 0, 1))
     assert told(history) == []
-    history.world(world(1, 0, 1, formed=(0, 1)))
-    history.world(world(1, 0, 1, formed=(0, 1)))
-    history.world(world(2, 0, 1))
-    history.world(world(2, 0, 1, formed=(0,)))
+    history.record_membership(world(1, 0, 1, formed=(0, 1)))
+    history.record_membership(world(1, 0, 1, formed=(0, 1)))
+    history.record_membership(world(2, 0, 1))
+    history.record_membership(world(2, 0, 1, formed=(0,)))
     assert told(history) == [
         (ALL, "formed", "ranks 0,1 from now on"),
         (ALL, "formed", "rank 0 from now on"),
@@ -40,10 +40,10 @@ def test_waiting_ranks_are_told_until_they_are_let_in_or_gone(monkeypatch: pytes
     now = 100.0
     monkeypatch.setattr(module.time, "time", lambda: now)
     history = MembershipHistory()
-    history.world(world(1, 0, 1, 2, waiting=(1, 2), formed=(0,)))
+    history.record_membership(world(1, 0, 1, 2, waiting=(1, 2), formed=(0,)))
     now = 103.25
-    history.world(world(1, 0, 1, waiting=(1,), formed=(0,)))  # rank 2 has died
-    history.world(world(2, 0, 1, formed=(0, 1)))
+    history.record_membership(world(1, 0, 1, waiting=(1,), formed=(0,)))  # rank 2 has died
+    history.record_membership(world(2, 0, 1, formed=(0, 1)))
     assert told(history) == [
         (1, "waits", "until the others commit"),
         (2, "waits", "until the others commit"),
@@ -60,8 +60,8 @@ def test_listeners_hear_of_each_change_and_stand_in_nobodys_way() -> None:
     unlisten = history.listen(lambda: heard.append(len(history.all())))
     history.listen(lambda: 1 // 0)
     history.add(MembershipChange(0, "joined", "start"))
-    history.world(world(1, 0, formed=(0,)))
-    history.world(world(1, 0, formed=(0,)))
+    history.record_membership(world(1, 0, formed=(0,)))
+    history.record_membership(world(1, 0, formed=(0,)))
     history.announce()
     released = replace(world(1, 0, 1, formed=(0, 1)), leaving=(1,))
     for now in (
@@ -69,7 +69,7 @@ def test_listeners_hear_of_each_change_and_stand_in_nobodys_way() -> None:
         released,
         world(1, 0, formed=(0, 1)),
     ):  # shown with the history, but no change of it
-        history.world(now)
+        history.record_membership(now)
     unlisten()
     unlisten()
     history.add(MembershipChange(0, "died", "killed"))

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
@@ -18,6 +19,10 @@ from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import Chunk, Stream
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from pool_probe import PoolProbe
 
 PATIENCE = 120.0
 """Seconds that the pool may take to start."""
@@ -85,7 +90,7 @@ ACTS: dict[str, Callable[[Pool], object]] = {
     "grow": lambda pool: pool.resize(pool.size + 1),
     "let go": let_go,
     # All that this process does before it is killed in the middle of a resize.
-    "start a rank": lambda pool: pool._base.group.want(range(pool.size + 1), Deadline(60)),
+    "start a rank": lambda pool: PoolProbe(pool).group.set_ranks(range(pool.size + 1), Deadline(60)),
 }
 """What it can do while an elastic cell runs."""
 

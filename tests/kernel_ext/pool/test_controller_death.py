@@ -19,6 +19,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.launchers import ports
 from hvdlab.kernel_ext.notebook.pool import Pool
+from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 
@@ -32,7 +33,7 @@ class News:
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._pool = pool
-        pool._base.companion._lost = self._take
+        PoolProbe(pool).companion._lost = self._take
 
     def _take(self, line: str) -> None:
         with self._changed:
@@ -68,7 +69,7 @@ def engines_of(pool: Pool) -> list[int]:
 
 def ports_of(pool: Pool) -> dict[str, int]:
     """Where the controller listens for clients."""
-    path = next(path for path in pool._base.companion._guarded if path.endswith("-client.json"))
+    path = next(path for path in PoolProbe(pool).companion._guarded if path.endswith("-client.json"))
     return {name: port for name, port in json.loads(Path(path).read_text()).items() if isinstance(port, int)}
 
 
@@ -99,7 +100,7 @@ def test_cells_go_on_without_the_controller_and_the_next_use_starts_another(star
         check_where_it_listens(pool)
         controller_of(pool).kill()
         news.wait_for(death)
-        assert set(pool._base._base.fork_server.children()) == {0, 1}  # none is started until it is used
+        assert set(PoolProbe(pool).fork_server.children()) == {0, 1}  # none is started until it is used
         assert list(pool.run("import os; (os.getpid(), id(x) == before)")) == [(pid, True) for pid in pids]
         assert engines_of(pool) == pids
         assert not earlier & set(ports_of(pool).values())
@@ -119,7 +120,7 @@ def test_it_ends_with_the_fork_server_and_the_next_one_gets_the_same_ranks(start
     news = News(pool)
     pool.run("x = 41")
     before = engines_of(pool)
-    os.kill(pool._base._base.fork_server.pid, signal.SIGKILL)
+    os.kill(PoolProbe(pool).fork_server.pid, signal.SIGKILL)
     news.wait_for(1)
     assert list(pool.run("x")) == [41, 41]
     assert engines_of(pool) == before
@@ -129,7 +130,7 @@ def test_it_ends_with_the_fork_server_and_the_next_one_gets_the_same_ranks(start
 def test_it_may_die_while_ranks_join_and_while_they_are_busy(start_pool: StartPool, tmp_path: Path) -> None:
     pool = start_pool(2)
     news = News(pool)
-    companion, joining = pool._base.companion, pool._base.joining
+    companion, joining = PoolProbe(pool).companion, PoolProbe(pool).joining
     pool.run("x = object(); before = id(x)")
     pids = engines_of(pool)
     connected = companion._connected
@@ -164,7 +165,7 @@ def test_it_may_die_while_ranks_join_and_while_they_are_busy(start_pool: StartPo
 def sockets_of(pool: Pool) -> list[int]:
     """How many sockets each rank has."""
     count: list[int] = []
-    for _, pid in sorted(pool._base.group.pids().items()):
+    for _, pid in sorted(PoolProbe(pool).group.pids().items()):
         links = [Path(f"/proc/{pid}/fd", name) for name in os.listdir(f"/proc/{pid}/fd")]
         targets = [os.readlink(link) for link in links if link.is_symlink()]
         count.append(sum(target.startswith("socket:") for target in targets))
@@ -174,15 +175,15 @@ def sockets_of(pool: Pool) -> list[int]:
 def test_a_rank_has_joined_once_all_its_connections_are_up(start_pool: StartPool) -> None:
     pool = start_pool(2)
     news = News(pool)
-    joining = pool._base.joining
-    pool._base.companion.wait_up(Deadline(WITHIN))
+    joining = PoolProbe(pool).joining
+    PoolProbe(pool).companion.wait_up(Deadline(WITHIN))
     news.wait_until(lambda: joining.joined == {0, 1})
     before = sockets_of(pool)
     for death in (1, 2):
         controller_of(pool).kill()
         news.wait_for(death)
         assert joining.joined == set()
-        pool._base.companion.wait_up(Deadline(WITHIN))
+        PoolProbe(pool).companion.wait_up(Deadline(WITHIN))
         news.wait_until(lambda: joining.joined == {0, 1})
         news.wait_until(
             lambda: sockets_of(pool) == before
@@ -191,7 +192,7 @@ def test_a_rank_has_joined_once_all_its_connections_are_up(start_pool: StartPool
 
 def test_a_controller_that_could_not_be_forked_is_tried_again(start_pool: StartPool) -> None:
     pool = start_pool(1)
-    warm = pool._base._base.fork_server
+    warm = PoolProbe(pool).fork_server
     allow_files(warm.pid, 0)
     with pytest.raises(StartError, match="too many files are open"):
         _ = pool.cluster

@@ -15,6 +15,7 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.variables import diff as diffing
 from hvdlab.kernel_ext.notebook.variables.diff import Diff
 from patience import HOUR, PATIENCE
+from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 
@@ -91,7 +92,7 @@ locked = [threading.Lock(), 1]
 @pytest.mark.parametrize("near", [True, False])
 def test_where_texts_differ_is_shown(pool: Pool, monkeypatch: pytest.MonkeyPatch, near: bool) -> None:
     if not near:  # as if on different hosts
-        monkeypatch.setattr(type(pool), "_near", lambda self: set())
+        monkeypatch.setattr(PoolProbe(pool).group, "ranks_on_this_host", lambda: set())
     assert pool.run(TEXTS).ok
 
     def rows(name: str) -> list[tuple[object, ...]]:
@@ -122,7 +123,9 @@ def large_rows(found: Diff) -> list[tuple[tuple[int, ...], tuple[int, ...] | Non
 def test_large_arrays_are_compared_between_the_ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [((1,), (3_000_000,), 1, 1.0), ((2,), (3_000_000,), 1, 2.0)]
     assert large_rows(pool.diff("large")) == expected
-    monkeypatch.setattr(type(pool), "_near", lambda self: set())  # as if on different hosts
+    monkeypatch.setattr(
+        PoolProbe(pool).group, "ranks_on_this_host", lambda: set()
+    )  # as if on different hosts
     assert large_rows(pool.diff("large")) == expected
     monkeypatch.setattr(diffing, "SENT_BYTES", 4 << 20)
     assert large_rows(pool.diff("large + np.arange(large.size) % 7 * (rank == 1)"))[0][2] > 6_000_000
@@ -147,7 +150,7 @@ def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -
     # An examination that is not let go would be kept for a pool that seems to be gone; for so long here that it is seen.
     assert pool.run(f"import hvdlab.kernel_ext.rank.examining as examining\nexamining.PATIENCE = {HOUR}").ok
     handle = pool.start_run("import threading; go = threading.Event(); go.wait()", ranks=[0])
-    questions, over = pool._base.runs.questions, threading.Event()
+    questions, over = PoolProbe(pool).runs.questions, threading.Event()
 
     def interrupt() -> None:
         while not over.is_set() and not questions._open:
@@ -185,7 +188,7 @@ def test_a_rank_that_lets_go_too_early_is_an_error(pool: Pool, monkeypatch: pyte
     ask = diffing._Comparison._ask_leaves
 
     def released(self: diffing._Comparison, group: object) -> object:
-        self._questions.tell(diffing.ReleaseTransfer(self._lot), (0, 1, 2))
+        self._questions.send(diffing.ReleaseTransfer(self._transfer_id), (0, 1, 2))
         return ask(self, group)  # type: ignore[arg-type]
 
     monkeypatch.setattr(diffing._Comparison, "_ask_leaves", released)

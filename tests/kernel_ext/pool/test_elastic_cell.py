@@ -22,6 +22,7 @@ from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from hvdlab.widgets.rank_rows import rank_rows
 from patience import PATIENCE
+from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 
@@ -273,9 +274,9 @@ def test_a_rank_that_is_let_go_finishes_its_step_although_the_coordinator_dies(
 
     back = threading.Event()
     pool.client.on_reconnected(lambda membership: back.set())
-    os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+    os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
     assert back.wait(PATIENCE)
-    assert pool._base.rebuilder.settle(PATIENCE)
+    assert PoolProbe(pool).recovery.settle(PATIENCE)
     pool.client.flush(PATIENCE)
     now = pool.client.membership()
     assert (now.expected, now.leaving, now.ranks, said.ended) == ((0, 1, 2), (2,), (0, 1, 2), set())
@@ -396,9 +397,9 @@ def test_what_did_not_reach_a_newcomer_is_brought_once_more(
     said.wait(lambda: said.sizes(0)[-1:] == [2])
     bring, tries = transfer._bring, []
 
-    def loses(questions: Any, lot: int, *rest: Any) -> dict[int, str]:
-        tries.append(lot)
-        return bring(questions, lot + (len(tries) <= lost), *rest)
+    def loses(questions: Any, transfer_id: int, *rest: Any) -> dict[int, str]:
+        tries.append(transfer_id)
+        return bring(questions, transfer_id + (len(tries) <= lost), *rest)
 
     monkeypatch.setattr(transfer, "_bring", loses)
     pool.resize(3)

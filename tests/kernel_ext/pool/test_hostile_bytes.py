@@ -15,6 +15,7 @@ import psutil
 import pytest
 import zmq
 
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 
 StartPool = Callable[..., Pool]
@@ -33,7 +34,7 @@ class Executes:
         return os.open, (self._path, os.O_CREAT)
 
 
-class Output:
+class Output(OutputSink):
     """Takes what a cell writes."""
 
     def output(self, rank: int, chunks: object) -> None: ...

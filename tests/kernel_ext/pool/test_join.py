@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 from patience import PATIENCE
@@ -29,7 +30,7 @@ else:
 ALL_JOIN = "hvd.join() in (0, 1, 2) and float(hvd.allreduce(np.ones(3), op=hvd.Sum)[0])"
 
 
-class Started:
+class Started(OutputSink):
     """Knows when two ranks have written something."""
 
     def __init__(self) -> None:

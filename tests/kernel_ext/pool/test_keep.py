@@ -35,6 +35,7 @@ from hvdlab.launch.processes import readable
 from hvdlab.launch.tenancy import Tenant
 from patience import GONE, PATIENCE
 from pool_keeper import KEEPER, keeper, kill
+from pool_probe import PoolProbe
 from pool_recorder import Recorder
 
 SPOKEN = runpy.run_path(str(KEEPER))
@@ -120,13 +121,13 @@ def test_an_attached_pool_can_do_all_that_any_pool_can() -> None:
         assert pool.pull("os.environ['WORLD_SIZE']", [0, 1]) == {0: "3", 1: "3"}
         os.kill(pids[1], signal.SIGKILL)
         while 1 not in pool.lost:
-            pool._base.rebuilder.settle(10)
+            PoolProbe(pool).recovery.settle(10)
         assert pool.lost[1].startswith("killed by SIGKILL")
         assert pool.repair() == (1,)
         pool.restart([2])
         assert pool.pull("mine", [0]) == {0: pids[0]}
         assert pool.run("import os; os.environ['MASTER_PORT']").ranks == (0, 1, 2)
-        os.kill(pool._base._base.fork_server.pid, signal.SIGKILL)
+        os.kill(PoolProbe(pool).fork_server.pid, signal.SIGKILL)
         assert pool.run("1").errors == {}
         pool.resize(2)
         assert pool.ranks == (0, 1)
@@ -143,7 +144,7 @@ def test_ranks_that_ended_in_the_meantime_are_known_and_can_be_replaced() -> Non
     with Pool.attach("mine") as pool:
         assert pool.ranks == (0, 2)
         while pool.lost[1].startswith("it ended while"):
-            pool._base.rebuilder.settle(10)
+            PoolProbe(pool).recovery.settle(10)
         assert pool.lost[1].startswith("killed by SIGKILL")
         pids = pool.pull("mine")
         assert pool.repair() == (1,)
@@ -185,7 +186,7 @@ def test_what_a_cell_wrote_while_nobody_was_there_is_shown_to_who_comes_next(
 
     with Pool.attach("mine", show=show) as pool:
         (run,) = pool.resumed
-        assert pool._base.client.recording.label(run.cell) == "[7] of the notebook before"
+        assert pool.client.recording.label(run.cell) == "[7] of the notebook before"
         doors(1)
         results = run.wait(60)
         assert [results[rank] for rank in (0, 1)] == [0, 1]
@@ -258,9 +259,9 @@ def test_ranks_join_and_leave_an_elastic_cell_of_the_notebook_before() -> None:
         # Over the death of the coordinator: its successor is sent the cell again, and no rank runs it a second time.
         back = threading.Event()
         pool.client.on_reconnected(lambda membership: back.set())
-        os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+        os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         assert back.wait(PATIENCE)
-        assert pool._base.rebuilder.settle(PATIENCE)
+        assert PoolProbe(pool).recovery.settle(PATIENCE)
 
         os.kill(before[0], signal.SIGKILL)
         wait_for_size(out, 2, [1, 2])
@@ -432,7 +433,7 @@ def test_without_a_place_to_show_it_nothing_is_left_of_a_cell(doors: Callable[[i
         assert pool.resumed == ()
         doors(0)
         assert list(pool.run("n", timeout=60)) == [11]
-        assert takeover.find(pool._base.runs.questions, pool._base.group.pids()) == ([], ())
+        assert takeover.find(PoolProbe(pool).runs.questions, PoolProbe(pool).group.pids()) == ([], ())
 
 
 @pytest.mark.soak
@@ -506,12 +507,12 @@ def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() ->
     pool = Pool.start(2, keep="mine")
     pool.run("import os; mine = os.getpid()")
     pids = pool.pull("mine")
-    os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
-    dead = pool._base._base.fork_server.pid
+    os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
+    dead = PoolProbe(pool).fork_server.pid
     os.kill(dead, signal.SIGKILL)
     assert pool.run("1").errors == {}
-    while pool._base._base.fork_server.pid == dead:
-        pool._base.rebuilder.settle(30)
+    while PoolProbe(pool).fork_server.pid == dead:
+        PoolProbe(pool).recovery.settle(30)
     pool.detach()
     with Pool.attach("mine") as again:
         assert again.pull("os.getpid()") == pids == again.pull("mine")
@@ -555,7 +556,7 @@ def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced(soon: bool
         assert KeptPoolRegistry().get("mine").coordinator.pid == third
         os.kill(third, signal.SIGKILL)
         check(pool, pids)
-        pool._base.rebuilder.settle(30)
+        PoolProbe(pool).recovery.settle(30)
         pool.detach()
         fourth = KeptPoolRegistry().get("mine").coordinator.pid
         os.kill(fourth, signal.SIGKILL)
@@ -658,13 +659,13 @@ def test_an_attached_pool_has_its_coordinator_replaced(how: str) -> None:
     pool = Pool.attach("mine")
     pids = pool.pull("mine")
     for _ in range(2):
-        os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+        os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         check(pool, pids)
     if how == "detach":
-        pool._base.rebuilder.settle(30)
+        PoolProbe(pool).recovery.settle(30)
         pool.detach()
         pool = Pool.attach("mine")
-        os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+        os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         check(pool, pids)
     pool.stop()
 
@@ -674,9 +675,9 @@ def test_a_coordinator_that_hands_nothing_over_can_not_be_replaced(monkeypatch: 
     kill(keeper("1"))
     (Path(KeptPoolRegistry().get("mine").directory) / "handover").unlink()
     pool = Pool.attach("mine")
-    os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+    os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
     while not pool.broken:
-        pool._base.rebuilder.settle(10)
+        PoolProbe(pool).recovery.settle(10)
     with pytest.raises(StartError, match=r"broken down: its coordinator ended.*did not hand over"):
         pool.run("1")
     pool.stop()

@@ -21,6 +21,7 @@ from hvdlab.kernel_ext.wire.compare import SharedRange
 from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
+from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 MB = 1_000_000
@@ -84,7 +85,7 @@ def peak_memory(*pids: int) -> Iterator[list[int]]:
 def flood(pool: Pool, megabytes: int, most: int) -> None:
     frontend = Frontend()
     begun = time.monotonic()
-    with peak_memory(pool._base._base.coordinator.pid) as growth:
+    with peak_memory(PoolProbe(pool).coordinator.pid) as growth:
         results = pool.run(
             FLOOD.format(megabytes=megabytes), out=notebook_sink(frontend, pool.ranks), label="[7]"
         )
@@ -178,7 +179,7 @@ def test_a_large_value_is_pulled_and_pushed_without_copies(start_pool: StartPool
 def test_two_gibibytes_are_returned_and_pulled(start_pool: StartPool) -> None:
     pool = start_pool(2)
     pool.run("import numpy as np\nx = np.ones(1 << 28)")
-    with peak_memory(pool._base._base.coordinator.pid) as growth:
+    with peak_memory(PoolProbe(pool).coordinator.pid) as growth:
         results = pool.run("x")
     assert growth[0] < 50 * MB
     with pytest.raises(IndexError, match=r"%hvd_pull NAME"):

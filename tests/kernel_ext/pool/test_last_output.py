@@ -12,6 +12,7 @@ from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 from patience import PATIENCE
+from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 
@@ -142,14 +143,14 @@ def test_a_rank_that_dies_between_cells_leaves_its_standard_error(start_pool: St
 
 
 def died(pool: Pool, rank: int) -> None:
-    changed = pool._base.group._changed
+    changed = PoolProbe(pool).group._changed
     with changed:
         assert changed.wait_for(lambda: rank in pool.lost, PATIENCE)
 
 
 def test_ranks_whose_fork_server_was_replaced_leave_theirs(start_pool: StartPool) -> None:
     pool = start_pool(2)
-    warm = pool._base._base.fork_server
+    warm = PoolProbe(pool).fork_server
     before = warm.pid
     os.kill(before, signal.SIGKILL)
     with warm._changed:

@@ -15,7 +15,7 @@ def test_a_rank_is_a_newcomer_until_it_has_entered_the_cell() -> None:
     assert {rank: one.how for rank, one in newcomers.all().items()} == {2: "resize", 3: "resize"}
     newcomers.join("a", [2])
     assert set(newcomers.all()) == {3}
-    newcomers.entered("a", 2)
+    newcomers.mark_joined("a", 2)
     newcomers.cell_ended("a")
     assert set(newcomers.all()) == {3}
     assert len(changes) == 4
@@ -28,16 +28,16 @@ def test_what_was_brought_is_lost_with_the_cell() -> None:
     newcomers.cell_ended("a")
     assert set(newcomers.all()) == {1}
     # It entered just before that, and its mail comes only now.
-    newcomers.entered("a", 1)
+    newcomers.mark_joined("a", 1)
     assert newcomers.all() == {}
 
 
 def test_ranks_that_another_process_has_started_after_others() -> None:
     newcomers = UnsyncedRanks()
-    newcomers.found({1: 1000.0, 2: 2000.0})
+    newcomers.restore({1: 1000.0, 2: 2000.0})
     newcomers.join("a", [1])
     assert newcomers.all() == {2: UnsyncedRank(BEFORE, 2000.0)}
-    newcomers.entered("a", 1)  # which it says again, since it is asked for the cell's messages
+    newcomers.mark_joined("a", 1)  # which it says again, since it is asked for the cell's messages
     newcomers.cell_ended("a")
     assert set(newcomers.all()) == {2}
 
@@ -47,7 +47,7 @@ def test_mail_of_a_process_before_this_one_says_nothing() -> None:
     newcomers.came("resize", [1], range(2))
     newcomers.join("a", [1])
     newcomers.came("restart", [1], range(2))
-    newcomers.entered("a", 1)
+    newcomers.mark_joined("a", 1)
     assert newcomers.all()[1].how == "restart"
 
 
@@ -62,9 +62,9 @@ RANKS = st.sets(st.integers(0, 3), min_size=1)
 STEPS = st.one_of(
     st.tuples(st.just("came"), RANKS),
     st.tuples(st.just("join"), st.sampled_from("ab"), RANKS),
-    st.tuples(st.just("entered"), st.sampled_from("ab"), st.integers(0, 3)),
+    st.tuples(st.just("mark_joined"), st.sampled_from("ab"), st.integers(0, 3)),
     st.tuples(st.just("cell_ended"), st.sampled_from("ab")),
-    st.tuples(st.just("know"), RANKS),
+    st.tuples(st.just("mark_synced"), RANKS),
 )
 
 
@@ -83,12 +83,12 @@ def test_whatever_happens_a_rank_that_was_brought_nothing_is_one(steps: list[tup
         if what == "join":
             running.add(details[0])
             sent.update(dict.fromkeys(details[1], details[0]))
-        elif what == "entered" and sent.get(details[1]) == details[0]:
+        elif what == "mark_joined" and sent.get(details[1]) == details[0]:
             nothing.discard(details[1])
             del sent[details[1]]
         elif what == "cell_ended":
             running.discard(details[0])
-        elif what == "know":
+        elif what == "mark_synced":
             nothing -= details[0]
             for rank in details[0]:
                 sent.pop(rank, None)

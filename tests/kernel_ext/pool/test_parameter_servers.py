@@ -13,6 +13,7 @@ import psutil
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.magics.status_table import StatusTable
 from patience import GONE, PATIENCE
+from pool_probe import PoolProbe
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -59,7 +60,7 @@ def test_servers_outlive_ranks_and_the_coordinator_and_end_with_the_pool(start_p
     assert set(run.wait(PATIENCE).errors) == {0, 1}
     assert pulled(pool, [0, 1]) == {4.0}
 
-    coordinator = pool._base._base.coordinator
+    coordinator = PoolProbe(pool).coordinator
     recovered = threading.Event()
     pool.client.on_reconnected(lambda world: recovered.set())
     os.kill(coordinator.pid, signal.SIGKILL)

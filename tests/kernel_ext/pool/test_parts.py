@@ -223,7 +223,7 @@ class Ranks:
                 if rank in self.dying:
                     self.questions.rank_died(rank)
                 elif rank not in self.silent:
-                    self.questions.answered(rank, Acked(asked.ticket))
+                    self.questions.resolve(rank, Acked(asked.ticket))
 
         self.threads.append(threading.Thread(target=answer))
         self.threads[-1].start()
@@ -245,7 +245,7 @@ def test_a_silent_rank_is_waited_for_until_the_deadline() -> None:
 
 
 def test_late_answers_concern_nobody() -> None:
-    RankRequests(lambda topic, body, ranks: None).answered(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
+    RankRequests(lambda topic, body, ranks: None).resolve(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------

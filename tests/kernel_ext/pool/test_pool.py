@@ -21,6 +21,7 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartErr
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import Prestart
 from patience import GONE, PATIENCE, without_heartbeat
+from pool_probe import PoolProbe
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -259,10 +260,10 @@ def test_a_pool_that_is_used_by_cells_alone_has_no_controller(start_pool: StartP
     """It would listen on 16 ports, and take memory."""
     pool = start_pool(2)
     pool.run("1")
-    warm = pool._base._base.fork_server
+    warm = PoolProbe(pool).fork_server
     assert set(warm.children()) == {0, 1}
-    assert pool._base.companion._cluster is None
-    ranks = [psutil.Process(pid) for pid in pool._base.group.pids().values()]
+    assert PoolProbe(pool).companion._cluster is None
+    ranks = [psutil.Process(pid) for pid in PoolProbe(pool).group.pids().values()]
     assert [one.net_connections("inet") for one in (*ranks, psutil.Process(warm.pid))] == [[], [], []]
 
 

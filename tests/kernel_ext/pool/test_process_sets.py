@@ -8,6 +8,7 @@ import signal
 from tests.kernel_ext.pool.conftest import StartPool
 
 from patience import PATIENCE
+from pool_probe import PoolProbe
 
 SET_UP = """
 import numpy as np
@@ -24,7 +25,7 @@ def test_all_ranks_register_a_set_anew_once_one_was_replaced(start_pool: StartPo
     assert pool.run(SET_UP).ok
     assert pool.run("first = pair").ok
     assert [pool.run(TOTAL)[rank] for rank in range(3)] == [2.0, 2.0, 0.0]
-    os.kill(pool._base.group.pids()[1], signal.SIGKILL)
+    os.kill(PoolProbe(pool).group.pids()[1], signal.SIGKILL)
     assert set(pool.run("hvd.barrier()").deaths) == {1}
     pool.repair(timeout=PATIENCE)
     assert pool.run(SET_UP).ok

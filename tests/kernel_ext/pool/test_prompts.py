@@ -11,6 +11,7 @@ from collections.abc import Callable
 from IPython.core.error import StdinNotImplementedError
 
 from hvdlab.kernel_ext.notebook.pool import Pool
+from pool_probe import PoolProbe
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -62,7 +63,7 @@ def test_a_coordinator_that_dies_meanwhile_changes_nothing(start_pool: StartPool
         before = pool.client.generation
         renewed = threading.Event()
         pool.client.on_reconnected(lambda membership: renewed.set())
-        os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+        os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         assert renewed.wait(LONG)
         assert pool.client.generation == before + 1
         return "all: yes"

@@ -26,6 +26,7 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN
 from patience import GONE
+from pool_probe import PoolProbe
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -51,13 +52,13 @@ class Watched:
         assert pool.run(SET_UP).errors == {}
         self.pids = pool.pull("os.getpid()")
         self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
-        tell = pool._base.runs.tell
+        notice = PoolProbe(pool).runs.notice
 
-        def recorded(text: str) -> bool:
+        def recorded(text: str) -> None:
             self._told.put(text)
-            return tell(text)
+            notice(text)
 
-        pool._base.runs.tell = recorded  # type: ignore[method-assign]
+        PoolProbe(pool).runs.notice = recorded  # type: ignore[method-assign]
 
     def told(self) -> str:
         """The next line for the user. It comes from a thread that may say it after the cell, or while another one runs."""
@@ -66,12 +67,12 @@ class Watched:
     @property
     def coordinator(self) -> int:
         """Its process id."""
-        return self.pool._base._base.coordinator.pid
+        return PoolProbe(self.pool).coordinator.pid
 
     @property
     def warm(self) -> int:
         """The process id of the fork server."""
-        return self.pool._base._base.fork_server.pid
+        return PoolProbe(self.pool).fork_server.pid
 
     def kill_server(self) -> None:
         os.kill(self.warm, signal.SIGKILL)
@@ -99,7 +100,7 @@ def test_the_coordinator_dies_while_nothing_happens(start_pool: StartPool) -> No
     assert gone.wait(30)
     watched.check()
     assert watched.coordinator != before
-    watched.pool._base.rebuilder.settle(30)
+    PoolProbe(watched.pool).recovery.settle(30)
     said = [*watched.pool.news()]
     assert len(said) <= 1  # it may have been told under the cell
     assert watched.pool.news() == []
@@ -111,7 +112,7 @@ def test_it_is_told_before_the_next_cell(start_pool: StartPool) -> None:
     wait_for_news = threading.Event()
     watched.pool.client.on_reconnected(lambda world: wait_for_news.set())
     assert wait_for_news.wait(30)
-    watched.pool._base.rebuilder.settle(30)
+    PoolProbe(watched.pool).recovery.settle(30)
     (said,) = watched.pool.news()
     assert said.startswith("the coordinator ended (killed by SIGKILL) and was replaced within ")
     assert said.endswith("; the ranks and their variables are intact")
@@ -181,7 +182,7 @@ def test_only_the_connection_to_the_coordinator_is_lost(start_pool: StartPool) -
     assert (results.errors, list(results)) == ({}, [40, 41])
     for rank in (0, 1):
         assert out.text[rank] == "".join(f"line {i} {rank}\n" for i in range(30_000))
-    watched.pool._base.rebuilder.settle(30)
+    PoolProbe(watched.pool).recovery.settle(30)
     (said,) = [*out.notes, *watched.pool.news()]
     assert said.startswith("the connection to the coordinator was lost (")
     assert (watched.coordinator, watched.pool.client.generation) == (before, 0)
@@ -262,7 +263,7 @@ def test_a_rank_dies_with_the_coordinator(start_pool: StartPool) -> None:
     watched.kill_coordinator()
     os.kill(watched.pids[1], signal.SIGKILL)
     while 1 not in watched.pool.lost:
-        watched.pool._base.rebuilder.settle(30)
+        PoolProbe(watched.pool).recovery.settle(30)
     assert watched.pool.repair() == (1,)
     assert watched.pool.ranks == (0, 1, 2)
     assert watched.pool.run(SET_UP, ranks=[1]).errors == {}
@@ -291,8 +292,8 @@ def test_the_pool_is_resized_while_there_is_no_coordinator(start_pool: StartPool
 def test_a_coordinator_that_dies_before_a_pool_takes_it_is_replaced(start_pool: StartPool) -> None:
     warm = Prestart.begin()
     warm._done.wait(30)
-    assert warm._base is not None
-    os.kill(warm._base.coordinator.pid, signal.SIGKILL)
+    assert warm._processes is not None
+    os.kill(warm._processes.coordinator.pid, signal.SIGKILL)
     Watched(start_pool(2, warm=warm)).check()
 
 
@@ -307,7 +308,7 @@ def test_a_coordinator_that_can_not_be_replaced_ends_the_pool(
     def fail(timeout: float) -> None:
         raise StartError("no memory")
 
-    monkeypatch.setattr(watched.pool._base._base.coordinator, "respawn", fail)
+    monkeypatch.setattr(PoolProbe(watched.pool).coordinator, "respawn", fail)
     watched.kill_coordinator()
     assert set(run.wait(30).deaths) == {0}
     with pytest.raises(
@@ -320,7 +321,7 @@ def test_a_coordinator_that_can_not_be_replaced_ends_the_pool(
 def test_a_pool_is_stopped_while_it_is_put_back(start_pool: StartPool) -> None:
     pool = start_pool(2)
     family = psutil.Process().children(recursive=True)
-    os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+    os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
     pool.stop()
     _, alive = psutil.wait_procs(family, timeout=GONE)
     assert alive == []
@@ -357,7 +358,7 @@ def test_ranks_are_added_replaced_and_ended_after_the_fork_server_has_died(start
     watched.kill_server()
     os.kill(watched.pids[1], signal.SIGKILL)
     while 1 not in watched.pool.lost:
-        watched.pool._base.rebuilder.settle(30)
+        PoolProbe(watched.pool).recovery.settle(30)
     assert watched.pool.repair() == (1,)
     watched.kill_server()
     watched.pool.resize(4)
@@ -397,7 +398,7 @@ def test_a_fork_server_that_can_not_be_replaced_ends_the_pool(
     def fail() -> None:
         raise StartError("no memory")
 
-    monkeypatch.setattr(watched.pool._base._base.fork_server, "respawn", fail)
+    monkeypatch.setattr(PoolProbe(watched.pool).fork_server, "respawn", fail)
     watched.kill_server()
     assert set(run.wait(30).deaths) == {0}
     with pytest.raises(StartError, match=r"broken down:.*forked from ended \(killed by SIGKILL\).*no memory"):
@@ -440,7 +441,7 @@ class Surroundings:
         return Membership(deaths=(Death(1, self.process.pid, 0.0, "silent for 30 s"),))
 
     # the runs
-    def came_back(self, rank: int) -> None:
+    def rank_reconnected(self, rank: int) -> None:
         self.told.append(("missed", rank))
 
     # the group
@@ -450,7 +451,7 @@ class Surroundings:
     def pids(self) -> dict[int, int]:
         return {1: self.process.pid}
 
-    def explain(self, rank: int, pid: int, reason: str) -> None:
+    def set_exit_reason(self, rank: int, pid: int, reason: str) -> None:
         self.told.append((rank, pid, reason))
 
     def kill(self, ranks: list[int]) -> None:
@@ -466,12 +467,12 @@ def rebuilder_in(
     surroundings: Any, tell: Callable[[str], object] = pytest.fail, *, near: bool = True
 ) -> CoordinatorRecovery:
     """A rebuilder of a pool whose coordinator neither dies nor is given up."""
+    surroundings.notice = tell
     return CoordinatorRecovery(
         surroundings,
         surroundings,
         surroundings,
         surroundings,
-        tell=tell,
         give_up=pytest.fail,
         rebuilt=pytest.fail,
         near=near,

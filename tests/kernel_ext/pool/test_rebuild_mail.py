@@ -196,9 +196,9 @@ def test_a_question_is_asked_again_of_those_who_have_not_answered() -> None:
         assert isinstance(question, PushValue)
         asked.append((question.ticket, tuple(ranks)))  # type: ignore[arg-type]  # a sequence
         if len(asked) == 1:
-            questions.answered(1, Acked(question.ticket))
-            questions.ask_again()
-            questions.answered(0, Acked(question.ticket))
+            questions.resolve(1, Acked(question.ticket))
+            questions.resend_pending()
+            questions.resolve(0, Acked(question.ticket))
 
     questions = RankRequests(post)
     answers = questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 1], Deadline(PATIENCE))

@@ -12,6 +12,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter
 from patience import PATIENCE
+from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 
@@ -47,7 +48,7 @@ def test_recordings_go_on_with_another_coordinator(start_pool: StartPool, tmp_pa
         wait_until_seen(pool, name)
         again = threading.Event()
         pool.client.on_reconnected(lambda membership, again=again: again.set())
-        os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+        os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         assert again.wait(30)
     assert pool.run(STEP.format(name="last")).errors == {}
     wait_until_seen(pool, "last")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from hvdlab.collectives.client import Client
-from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher, CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import CellDone, JoinedCell
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode
@@ -42,24 +44,27 @@ class Said:
         self.said.append(("interrupt", tuple(ranks)))
 
 
-def runs_of(client: Said) -> CellDispatcher:
-    return CellDispatcher(cast(Client, client), reason=lambda rank: "", stall_time=None)
+class LivingRanks:
+    """Ranks that live, on other hosts."""
+
+    def loss_reason(self, rank: int) -> str:
+        return ""
+
+    def local_pid(self, rank: int) -> int | None:
+        return None
+
+
+def runs_of(client: Said, newcomers: UnsyncedRanks | None = None) -> CellDispatcher:
+    return CellDispatcher(
+        cast(Client, client), LivingRanks(), TranscriptStore(Path("/proc/nowhere")), newcomers=newcomers
+    )
 
 
 def start(
     runs: CellDispatcher, cell: str, elastic: Bounds | None = None, sink: OutputSink | None = None
 ) -> CellHandle:
-    return runs.dispatch(
-        cell,
-        [0, 1],
-        "pass",
-        label="[1]",
-        line_offset=1,
-        sink=sink or NullSink(),
-        timeout=None,
-        want_value=True,
-        elastic=elastic,
-    )
+    request = CellRequest("pass", label="[1]", elastic=elastic)
+    return runs.dispatch(cell, [0, 1], request, sink or NullSink())
 
 
 def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
@@ -102,35 +107,37 @@ class TellingSink(NullSink):
     def __init__(self) -> None:
         self.runs: CellDispatcher | None = None
         self.notes: list[str] = []
-        self.taken: list[bool] = []
+        self.lines_left: list[list[str]] = []
 
     def note(self, text: str, *, warning: bool = False) -> None:
         self.notes.append(text)
 
     def finished(self, results: CellResults) -> None:
         assert self.runs is not None
-        self.taken.append(self.runs.tell("the coordinator was replaced"))
+        self.runs.notice("the coordinator was replaced")
+        self.lines_left.append(self.runs.take_notices())
 
 
 def test_a_line_that_comes_while_a_cell_ends_is_not_lost() -> None:
     client, sink = Said(), TellingSink()
-    untold: list[str] = []
-    sink.runs = runs = CellDispatcher(
-        cast(Client, client), reason=lambda rank: "", stall_time=None, untold=untold.append
-    )
+    sink.runs = runs = runs_of(client)
     handle = start(runs, "a", sink=sink)
-    assert runs.tell("in time")
+    runs.notice("in time")
     for rank in (0, 1):
         client.mail[TO_POOL](rank, encode(CellDone("a", None, 0.0)))
     assert handle.wait(PATIENCE).ok
-    assert sink.taken == [True]  # the cell was there yet
-    assert (sink.notes, untold) == (["in time"], ["the coordinator was replaced"])
-    assert not runs.tell("later")
+    assert sink.lines_left == [[]]  # the cell was there yet
+    assert (sink.notes, runs.take_notices()) == (["in time"], ["the coordinator was replaced"])
+    runs.notice("later")
+    assert runs.take_notices() == ["later"]
+    runs.silence()
+    runs.notice("after the end")
+    assert runs.take_notices() == []
 
 
 def test_a_rank_that_joined_is_a_newcomer_until_it_says_that_it_entered() -> None:
     client, newcomers = Said(), UnsyncedRanks()
-    runs = CellDispatcher(cast(Client, client), reason=lambda rank: "", stall_time=None, newcomers=newcomers)
+    runs = runs_of(client, newcomers)
     handle = start(runs, "a", elastic=Bounds())
     handle.drive_in_background()
     newcomers.came("resize", [2, 3], range(4))

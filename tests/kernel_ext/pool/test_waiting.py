@@ -32,7 +32,7 @@ class Queue:
         self.group = group
 
     def start(self, ranks: Sequence[int], size: int) -> None:
-        self.group.waits("asking for room")
+        self.group.set_launch_wait("asking for room")
 
     def signal(self, rank: int, number: int) -> None: ...
 
@@ -40,7 +40,7 @@ class Queue:
 @pytest.fixture
 def group() -> RankLifecycle:
     group = RankLifecycle(Coordinator(), died=lambda rank, reason: None, ready=lambda rank: None)  # type: ignore[arg-type]
-    group.use(Queue(group))  # type: ignore[arg-type]
+    group.set_starter(Queue(group))  # type: ignore[arg-type]
     return group
 
 
@@ -54,19 +54,19 @@ def test_the_time_limit_begins_when_the_wait_is_over(group: RankLifecycle) -> No
     said: list[str] = []
 
     def begin() -> None:
-        group.waits("")
+        group.set_launch_wait("")
         group.handle(Started(0, 7))
         group.handle(AgentReady(0))
 
     def heard(text: str) -> None:
         said.append(text)
         if text == "asking for room":
-            group.waits("job 7 is PENDING")
+            group.set_launch_wait("job 7 is PENDING")
         else:
             thread.start()
 
     thread = threading.Thread(target=begin)
-    group.want([0], over(), progress=heard)
+    group.set_ranks([0], over(), progress=heard)
     thread.join()
     assert said == ["asking for room", "job 7 is PENDING"]
     assert group.ready() == (0,)
@@ -74,11 +74,11 @@ def test_the_time_limit_begins_when_the_wait_is_over(group: RankLifecycle) -> No
 
 def test_a_wait_that_ends_without_room_says_why(group: RankLifecycle) -> None:
     def heard(text: str) -> None:
-        group.waits("")
+        group.set_launch_wait("")
         group.handle(Ended(0, 0, "the job was cancelled"))
 
     with pytest.raises(StartError, match="rank 0 could not be started: the job was cancelled"):
-        group.want([0], over(), progress=heard)
+        group.set_ranks([0], over(), progress=heard)
     assert group.members.wanted == ()
 
 
@@ -87,7 +87,7 @@ def test_an_interrupt_of_the_wait_ends_it(group: RankLifecycle) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        group.want([0], over(), progress=heard)
+        group.set_ranks([0], over(), progress=heard)
     assert group.members.wanted == ()
 
 
@@ -118,8 +118,8 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts(
             if 0 in started:
                 group.handle(AgentReady(0))
 
-    group.use(Hangs(group))  # type: ignore[arg-type]
+    group.set_starter(Hangs(group))  # type: ignore[arg-type]
     with pytest.raises(StartError) as error:
-        group.want([0, 1, 2], over())
+        group.set_ranks([0, 1, 2], over())
     named = ranks + (where if hosts else "")
     assert str(error.value) == f"{named} {what} within {PATIENCE:g} s; give a longer timeout"

@@ -26,7 +26,7 @@ def test_a_question_that_raises_is_answered_with_an_error(
     def fails(question: Any) -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(rank.agent._lending, "piece", fails)
+    monkeypatch.setattr(rank.agent._outgoing, "read", fails)
 
     def script(pool: Pool) -> None:
         assert "RuntimeError: broken" in pool.ask(ReadChunk(7, 5, 0, 0, 10), Acked).error
@@ -58,15 +58,15 @@ def test_any_mail_of_the_right_types_is_survived(rank: Rank, seed: int) -> None:
     rank.loop.set_exception_handler(lambda loop, context: None)
 
     def script(pool: Pool) -> None:
-        lots = set()
+        transfers = set()
         for _ in range(200):
             mail = make(chance.choice(KINDS), chance)
-            lots |= {getattr(mail, "lot", None), getattr(mail, "ticket", None)} - {None}
+            transfers |= {getattr(mail, "transfer_id", None), getattr(mail, "ticket", None)} - {None}
             pool.engine.mail(mail)
-        for lot in lots:
-            pool.engine.mail(ReleaseTransfer(lot))
+        for transfer_id in transfers:
+            pool.engine.mail(ReleaseTransfer(transfer_id))
         assert pool.run("print('alive')").text() == "alive\n"
 
     rank.play(script)
     rank.engine.errors.clear()  # they were answered
-    rank.agent._lending._window = None  # kept for a pool that goes on fetching; a process that ends frees it
+    rank.agent._outgoing._buffer.free()  # kept for a pool that goes on fetching; a process that ends frees it

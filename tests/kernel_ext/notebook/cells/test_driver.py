@@ -20,13 +20,14 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import (
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG, CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk
 from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
 from hvdlab.kernel_ext.wire.cells import DEBUGGER, CellDone, CellError, Chunk, PromptRequest, Stream
 from patience import PATIENCE
 
 
-class Sink:
+class Sink(OutputSink):
     """Remembers its calls; ``held`` is what it says that it holds back."""
 
     def __init__(self) -> None:
@@ -193,7 +194,7 @@ def test_a_line_behind_the_end_of_the_run_is_not_lost(held_back: bool) -> None:
     """It may come in one burst with the last rank's end, and while the sink still shows what it has held back."""
     run = Run()
     untold: list[str] = []
-    run.handle._on_finished = lambda results: untold.extend(run.handle.take_untold())
+    run.handle._on_finished = lambda results: untold.extend(run.handle.take_undelivered_notices())
     if held_back:
         run.sink.due = time.monotonic() + 0.05
     run.feed(PoolNews("in time"), done(0), done(1), PoolNews("too late"))

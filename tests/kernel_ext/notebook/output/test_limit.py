@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.output.limit import LEAST_SHARE, LimitedSink, shown_limit
 from hvdlab.kernel_ext.notebook.output.merge import lasting
 from hvdlab.kernel_ext.notebook.output.transcript import Transcript
@@ -16,7 +17,7 @@ LINE = "x" * 99 + "\n"
 BLOCK = LINE * 100
 
 
-class Shown:
+class Shown(OutputSink):
     """What reached the screen."""
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.output import transcript as transcript_module
 from hvdlab.kernel_ext.notebook.output.export import last_lines, write_text
 from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder, TranscriptStore
@@ -28,7 +29,7 @@ MEGABYTE = "z" * 99 + "\n"
 MEGABYTE *= 10_000
 
 
-class Seen:
+class Seen(OutputSink):
     """Remembers what it was given."""
 
     def __init__(self) -> None:

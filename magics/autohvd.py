@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from hvdlab.magics.session import Session
+from hvdlab.magics.notebook_pool import Session
 
 _OURS = re.compile(r"%(hvd_\w+|autohvd|load_ext|unload_ext|reload_ext)\b")
 INSERTED = "%%hvd_run\n"

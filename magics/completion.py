@@ -10,7 +10,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.magics.arguments import PARSERS, Values
-from hvdlab.magics.session import Session
+from hvdlab.magics.notebook_pool import Session
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool

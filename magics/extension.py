@@ -15,33 +15,25 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
-from hvdlab.magics.ahead import Ahead
+from hvdlab.magics.arguments import give_body
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
-from hvdlab.magics.c10d import C10dMagics
-from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.completion import RankCompleter
-from hvdlab.magics.debug import DebugMagics
-from hvdlab.magics.debugger import load_debugger, unload_debugger
-from hvdlab.magics.diff import DiffMagics
-from hvdlab.magics.elastic import ElasticMagics
-from hvdlab.magics.exchange import ExchangeMagics
-from hvdlab.magics.metrics import MetricsMagics
-from hvdlab.magics.output import OutputMagics
-from hvdlab.magics.panel import PanelComms, load_panel
-from hvdlab.magics.pools import PoolMagics
-from hvdlab.magics.replay import ReplayMagics
-from hvdlab.magics.session import Session
-from hvdlab.magics.spmd import KernelRanks
-from hvdlab.magics.syntax import give_body
-from hvdlab.magics.timeline import TimelineMagics
-from hvdlab.magics.where import WhereMagics
-from hvdlab.magics.whos import WhosMagics
+from hvdlab.magics.debug_magics import DebugMagics, WhereMagics, load_debugger, unload_debugger
+from hvdlab.magics.notebook_pool import Ahead, KernelRanks, Session
+from hvdlab.magics.output_magics import OutputMagics
+from hvdlab.magics.panel_comms import PanelComms, load_panel
+from hvdlab.magics.pool_magics import C10dMagics, PoolMagics
+from hvdlab.magics.run_magics import CellMagics
+from hvdlab.magics.variable_magics import DiffMagics, ExchangeMagics, ReplayMagics, WhosMagics
+from hvdlab.magics.view_magics import ElasticMagics, MetricsMagics, TimelineMagics
 from hvdlab.widgets.source import add_awaiting, add_finder, remove_awaiting, remove_finder
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
 
 _ATTRIBUTE = "_hvdlab_extension"
+CELL_VIEW = "hvdlab.magics.cell_view"
+"""Module that the first cell needs."""
 _MISPLACED = re.compile(r"%%hvd_(run|rank)")
 """Matches a cell magic of ours in IPython's error about a line magic of that name, which there is not."""
 MAGICS = {
@@ -115,7 +107,9 @@ class Extension:
 
     def prewarm(self) -> None:
         """Begin to start what the first pool needs, in the background."""
-        self.session.ahead = None if context.in_rank_of_pool() else Ahead()  # a rank starts no pool
+        self.session.ahead = (
+            None if context.in_rank_of_pool() else Ahead([CELL_VIEW])
+        )  # a rank starts no pool
         if self.session.ranks_by_default:
             kernel: Any = getattr(self.shell, "kernel", None)
             kernel.start_ranks()

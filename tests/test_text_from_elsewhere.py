@@ -65,7 +65,7 @@ from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 from hvdlab.kernel_ext.wire.compare import VariableView
 from hvdlab.kernel_ext.wire.status import PendingNow, RankStatus, ServerNow, Stack, StackFrame
 from hvdlab.launch.processes import ExitStatus, OutputTail
-from hvdlab.magics.status_table import StatusTable
+from hvdlab.magics.pool_magics import StatusTable
 from hvdlab.runner.cli import main
 from hvdlab.runner.events import FailureReport as JobFailure
 from hvdlab.runner.output import failure_lines, speaker, stall_line

@@ -12,7 +12,7 @@ from jupyter_core.utils import ensure_event_loop
 from traitlets.config import Config
 
 from hvdlab.magics.extension import Extension
-from hvdlab.magics.session import Session
+from hvdlab.magics.notebook_pool import Session
 from magics_fakes import FakePool, Notebook
 
 

@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 from hvdlab.collectives import context
 from hvdlab.kernel_ext.notebook.cells.failure import CellFailed
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.magics.syntax import check_syntax
+from hvdlab.magics.arguments import check_syntax
 from magics_fakes import Notebook
 
 

@@ -15,7 +15,7 @@ from IPython.core.error import UsageError
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
-from hvdlab.magics.session import Interrupted, Session
+from hvdlab.magics.notebook_pool import Interrupted, Session
 from magics_fakes import FakePool, Notebook
 
 

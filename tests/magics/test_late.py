@@ -6,7 +6,7 @@ import threading
 
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
-from hvdlab.magics.late import LateOutput
+from hvdlab.magics.cell_view import LateOutput
 from patience import PATIENCE
 
 

@@ -15,7 +15,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook import registry
-from hvdlab.magics.panel import NotebookDesk, load_panel
+from hvdlab.magics.panel_comms import NotebookDesk, load_panel
 from timeline_traces import steps
 
 

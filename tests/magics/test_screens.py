@@ -11,13 +11,10 @@ import pytest
 
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LineMerger, LiveLines, Shown, Text
 from hvdlab.kernel_ext.wire.cells import Display, Stream
-from hvdlab.magics.progress import CellImportDisplay
-from hvdlab.magics.screens.areas import KnownAreas
-from hvdlab.magics.screens.base import MergingSink
-from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS
-from hvdlab.magics.screens.pacing import Pacer, wire_size
-from hvdlab.magics.screens.terminal import TerminalScreen
+from hvdlab.magics.notebook_pool import CellImportDisplay
+from hvdlab.magics.screens.notebook import KnownAreas, NotebookScreen
+from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS, Pacer, wire_size
+from hvdlab.magics.screens.screen import MergingSink, TerminalScreen
 from notebook_recorder import Clock, Recorder
 
 
@@ -316,7 +313,7 @@ def test_only_what_went_wrong_is_on_stderr() -> None:
 def test_a_terminal_shows_an_import_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("hvdlab.magics.progress.get_ipython", lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setattr("hvdlab.magics.notebook_pool.get_ipython", lambda: SimpleNamespace(kernel=None))
     with CellImportDisplay().importing("costly.values"):
         assert terminal.screen() == ["importing costly …"]
     assert terminal.screen() == []

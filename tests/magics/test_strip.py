@@ -13,11 +13,10 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
-from hvdlab.magics.screens.base import MergingSink
+from hvdlab.magics.screens.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, wanted
 from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.publisher import Watched
-from hvdlab.magics.screens.strip import COST, DELAY, INTERVAL, Strip, StripSink
-from hvdlab.magics.strips import wanted
+from hvdlab.magics.screens.publishers import Watched
+from hvdlab.magics.screens.screen import MergingSink
 from notebook_recorder import Clock, Recorder
 from patience import PATIENCE
 
@@ -239,7 +238,7 @@ class Slow(View):
 
 def test_what_takes_long_is_done_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 0.0}
-    monkeypatch.setattr("hvdlab.magics.screens.strip.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("hvdlab.magics.screens.cell_strip.time.monotonic", lambda: clock["now"])
     cell = Cell(Slow(clock))
     cell.run(30.0)
     assert len(cell.view.refreshed) <= 30 / (COST * 0.1) + 1
@@ -277,5 +276,5 @@ def test_a_setting_and_a_missing_package_turn_it_off(monkeypatch: pytest.MonkeyP
     assert not wanted({"HVDLAB_STRIP": "0"})
     with pytest.raises(InvalidRequestError, match="HVDLAB_STRIP"):
         wanted({"HVDLAB_STRIP": "perhaps"})
-    monkeypatch.setattr("hvdlab.magics.strips.find_spec", lambda name: None)
+    monkeypatch.setattr("hvdlab.magics.screens.cell_strip.find_spec", lambda name: None)
     assert not wanted({})

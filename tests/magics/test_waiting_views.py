@@ -12,7 +12,7 @@ pytest.importorskip("anywidget")
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.magics.session import Session
+from hvdlab.magics.notebook_pool import Session
 from hvdlab.widgets.source import add_awaiting, recording_of, remove_awaiting
 from hvdlab.widgets.views import metrics, ranks, timeline, trace
 from timeline_traces import steps

@@ -1,20 +1,25 @@
-"""``%hvd_timeline``: what the ranks do, shown, saved, or written to a file as it happens."""
+"""``%hvd_timeline``, ``%hvd_metrics`` and ``%hvd_elastic``: show, save or write to a file how the ranks are doing."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
-from hvdlab.magics.arguments import MagicParser, documented
-from hvdlab.magics.session import Session, as_usage_error
+from hvdlab.magics.arguments import MagicParser, count_of, documented
+from hvdlab.magics.notebook_pool import Session, as_usage_error
+from hvdlab.widgets.membership_rows import membership_html, membership_text
 
 if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
+
+    from hvdlab.kernel_ext.notebook.membership_history import ElasticState
     from hvdlab.kernel_ext.notebook.pool import Pool
+    from hvdlab.widgets.metrics import MetricsWidget
 
 VIEWER = "https://ui.perfetto.dev"
 COMMANDS = {
@@ -118,3 +123,107 @@ def _say_written(path: Path) -> None:
 
 def _size(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+
+
+def metrics_parser() -> MagicParser:
+    parser = MagicParser("%hvd_metrics", "Show what all ranks measure: metrics, time, lateness, CPU, memory.")
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("show", "table"),
+        default="show",
+        help="show (default): charts, live; table: all numbers as a pandas table",
+    )
+    return parser
+
+
+@magics_class
+class MetricsMagics(Magics):
+    """Magics about metrics."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.shell)
+        self.session = session
+
+    @line_magic
+    @documented(metrics_parser())
+    def hvd_metrics(self, line: str) -> MetricsWidget | DataFrame | None:
+        """Show what all ranks measure, also while cells run in the background."""
+        parser = metrics_parser()
+        options = parser.parse(line)
+        if options.help:
+            print(parser.format_help())
+            return None
+        pool = self.session.need_pool("%hvd_metrics")
+        if options.command == "table":
+            return pool.metrics()
+        return _shown(pool)
+
+
+def _shown(pool: Any) -> MetricsWidget | None:
+    """The widget; without the packages that it needs, print text."""
+    try:
+        from hvdlab.widgets.views import metrics
+
+        return metrics(pool)
+    except ModuleNotFoundError:
+        from hvdlab.widgets.metrics_picture import as_text
+
+        print(as_text(pool.client.recording))
+        return None
+
+
+SHOWN = 20
+"""Changes that are shown without ``--last``."""
+
+
+def elastic_parser() -> MagicParser:
+    parser = MagicParser("%hvd_elastic", "Show which ranks there are, and when others came and went.")
+    parser.add_argument(
+        "--last",
+        type=count_of("changes"),
+        default=SHOWN,
+        metavar="N",
+        help=f"show the last N changes (default: {SHOWN})",
+    )
+    return parser
+
+
+@magics_class
+class ElasticMagics(Magics):
+    """The magic about ranks that come and go."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.shell)
+        self.session = session
+
+    @line_magic
+    @documented(elastic_parser())
+    def hvd_elastic(self, line: str) -> ElasticView | None:
+        """Show which ranks there are, and when others came and went."""
+        parser = elastic_parser()
+        options = parser.parse(line)
+        if options.help:
+            print(parser.format_help())
+            return None
+        pool = self.session.need_pool("%hvd_elastic")
+        with as_usage_error():
+            return ElasticView(pool.elastic(), options.last)
+
+
+class ElasticView:
+    """Two tables under a sentence; text in a terminal, HTML in a notebook.
+
+    Args:
+        state: What :meth:`Pool.elastic` returned.
+        last: How many changes are shown.
+    """
+
+    def __init__(self, state: ElasticState, last: int = SHOWN) -> None:
+        self.state, self._last = state, last
+
+    def __repr__(self) -> str:
+        return membership_text(self.state, self._last)
+
+    def _repr_html_(self) -> str:
+        return membership_html(self.state, self._last)

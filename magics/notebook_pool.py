@@ -1,32 +1,41 @@
-"""Session of one notebook: at most one pool, and the steps that unloading the extension has to undo."""
+"""The one pool of a notebook: find it, start it (also in the background), show how far its start is, and undo all that at unload.
+
+Loading the extension imports this module, so it imports nothing that only a running pool needs.
+"""
 
 from __future__ import annotations
 
+import queue
+import sys
+import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from IPython.core.error import UsageError
+from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
-from hvdlab.collectives.text import visible_lines
+from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
 from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
 from hvdlab.launch.options import split as split_options
-from hvdlab.magics.ahead import Ahead
-from hvdlab.magics.coming import Coming
-from hvdlab.magics.progress import StartProgress
-from hvdlab.magics.screens.areas import KnownAreas
-from hvdlab.magics.screens.publisher import ParentPublisher, in_notebook
-from hvdlab.magics.strips import Strips
+from hvdlab.magics.screens.cell_strip import Strips
+from hvdlab.magics.screens.notebook import KnownAreas
+from hvdlab.magics.screens.publishers import CellPublisher, ParentPublisher, in_notebook
 
 if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
     from hvdlab.kernel_ext.notebook.pool import Pool
+    from hvdlab.kernel_ext.notebook.prestart import Prestart
     from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
+    from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 
 class Session:
@@ -462,3 +471,236 @@ def ranks_of(pool: Pool) -> list[int]:
 def say_ranks(ranks: list[int]) -> str:
     """``rank 3`` or ``ranks 0-7``."""
     return format_ranks(ranks)
+
+
+LEAVE_WITHIN = 5.0
+"""Seconds that :meth:`Coming.close` waits for a start that is under way. The start ends with this process in any case."""
+
+
+class Coming:
+    """Starts a pool on a thread of its own.
+
+    Args:
+        start: Starts the pool; called with a function that it calls with a short text at each step.
+        done: Called with the pool, on that thread.
+    """
+
+    def __init__(
+        self, start: Callable[[Callable[[str], None]], Pool], done: Callable[[Coming, Pool], None]
+    ) -> None:
+        self._start, self._done = start, done
+        self._steps: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hvdlab-coming", daemon=True)
+        self._thread.start()
+
+    def wait(self, show: Callable[[str], None]) -> None:
+        """Wait until the pool is there, and raise what its start raised. An interrupt ends the wait, not the start.
+
+        Args:
+            show: Called with a short text at each step.
+        """
+        for text in iter(self._steps.get, None):
+            show(text)
+        self._steps.put(None)  # for the next call
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Give the pool up: it ends as soon as it has started."""
+        with self._lock:
+            self._closed = True
+        self._thread.join(LEAVE_WITHIN)
+
+    def _run(self) -> None:
+        try:
+            pool = self._start(self._steps.put)
+            with self._lock:
+                wanted = not self._closed
+                if wanted:
+                    self._done(self, pool)
+            if not wanted:
+                pool.stop()
+        except BaseException as error:  # noqa: BLE001  # raised again where it is waited for
+            self._error = error
+        finally:
+            self._steps.put(None)
+
+
+class Ahead:
+    """Processes of the first pool, started on a thread while the user is still typing, so that ``%load_ext`` returns at once.
+
+    Args:
+        preload: Modules that the first cell needs, imported on that thread afterwards.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = tuple(preload)
+        self._warm: Prestart | None = None
+        self._thread = threading.Thread(target=self._begin, name="hvdlab-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Prestart | None:
+        """Hand the warm pool over, once; None if it could not be begun (``Pool.start`` then finds out why)."""
+        self._thread.join()
+        warm, self._warm = self._warm, None
+        return warm
+
+    def close(self) -> None:
+        """End what was started, unless it was taken."""
+        warm = self.take()
+        if warm is not None:
+            warm.close()
+
+    def _begin(self) -> None:
+        from hvdlab.kernel_ext.notebook.prestart import Prestart
+
+        try:
+            self._warm = Prestart.begin()
+        except (HvdlabError, OSError):
+            self._warm = None
+        for module in self._preload:
+            import_module(module)
+
+
+_ERASE = "\r\x1b[K"
+
+
+class StartProgress:
+    """One line that is rewritten at each step and gone at the end.
+
+    Args:
+        shell: The shell.
+        alone: Whether nothing else is shown in this cell, so that its output may be cleared.
+    """
+
+    def __init__(self, shell: InteractiveShell, *, alone: bool) -> None:
+        self._shell = shell
+        self._notebook = in_notebook(shell) and alone
+        self._tty = not in_notebook(shell) and sys.stderr.isatty()
+        self._shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._clear()
+
+    def __call__(self, text: str) -> None:
+        """Show the next step."""
+        if self._notebook or self._tty:
+            self._clear()
+            self._shown = True
+            # Notebooks show stderr in red, as if something had gone wrong; in a terminal stdout is for results.
+            stream = sys.stdout if self._notebook else sys.stderr
+            stream.write(f"{visible(text)} ..." + ("\n" if self._notebook else ""))
+            stream.flush()
+
+    def _clear(self) -> None:
+        if not self._shown:
+            return
+        self._shown = False
+        if self._notebook:
+            self._shell.display_pub.clear_output(wait=False)  # type: ignore[no-untyped-call]  # IPython has no annotation
+        else:
+            sys.stderr.write(_ERASE)
+            sys.stderr.flush()
+
+
+class CellImportDisplay:
+    """One line of the running cell that names a package while a module of it is imported, and is gone afterwards.
+
+    It has no state, and does not keep results from being pickled.
+    """
+
+    @contextmanager
+    def importing(self, module: str) -> Iterator[None]:
+        """Show that this module's package is imported until the context is left, unless it was imported before."""
+        package = module.partition(".")[0]
+        shell = None if package in sys.modules else get_ipython()
+        text = f"importing {visible(package)} …"
+        if shell is not None and in_notebook(shell):
+            publisher, area = CellPublisher(shell), f"hvdlab-import-{uuid.uuid4().hex}"
+            publisher.display({"text/plain": text}, {}, area)
+            try:
+                yield
+            finally:
+                publisher.display({"text/plain": "", "text/html": ""}, {}, area, update=True)
+        elif shell is not None and sys.stderr.isatty():
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            try:
+                yield
+            finally:
+                sys.stderr.write(_ERASE)
+                sys.stderr.flush()
+        else:
+            yield
+
+
+A = TypeVar("A")
+
+PATIENCE = 5.0
+"""Seconds that an idle rank has to answer; its first completion imports jedi."""
+
+BUSY_PATIENCE = 2.0
+"""Seconds that a rank which runs a cell has; it answers at once, unless other code holds its interpreter."""
+
+
+class KernelRanks:
+    """The ranks of that kernel: its session's pool."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        session.ranks_by_default = True
+
+    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
+        """Begin to start ranks."""
+        self._session.begin(wishes)
+
+    def cell(self, code: str, *, store_history: bool) -> None:
+        """The kernel is going to run this cell."""
+        self._session.raw_cell = code
+        self._session.store_history = store_history
+
+    def complete(self, code: str, cursor: int) -> Completions | None:
+        """Completions from the first rank."""
+        return self._ask(lambda pool: pool.complete(code, cursor, timeout=_patience(pool)))
+
+    def inspect(self, code: str, cursor: int, detail: int) -> Inspection | None:
+        """Documentation from the first rank."""
+        return self._ask(lambda pool: pool.inspect(code, cursor, detail, timeout=_patience(pool)))
+
+    def evaluate(self, expressions: Mapping[str, str]) -> dict[str, Any]:
+        """Values of a client's expressions, evaluated on the first rank."""
+        found = self._ask(lambda pool: pool.express(expressions))
+        if found is not None:
+            return dict(found)
+        why = {"ename": "NoAnswer", "evalue": "the first rank does not answer", "traceback": []}
+        return {name: {"status": "error", **why} for name in expressions}
+
+    def busy_with(self) -> str:
+        """The label of the cell that runs; empty if none does."""
+        pool = self._session.current
+        return self._session.running_label if pool is not None and pool.state == "running" else ""
+
+    def end(self) -> None:
+        """The kernel ends: end the ranks, or leave them if they are kept."""
+        self._session.end_pool()
+
+    def _ask(self, ask: Callable[[Pool], A | None]) -> A | None:
+        pool = self._session.current
+        if pool is None or pool.state not in ("idle", "running"):
+            return None
+        try:
+            return ask(pool)
+        except HvdlabError:  # the pool broke down, or has no ranks; the next cell says so
+            return None
+
+
+def _patience(pool: Pool) -> float:
+    return BUSY_PATIENCE if pool.state == "running" else PATIENCE

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.magics.session import Session
+from hvdlab.magics.notebook_pool import Session
 
 if TYPE_CHECKING:
     from hvdlab.collectives.client import Client

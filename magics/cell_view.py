@@ -1,39 +1,50 @@
-"""Runs a cell for a magic and shows what comes of it. Imported when the first cell runs: loading stays quick."""
+"""Run a cell for a magic and show it: the chain of sinks, the handle of a cell in the background, and output after a cell's end.
+
+The first cell imports this module, not the loading of the extension, which has to be quick.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.text import visible
+from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.notebook.cells.failure import failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.notebook.cells.sink import (
+    GuardedSink,
+    NullSink,
+    OutputSink,
+    TimedSink,
+    began,
+    status_of,
+)
 from hvdlab.kernel_ext.notebook.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.notebook.elastic import Bounds
-from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
+from hvdlab.kernel_ext.notebook.output.error_report import report
+from hvdlab.kernel_ext.notebook.output.limit import KeptSink, LimitedSink, shown_limit
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, hold_time
+from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.kernel_ext.notebook.output.values import label_html
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter
-from hvdlab.magics.background import BackgroundCell, BackgroundSink
-from hvdlab.magics.late import LateOutput
-from hvdlab.magics.progress import CellImportDisplay
-from hvdlab.magics.screens.areas import KnownAreas
-from hvdlab.magics.screens.base import MergingSink, Screen
-from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, Watched, in_notebook
-from hvdlab.magics.screens.strip import StripSink
-from hvdlab.magics.screens.terminal import TerminalScreen, write_to_terminal
-from hvdlab.magics.session import Session, as_usage_error, cell_number, shell_colours
-from hvdlab.magics.strips import wanted
+from hvdlab.kernel_ext.wire.cells import Chunk
+from hvdlab.magics.notebook_pool import CellImportDisplay, Session, as_usage_error, cell_number, shell_colours
+from hvdlab.magics.screens.cell_strip import StripSink, wanted
+from hvdlab.magics.screens.notebook import KnownAreas, NotebookScreen
+from hvdlab.magics.screens.publishers import CellPublisher, ParentPublisher, Publisher, Watched, in_notebook
+from hvdlab.magics.screens.screen import MergingSink, Screen, TerminalScreen, write_to_terminal
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -207,3 +218,133 @@ def _publisher(session: Session, *, background: bool) -> Publisher | None:
     if not in_notebook(session.shell):
         return None
     return ParentPublisher(session.shell) if background else CellPublisher(session.shell)
+
+
+class RunningCell(Protocol):
+    """A run of a pool, as :meth:`Pool.start_run` returns it."""
+
+    cell: str
+    ranks: tuple[int, ...]
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> CellResults: ...
+    def interrupt(self) -> None: ...
+
+
+class BackgroundSink:
+    """The sink of a cell in the background: at the end it also shows the values, or why the cell failed.
+
+    A cell in the foreground does that by its result or its exception; a cell that has returned can't any more.
+    """
+
+    def __init__(
+        self, inner: TimedSink, write: Callable[[str, str], None], *, colours: bool, quiet: bool = False
+    ) -> None:
+        self.output, self.done, self.note = inner.output, inner.done, inner.note
+        self.tick, self.backlog, self.hurry = inner.tick, inner.backlog, inner.hurry
+        self._inner = inner
+        self.status = status_of(inner)
+        self._write, self._colours, self._quiet = write, colours, quiet
+
+    def kept(self, transcript: Transcript) -> None:
+        if isinstance(self._inner, KeptSink):
+            self._inner.kept(transcript)
+
+    def began(self, rank: int) -> None:
+        began(self._inner, rank)
+
+    def finished(self, results: CellResults) -> None:
+        lines = report(results, colours=self._colours)
+        if lines:
+            self._write("stderr", "\n".join(lines) + "\n")
+        elif results.has_values and not self._quiet:
+            self._write("stdout", f"{results!r}\n")
+
+
+class BackgroundCell:
+    """Cell of ``%%hvd_run --background``; its output goes on to the notebook's cell that started it."""
+
+    def __init__(self, run: RunningCell, shell: InteractiveShell, name: str | None, label: str) -> None:
+        self._run, self._shell, self._name, self._label = run, shell, name, label
+
+    @property
+    def done(self) -> bool:
+        """Whether the cell has ended."""
+        return self._run.done
+
+    def wait(self, timeout: float | None = None) -> CellResults:
+        """The results, once the cell has ended.
+
+        Raises:
+            CellFailed: The cell failed; the notebook shows the same report as for a cell in the foreground.
+            KeyboardInterrupt: The cell was interrupted, for example by Ctrl-C during this wait.
+            TimeoutError: The cell still runs after ``timeout`` seconds, and goes on.
+        """
+        results = self._run.wait(timeout)
+        results.import_display = CellImportDisplay()
+        if self._name and self._shell.user_ns.get(self._name) is self:
+            self._shell.user_ns[self._name], results.name = results, self._name
+        failure = failure_of(results, colours=shell_colours(self._shell))
+        if failure is not None:
+            raise failure
+        return results
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt on the ranks that run the cell."""
+        self._run.interrupt()
+
+    def __repr__(self) -> str:
+        state = "ended" if self.done else "runs"
+        return f"<cell {self._label} {state} in the background on {format_ranks(self._run.ranks)}; .wait(), .interrupt()>"
+
+
+class LateOutput:
+    """Gives output to a sink on a thread that exists only while there is something to show.
+
+    Args:
+        make: Makes the sink when the first output comes.
+        ranks: The ranks that it knows.
+    """
+
+    def __init__(self, make: Callable[[], TimedSink], ranks: Sequence[int]) -> None:
+        self._make, self._ranks = make, set(ranks)
+        self._sink: GuardedSink | None = None
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[int, tuple[Chunk, ...], Callable[[], None]]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
+        """A rank wrote; ``shown`` is called once the sink can take more. Any thread; does not block."""
+        with self._changed:
+            self._waiting.append((rank, chunks, shown))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._show, name="hvdlab-late-output", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _show(self) -> None:
+        if self._sink is None:
+            self._sink = GuardedSink(self._make())
+        held: list[Callable[[], None]] = []
+        while True:
+            with self._changed:
+                waiting, self._waiting = self._waiting, deque()
+            for rank, chunks, shown in waiting:
+                if rank not in self._ranks:  # the rank joined while the cell ran
+                    self._ranks.add(rank)
+                    self._sink.began(rank)
+                self._sink.output(rank, chunks)
+                held.append(shown)
+            at = self._sink.tick(time.monotonic())
+            if at is None or self._sink.backlog() <= BACKLOG:
+                ready, held = held, []
+                for each in ready:
+                    each()
+            with self._changed:
+                if self._waiting:
+                    continue
+                if at is None:
+                    self._thread = None
+                    return
+                self._changed.wait(max(0.0, at - time.monotonic()))

@@ -1,4 +1,4 @@
-"""How a notebook's messages leave the kernel: from the cell that runs, or into a cell that has ended."""
+"""Channels by which output messages leave the kernel: into the running cell, or into a cell that may have ended."""
 
 from __future__ import annotations
 

@@ -1,22 +1,26 @@
-"""``%hvd_pool``: the pool by hand."""
+"""``%hvd_pool``, its status table, and ``%hvd_c10d``: start, inspect, change and stop the ranks by hand."""
 
 from __future__ import annotations
 
 import argparse
+import html
+import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.text import visible_lines
+from hvdlab.collectives.planes.links import planes_text
+from hvdlab.collectives.text import visible, visible_lines
+from hvdlab.kernel_ext.notebook.output.values import in_output
 from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice, restarted_notice
 from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
-from hvdlab.magics.running import make_sink
-from hvdlab.magics.session import Session, as_usage_error, ranks_of, say_ranks
-from hvdlab.magics.status_table import StatusTable
+from hvdlab.magics.cell_view import make_sink
+from hvdlab.magics.notebook_pool import Session, as_usage_error, ranks_of, say_ranks
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
@@ -229,3 +233,169 @@ def _number(command: str, text: str) -> int:
         return positive(text)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"%hvd_pool {command}: {error}") from None
+
+
+WIDEST = 300
+"""Characters of a cell that are shown."""
+
+COLUMNS = ("rank", "host", "pid", "device", "state", "cell", "memory", "CPU", "plane")
+SERVER_COLUMNS = ("server", "host", "pid", "keys", "values", "memory")
+_NUMBERS = {"rank", "server", "pid", "memory", "CPU", "keys", "values"}
+
+
+class StatusTable:
+    """One row for each rank, and below one for each parameter server; text in a terminal, HTML in a notebook.
+
+    Args:
+        rows: What :meth:`Pool.status` returned.
+        labels: Id to label of cells.
+
+    Attributes:
+        rows: What :meth:`Pool.status` returned.
+    """
+
+    def __init__(self, rows: Sequence[Any], labels: Mapping[str, str] | None = None) -> None:
+        self.rows = list(rows)
+        self._labels = dict(labels or {})
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The ranks' rows."""
+        return [_row(row, self._hosts(), self._labels) for row in self.rows]
+
+    def server_cells(self) -> list[tuple[str, ...]]:
+        """The servers' rows. The number of keys is the largest that a rank knows: some may not have made the store yet."""
+        found: dict[tuple[str, int], list[Any]] = {}
+        for row in self.rows:
+            for server in row.servers:
+                found.setdefault((server.host, server.index), []).append(server)
+        hosts = self._hosts()
+        return [
+            _server_row(hosts, max(seen, key=lambda server: (server.keys, server.pid)), seen)
+            for _, seen in sorted(found.items(), key=lambda item: item[0][1])
+        ]
+
+    def _hosts(self) -> dict[str, str]:
+        """Key of each host to the name that is shown."""
+        keys = {str(row.host or "") for row in self.rows}
+        names = Counter(key.split("#")[0] for key in keys)
+        # What follows the # distinguishes hosts of the same name.
+        return {key: key if names[key.split("#")[0]] > 1 else key.split("#")[0] for key in keys}
+
+    def __repr__(self) -> str:
+        servers = self.server_cells()
+        text = _text(COLUMNS, self.cells())
+        return f"{text}\n\n{_text(SERVER_COLUMNS, servers)}" if servers else text
+
+    def _repr_html_(self) -> str:
+        servers = self.server_cells()
+        return in_output(_html(COLUMNS, self.cells()) + (_html(SERVER_COLUMNS, servers) if servers else ""))
+
+
+def _text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    table = [columns, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            _pad(text, width, name) for text, width, name in zip(row, widths, columns, strict=True)
+        ).rstrip()
+        for row in table
+    )
+
+
+def _html(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th{_align(name)}>{name}</th>" for name in columns)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{_align(n)}>{html.escape(t)}</td>" for t, n in zip(row, columns, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _server_row(hosts: Mapping[str, str], server: Any, seen: Sequence[Any]) -> tuple[str, ...]:
+    host = str(server.host)
+    found = (
+        str(server.index),
+        hosts.get(host, host.split("#")[0]),
+        str(server.pid or ""),
+        str(server.keys),
+        memory(server.bytes),
+        memory(max(one.pss for one in seen)),
+    )
+    return tuple(visible(text, WIDEST) for text in found)
+
+
+def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tuple[str, ...]:
+    found = (
+        str(status.rank),
+        hosts[str(status.host or "")],
+        str(status.pid or ""),
+        _device(status),
+        str(status.state),
+        labels.get(status.cell, str(status.cell or "")),
+        memory(status.pss or status.rss),
+        f"{status.cpu:.1f} s" if status.cpu is not None else "",
+        planes_text((str(status.plane or ""),), getattr(status, "links", {})),
+    )
+    return tuple(visible(text, WIDEST) for text in found)
+
+
+def _device(status: Any) -> str:
+    """The device, and what the rank holds of the GPUs' memory."""
+    held = getattr(status, "device_memory", 0)
+    return f"{status.device or ''}, {memory(held)}" if held else str(status.device or "")
+
+
+def memory(size: int | None) -> str:
+    """Bytes in the largest fitting unit."""
+    if not size:
+        return ""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def _pad(text: str, width: int, name: str) -> str:
+    return text.rjust(width) if name in _NUMBERS else text.ljust(width)
+
+
+def _align(name: str) -> str:
+    return ' style="text-align: right"' if name in _NUMBERS else ' style="text-align: left"'
+
+
+_NAME = "HVDLAB_C10D"
+
+
+@magics_class
+class C10dMagics(Magics):
+    """The magic about ``torch.distributed``."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.shell)
+        self._session = session
+
+    @line_magic
+    def hvd_c10d(self, line: str) -> None:
+        """Let groups of torch.distributed for CPU tensors be hvdlab's in all ranks: %hvd_c10d on | off."""
+        choice = line.strip().lower()
+        if choice not in ("", "on", "off"):
+            raise UsageError(f"%hvd_c10d takes `on`, `off` or nothing, not `{choice}`")
+        if choice:
+            value = "1" if choice == "on" else "0"
+            os.environ[_NAME] = value  # ranks that are started later have it from here
+            pool = self._session.pool
+            if pool is not None and pool.ranks:
+                with as_usage_error():
+                    pool.run(f"import os as _os; _os.environ[{_NAME!r}] = {value!r}; del _os")
+        if os.environ.get(_NAME, "0") == "1":
+            print(
+                'torch.distributed: init_process_group() and init_process_group("gloo") make groups of hvdlab\'s in the ranks'
+            )
+        else:
+            print(
+                "torch.distributed: init_process_group(\"hvdlab\") makes groups of hvdlab's; others are torch's own"
+            )

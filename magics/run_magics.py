@@ -1,4 +1,4 @@
-"""``%%hvd_run`` and ``%%hvd_rank``: a cell on the ranks."""
+"""``%%hvd_run`` and ``%%hvd_rank``: parse the options of a cell and hand it to :mod:`hvdlab.magics.cell_view`, which runs it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.spmd.routing import INSTALLER
-from hvdlab.magics.arguments import documented, parse_ranks, rank_parser, run_parser
-from hvdlab.magics.session import Session, as_usage_error, ranks_of
-from hvdlab.magics.syntax import check_syntax, magic_line_offset
+from hvdlab.magics.arguments import (
+    check_syntax,
+    documented,
+    magic_line_offset,
+    parse_ranks,
+    rank_parser,
+    run_parser,
+)
+from hvdlab.magics.notebook_pool import Session, as_usage_error, ranks_of
 
 
 @magics_class
@@ -128,7 +134,7 @@ def split_installs(prog: str, source: str) -> tuple[list[str], str]:
 
 
 def _run(session: Session, *arguments: Any) -> Any:
-    from hvdlab.magics.running import run_cell
+    from hvdlab.magics.cell_view import run_cell
 
     return run_cell(session, *arguments)
 

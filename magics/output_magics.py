@@ -1,4 +1,4 @@
-"""``%hvd_output``: what a cell wrote, again."""
+"""``%hvd_output``: show the output of an earlier cell again, or write it to a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.magics.arguments import OUTPUTS, MagicParser, count_of, documented, parse_ranks
-from hvdlab.magics.session import Session, as_usage_error, shell_colours
+from hvdlab.magics.notebook_pool import Session, as_usage_error, shell_colours
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
@@ -92,7 +92,7 @@ class OutputMagics(Magics):
             self._end(transcript.ending)
 
     def _sink(self, ranks: list[int], options: argparse.Namespace, *, background: bool) -> OutputSink:
-        from hvdlab.magics.running import make_sink
+        from hvdlab.magics.cell_view import make_sink
 
         return make_sink(self.session, ranks, options.output, background=background)
 

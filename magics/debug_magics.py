@@ -1,0 +1,141 @@
+"""``%hvd_debug`` and ``%hvd_where``, and the hub by which the frontend's debugger reaches the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from hvdlab.kernel_ext.spmd.routing import route
+from hvdlab.magics.arguments import MagicParser, documented, parse_ranks
+from hvdlab.magics.autohvd import AutoRun
+from hvdlab.magics.notebook_pool import Session, as_usage_error, ranks_of
+
+if TYPE_CHECKING:
+    from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
+    from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
+
+
+def debug_parser() -> MagicParser:
+    parser = MagicParser(
+        "%hvd_debug",
+        "Look at what the last cell failed with, in the rank that failed first.",
+    )
+    parser.add_argument("rank", nargs="?", metavar="R", help="in this rank")
+    return parser
+
+
+@magics_class
+class DebugMagics(Magics):
+    """Magics that debug ranks."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.shell)
+        self.session = session
+
+    @line_magic
+    @documented(debug_parser())
+    def hvd_debug(self, line: str) -> None:
+        """Look at what the last cell failed with, in the rank that failed first."""
+        parser = debug_parser()
+        options = parser.parse(line)
+        if options.help:
+            print(parser.format_help())
+            return
+        pool = self.session.need_pool("%hvd_debug")
+        rank = _one(options.rank, ranks_of(pool)) if options.rank is not None else None
+        chosen = pool.first_to_fail if rank is None else rank
+        if chosen is None:
+            raise UsageError("%hvd_debug: no cell has failed; `%hvd_debug R` looks at rank R")
+        if chosen not in ranks_of(pool):
+            raise UsageError(
+                f"%hvd_debug: rank {chosen}, which failed first, is gone; `%hvd_debug R` looks at another"
+            )
+        from hvdlab.kernel_ext.rank.pdb import HAS_FAILED, POST_MORTEM
+        from hvdlab.magics.cell_view import run_cell
+
+        with as_usage_error():
+            failed = pool.pull(HAS_FAILED, [chosen])[chosen]
+        if not failed:
+            raise UsageError(
+                f"%hvd_debug: there is nothing to debug: the last cell of rank {chosen} did not fail, or hvdlab itself has raised its error"
+            )
+        print(f"rank {chosen}, where it failed; `q` leaves the debugger, and the variables stay as they are")
+        how = argparse.Namespace(output="stream", out=None, background=False, timeout=None)
+        run_cell(self.session, pool, POST_MORTEM, [chosen], how, 0)
+
+
+def _one(text: str, ranks: list[int]) -> int:
+    chosen = parse_ranks(text, ranks)
+    if len(chosen) != 1:
+        raise UsageError(f"%hvd_debug: one rank at a time, and {text!r} is {len(chosen)}")
+    return chosen[0]
+
+
+def where_parser() -> MagicParser:
+    parser = MagicParser(
+        "%hvd_where", "Show where each rank is, also while it runs a cell in the background or hangs."
+    )
+    parser.add_argument("ranks", nargs="?", metavar="0,2-3,::2", help="these ranks only")
+    parser.add_argument("--native", action="store_true", help="the frames below Python, too, read by py-spy")
+    return parser
+
+
+@magics_class
+class WhereMagics(Magics):
+    """Magics that look at what ranks are doing."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.shell)
+        self.session = session
+
+    @line_magic
+    @documented(where_parser())
+    def hvd_where(self, line: str) -> RankLocations | None:
+        """Show the Python stack of each rank, equal ones together, and the collective it is in."""
+        parser = where_parser()
+        options = parser.parse(line)
+        if options.help:
+            print(parser.format_help())
+            return None
+        pool = self.session.need_pool("%hvd_where")
+        ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else None
+        with as_usage_error():
+            if options.native:
+                print(pool.native(ranks))
+            return pool.where(ranks)
+
+
+_RANKS = re.compile(r"\s*%%hvd_(run|rank)\b")
+
+
+def load_debugger(session: Session, auto: AutoRun) -> DebugHub | None:
+    """Put a hub before the kernel's own debugger; None if the kernel has none."""
+    kernel = getattr(session.shell, "kernel", None)
+    if not hasattr(getattr(kernel, "debugger", None), "process_request"):
+        return None
+    from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
+
+    hub = DebugHub(kernel, lambda: session.current, lambda code: runs_on_ranks(session, auto, code))
+    session.watchers.append(hub.pool_changed)
+    session.debugger = hub
+    return hub
+
+
+def unload_debugger(session: Session) -> None:
+    """Give the kernel its own debugger back."""
+    hub, session.debugger = session.debugger, None
+    if hub is not None:
+        session.watchers.remove(hub.pool_changed)
+        hub.close()
+
+
+def runs_on_ranks(session: Session, auto: AutoRun, code: str) -> bool:
+    """Whether nothing of this cell runs in the kernel itself."""
+    if session.ranks_by_default and not _RANKS.match(code):
+        way = route(code)
+        return bool(way.ranks) and not way.here
+    return _RANKS.match("".join(auto(code.splitlines(keepends=True)))) is not None

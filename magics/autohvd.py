@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from hvdlab.magics.notebook_pool import Session
+from hvdlab.magics.notebook_pool import NotebookPool
 
 _OURS = re.compile(r"%(hvd_\w+|autohvd|load_ext|unload_ext|reload_ext)\b")
 INSERTED = "%%hvd_run\n"
@@ -43,7 +43,7 @@ class AutoRun:
 class AutoMagics(Magics):
     """Magics that choose where plain cells run."""
 
-    def __init__(self, session: Session, auto: AutoRun) -> None:
+    def __init__(self, session: NotebookPool, auto: AutoRun) -> None:
         super().__init__(session.shell)
         self._session, self._auto = session, auto
 

@@ -40,10 +40,22 @@ from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.kernel_ext.notebook.output.values import label_html
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter
 from hvdlab.kernel_ext.wire.cells import Chunk
-from hvdlab.magics.notebook_pool import CellImportDisplay, Session, as_usage_error, cell_number, shell_colours
-from hvdlab.magics.screens.cell_strip import StripSink, wanted
-from hvdlab.magics.screens.notebook import KnownAreas, NotebookScreen
-from hvdlab.magics.screens.publishers import CellPublisher, ParentPublisher, Publisher, Watched, in_notebook
+from hvdlab.magics.notebook_pool import (
+    CellImportDisplay,
+    NotebookPool,
+    as_usage_error,
+    cell_number,
+    shell_colours,
+)
+from hvdlab.magics.screens.cell_strip import StripSink, strips_enabled
+from hvdlab.magics.screens.notebook import DisplayIds, NotebookScreen
+from hvdlab.magics.screens.publishers import (
+    FixedCellChannel,
+    LineTracking,
+    OutputChannel,
+    RunningCellChannel,
+    in_notebook,
+)
 from hvdlab.magics.screens.screen import MergingSink, Screen, TerminalScreen, write_to_terminal
 
 if TYPE_CHECKING:
@@ -51,7 +63,12 @@ if TYPE_CHECKING:
 
 
 def run_cell(
-    session: Session, pool: Pool, source: str, ranks: Sequence[int], options: argparse.Namespace, offset: int
+    session: NotebookPool,
+    pool: Pool,
+    source: str,
+    ranks: Sequence[int],
+    options: argparse.Namespace,
+    offset: int,
 ) -> Any:
     """Run a cell; returns what the magic returns.
 
@@ -105,7 +122,9 @@ def run_cell(
     return _conclude(session, results, options.out, quiet=_quiet(source))
 
 
-def _conclude(session: Session, results: CellResults, name: str | None, *, quiet: bool) -> CellResults | None:
+def _conclude(
+    session: NotebookPool, results: CellResults, name: str | None, *, quiet: bool
+) -> CellResults | None:
     results.plain, results.import_display = session.ranks_by_default, CellImportDisplay()
     if name:
         session.shell.user_ns[name], results.name = results, name
@@ -139,7 +158,7 @@ def _quiet(source: str) -> bool:
 
 
 def make_sink(
-    session: Session,
+    session: NotebookPool,
     ranks: Sequence[int],
     output: str,
     *,
@@ -158,7 +177,9 @@ def make_sink(
         return NullSink()
     publisher = _publisher(session, background=background)
     watched = (
-        Watched(publisher) if publisher is not None and strip is not None and wanted(os.environ) else None
+        LineTracking(publisher)
+        if publisher is not None and strip is not None and strips_enabled(os.environ)
+        else None
     )
     cell = uuid.uuid4().hex[:12]
     sink = _foreground_sink(
@@ -182,7 +203,7 @@ def make_sink(
     return BackgroundSink(sink, write, colours=shell_colours(session.shell), quiet=quiet)
 
 
-def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOutput | None:
+def _late_output(session: NotebookPool, ranks: Sequence[int], output: str) -> LateOutputView | None:
     """Takes output that comes after the cell's end, and shows it under that cell; None if no output is shown."""
     if output == "none":
         return None
@@ -194,17 +215,17 @@ def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOut
         limit = shown_limit(os.environ)
         return LimitedSink(sink, ranks, limit) if limit else sink
 
-    return LateOutput(make, ranks)
+    return LateOutputView(make, ranks)
 
 
 def _foreground_sink(
-    publisher: Publisher | None,
+    publisher: OutputChannel | None,
     ranks: Sequence[int],
     output: str,
     cell: str,
     *,
     plain: bool,
-    known: KnownAreas | None,
+    known: DisplayIds | None,
 ) -> TimedSink:
     screen: Screen = (
         TerminalScreen(ranks)
@@ -214,10 +235,10 @@ def _foreground_sink(
     return MergingSink(LineMerger(ranks, hold=hold_time(os.environ), merge=output == "grouped"), screen)
 
 
-def _publisher(session: Session, *, background: bool) -> Publisher | None:
+def _publisher(session: NotebookPool, *, background: bool) -> OutputChannel | None:
     if not in_notebook(session.shell):
         return None
-    return ParentPublisher(session.shell) if background else CellPublisher(session.shell)
+    return FixedCellChannel(session.shell) if background else RunningCellChannel(session.shell)
 
 
 class RunningCell(Protocol):
@@ -299,7 +320,7 @@ class BackgroundCell:
         return f"<cell {self._label} {state} in the background on {format_ranks(self._run.ranks)}; .wait(), .interrupt()>"
 
 
-class LateOutput:
+class LateOutputView:
     """Gives output to a sink on a thread that exists only while there is something to show.
 
     Args:

@@ -10,7 +10,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.magics.arguments import PARSERS, Values
-from hvdlab.magics.notebook_pool import Session
+from hvdlab.magics.notebook_pool import NotebookPool
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -47,7 +47,7 @@ class RankCompleter:
         everywhere: Returns whether ``%autohvd`` is on.
     """
 
-    def __init__(self, session: Session, everywhere: Callable[[], bool]) -> None:
+    def __init__(self, session: NotebookPool, everywhere: Callable[[], bool]) -> None:
         self._session, self._everywhere = session, everywhere
 
         @context_matcher(identifier="hvdlab.rank", priority=1000)  # type: ignore[untyped-decorator]  # IPython's

@@ -12,7 +12,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from hvdlab.kernel_ext.spmd.routing import route
 from hvdlab.magics.arguments import MagicParser, documented, parse_ranks
 from hvdlab.magics.autohvd import AutoRun
-from hvdlab.magics.notebook_pool import Session, as_usage_error, ranks_of
+from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, ranks_of
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
@@ -32,7 +32,7 @@ def debug_parser() -> MagicParser:
 class DebugMagics(Magics):
     """Magics that debug ranks."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -88,7 +88,7 @@ def where_parser() -> MagicParser:
 class WhereMagics(Magics):
     """Magics that look at what ranks are doing."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -112,20 +112,20 @@ class WhereMagics(Magics):
 _RANKS = re.compile(r"\s*%%hvd_(run|rank)\b")
 
 
-def load_debugger(session: Session, auto: AutoRun) -> DebugHub | None:
+def load_debugger(session: NotebookPool, auto: AutoRun) -> DebugHub | None:
     """Put a hub before the kernel's own debugger; None if the kernel has none."""
     kernel = getattr(session.shell, "kernel", None)
     if not hasattr(getattr(kernel, "debugger", None), "process_request"):
         return None
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
 
-    hub = DebugHub(kernel, lambda: session.current, lambda code: runs_on_ranks(session, auto, code))
+    hub = DebugHub(kernel, lambda: session.pool_unchecked, lambda code: runs_on_ranks(session, auto, code))
     session.watchers.append(hub.pool_changed)
     session.debugger = hub
     return hub
 
 
-def unload_debugger(session: Session) -> None:
+def unload_debugger(session: NotebookPool) -> None:
     """Give the kernel its own debugger back."""
     hub, session.debugger = session.debugger, None
     if hub is not None:
@@ -133,7 +133,7 @@ def unload_debugger(session: Session) -> None:
         hub.close()
 
 
-def runs_on_ranks(session: Session, auto: AutoRun, code: str) -> bool:
+def runs_on_ranks(session: NotebookPool, auto: AutoRun, code: str) -> bool:
     """Whether nothing of this cell runs in the kernel itself."""
     if session.ranks_by_default and not _RANKS.match(code):
         way = route(code)

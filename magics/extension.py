@@ -19,7 +19,7 @@ from hvdlab.magics.arguments import give_body
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.debug_magics import DebugMagics, WhereMagics, load_debugger, unload_debugger
-from hvdlab.magics.notebook_pool import Ahead, KernelRanks, Session
+from hvdlab.magics.notebook_pool import BackgroundPrestart, NotebookPool, SessionBackend
 from hvdlab.magics.output_magics import OutputMagics
 from hvdlab.magics.panel_comms import PanelComms, load_panel
 from hvdlab.magics.pool_magics import C10dMagics, PoolMagics
@@ -65,9 +65,9 @@ class Extension:
         session: The pool and what belongs to it.
     """
 
-    def __init__(self, shell: InteractiveShell, session: Session | None = None) -> None:
+    def __init__(self, shell: InteractiveShell, session: NotebookPool | None = None) -> None:
         self.shell = shell
-        self.session = session or Session(shell)
+        self.session = session or NotebookPool(shell)
         self._auto = AutoRun()
         self._panel: PanelComms | None = None
         self._completer = RankCompleter(self.session, lambda: self._auto.on)
@@ -96,10 +96,10 @@ class Extension:
         self.shell.input_transformers_cleanup.insert(0, give_body)
         self.shell.input_transformers_cleanup.append(self._auto)
         if (take_ranks := self._kernel_takes_ranks()) is not None:
-            take_ranks(KernelRanks(self.session))
+            take_ranks(SessionBackend(self.session))
         self._completer.load()
         add_finder(self._pool)
-        add_awaiting(self.session.awaited)
+        add_awaiting(self.session.next_recording)
         self._panel = load_panel(self.session)
         load_debugger(self.session, self._auto)
         self._follow_shutdown()
@@ -107,8 +107,8 @@ class Extension:
 
     def prewarm(self) -> None:
         """Begin to start what the first pool needs, in the background."""
-        self.session.ahead = (
-            None if context.in_rank_of_pool() else Ahead([CELL_VIEW])
+        self.session.prestart = (
+            None if context.in_rank_of_pool() else BackgroundPrestart([CELL_VIEW])
         )  # a rank starts no pool
         if self.session.ranks_by_default:
             kernel: Any = getattr(self.shell, "kernel", None)
@@ -124,7 +124,7 @@ class Extension:
         if panel is not None:
             panel.close()
         remove_finder(self._pool)
-        remove_awaiting(self.session.awaited)
+        remove_awaiting(self.session.next_recording)
         self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)
         self.shell.input_transformers_cleanup.remove(give_body)
@@ -155,9 +155,9 @@ class Extension:
         handlers["shutdown_request"] = shutdown_request
         self.session.leaving.callback(handlers.__setitem__, "shutdown_request", before)
 
-    def _kernel_takes_ranks(self) -> Callable[[KernelRanks | None], None] | None:
+    def _kernel_takes_ranks(self) -> Callable[[SessionBackend | None], None] | None:
         """The method by which a kernel whose cells run on ranks takes them; None for any other kernel."""
-        found: Callable[[KernelRanks | None], None] | None = getattr(
+        found: Callable[[SessionBackend | None], None] | None = getattr(
             getattr(self.shell, "kernel", None), "take_ranks", None
         )
         return found
@@ -176,7 +176,7 @@ class Extension:
         elif (
             type(error) is NameError
             and not self.session.ranks_by_default
-            and (where := self.session.ranks_with(error.name or ""))
+            and (where := self.session.ranks_that_have(error.name or ""))
         ):
             print(f"`{error.name}` exists on {format_ranks(where)}: put `%%hvd_run` on top")
 

@@ -25,8 +25,8 @@ from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
 from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
 from hvdlab.launch.options import split as split_options
 from hvdlab.magics.screens.cell_strip import Strips
-from hvdlab.magics.screens.notebook import KnownAreas
-from hvdlab.magics.screens.publishers import CellPublisher, ParentPublisher, in_notebook
+from hvdlab.magics.screens.notebook import DisplayIds
+from hvdlab.magics.screens.publishers import FixedCellChannel, RunningCellChannel, in_notebook
 
 if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 
-class Session:
+class NotebookPool:
     """The pool of one shell.
 
     Args:
@@ -68,29 +68,29 @@ class Session:
         attach: Callable[..., Pool] | None = None,
     ) -> None:
         self.shell = shell
-        self.ahead: Ahead | None = None
+        self.prestart: BackgroundPrestart | None = None
         self.raw_cell = ""
         self.store_history = True
         self.ranks_by_default = False
         self.running_label = ""
         self.labels: dict[str, str] = {}
         self.strips = Strips()
-        self.areas = KnownAreas()
+        self.areas = DisplayIds()
         self.debugger: DebugHub | None = None
         self.watchers: list[Callable[[], None]] = []
         self.leaving = ExitStack()
         self._widgets = WidgetStates()
         self._pool: Pool | None = None
         #: The recording of the next pool, if views wait for it already.
-        self._awaited: Recording | None = None
-        self._coming: Coming | None = None
-        self._wishes: Callable[[], PoolDefaults] = PoolDefaults
+        self._next_recording: Recording | None = None
+        self._start_under_way: BackgroundStart | None = None
+        self._defaults: Callable[[], PoolDefaults] = PoolDefaults
         self._broken = ""  # why the last pool can't be used any more
         self._start_pool = start or _start_pool
         self._attach_pool = attach or _attach_pool
 
     @property
-    def current(self) -> Pool | None:
+    def pool_unchecked(self) -> Pool | None:
         """The pool, without a check whether it still works. Any thread."""
         return self._pool
 
@@ -98,24 +98,24 @@ class Session:
         self._pool = pool
         self._widgets.clear()
         self.areas.clear()
-        awaited = self._awaited
+        awaited = self._next_recording
         if pool is not None and awaited is not None:
-            self._awaited = None
+            self._next_recording = None
             pool.client.adopt(awaited)
         if pool is not None and in_notebook(self.shell):
             from hvdlab.kernel_ext.notebook.comm_relay import CommRelay
 
-            CommRelay(pool.client, lambda: ParentPublisher(self.shell).stream, self._widgets)
+            CommRelay(pool.client, lambda: FixedCellChannel(self.shell).stream, self._widgets)
         for watcher in tuple(self.watchers):
             watcher()
 
-    def awaited(self) -> Recording:
+    def next_recording(self) -> Recording:
         """The recording of the next pool; empty until there is one."""
         from hvdlab.collectives.tracing.recording import Recording
 
-        if self._awaited is None:
-            self._awaited = Recording()
-        return self._awaited
+        if self._next_recording is None:
+            self._next_recording = Recording()
+        return self._next_recording
 
     @property
     def pool(self) -> Pool | None:
@@ -133,7 +133,7 @@ class Session:
 
         with as_usage_error():
             check_sees_ranks(what)
-        self._wait_for_coming()
+        self._await_start()
         if self.pool is None:
             if self._broken:
                 raise UsageError(self._gone())
@@ -168,7 +168,7 @@ class Session:
         Raises:
             UsageError: There can't be such a pool; the text has the remedy.
         """
-        self._wait_for_coming()
+        self._await_start()
         pool = self.pool
         if pool is None:
             from hvdlab.kernel_ext.notebook.checks import check_not_in_rank
@@ -198,7 +198,7 @@ class Session:
         if np is not None and resized:
             for line in self.resize(pool, np):
                 say(line)
-        if (resized or sync) and (greeting := self.greet(pool, bring=sync)):
+        if (resized or sync) and (greeting := self.unsynced_notice(pool, bring=sync)):
             say(greeting)
         for text in pool.news():
             say(visible_lines(text))
@@ -217,7 +217,7 @@ class Session:
         has, its = ("has", "its") if len(ended) == 1 else ("have", "their")
         return [f"{format_ranks(ended)} {has} ended, with {its} variables"]
 
-    def greet(self, pool: Pool, *, bring: bool = False) -> str:
+    def unsynced_notice(self, pool: Pool, *, bring: bool = False) -> str:
         """The sentence about ranks that came later. With ``bring``, and in the kernel whose cells run on ranks, bring them what others know.
 
         That is not done while a cell runs: it would come after the cell, and the notebook would wait for it.
@@ -260,16 +260,16 @@ class Session:
         """Stop the pool, if there is one, and what was started ahead."""
         self.strips.close()
         self.leaving.close()
-        if self._awaited is not None:
-            self._awaited.close()
+        if self._next_recording is not None:
+            self._next_recording.close()
         self.end_pool()
-        ahead, self.ahead = self.ahead, None
+        ahead, self.prestart = self.prestart, None
         if ahead is not None:
             ahead.close()
 
     def end_pool(self) -> None:
         """Stop the pool, or leave it if it is kept; the same for a pool that is being started. Any thread."""
-        coming, self._coming = self._coming, None
+        coming, self._start_under_way = self._start_under_way, None
         if coming is not None:
             coming.close()
         pool, self._pool = self._pool, None
@@ -279,7 +279,7 @@ class Session:
             else:
                 pool.stop()
 
-    def ranks_with(self, name: str) -> tuple[int, ...]:
+    def ranks_that_have(self, name: str) -> tuple[int, ...]:
         """Return the ranks on which users have made this name, of those that answer within the pool's limit; none without a pool."""
         pool = self.pool
         if pool is None:
@@ -308,12 +308,12 @@ class Session:
             show: Returns the sink for a cell that the notebook before has left.
             launcher: The pool's launcher, if the user named it.
         """
-        self._wait_for_coming()
+        self._await_start()
         if self.pool is not None:
             raise UsageError(
                 "this notebook has ranks already; `%hvd_pool stop` ends them, then others can be attached to"
             )
-        ahead, self.ahead = self.ahead, None
+        ahead, self.prestart = self.prestart, None
         if ahead is not None:
             ahead.close()
         with as_usage_error():
@@ -324,17 +324,17 @@ class Session:
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
+    def start_in_background(self, wishes: Callable[[], PoolDefaults]) -> None:
         """Begin to start a pool in the background. If that fails, the first use of the pool raises the error.
 
         Args:
             wishes: What the pool shall be like, and later ones unless options say otherwise; called on another thread.
         """
-        self._wishes = wishes
-        ahead, self.ahead = self.ahead, None
+        self._defaults = wishes
+        ahead, self.prestart = self.prestart, None
 
         def start(say: Callable[[str], None]) -> Pool:
-            warm = ahead.take() if ahead is not None else None
+            warm = ahead.hand_over() if ahead is not None else None
             try:
                 arguments = _arguments(wishes(), None, None, None, None)
             except BaseException:
@@ -343,13 +343,13 @@ class Session:
                 raise
             return self._start_pool(**arguments, warm=warm, keep=None, on_progress=say)
 
-        self._coming = Coming(start, self._come)
+        self._start_under_way = BackgroundStart(start, self._pool_started)
 
-    def _come(self, coming: Coming, pool: Pool) -> None:
+    def _pool_started(self, coming: BackgroundStart, pool: Pool) -> None:
         self._set(pool)
 
-    def _wait_for_coming(self) -> None:
-        coming = self._coming
+    def _await_start(self) -> None:
+        coming = self._start_under_way
         if coming is None:
             return
         try:
@@ -358,9 +358,9 @@ class Session:
         except KeyboardInterrupt:
             raise Interrupted("interrupted; the ranks go on starting") from None
         except BaseException:
-            self._coming = None
+            self._start_under_way = None
             raise
-        self._coming = None
+        self._start_under_way = None
 
     def _alone(self) -> bool:
         """Whether the cell that runs will show nothing but what its ranks show."""
@@ -378,14 +378,14 @@ class Session:
         say: Callable[[str], None],
     ) -> Pool:
         with as_usage_error():
-            wishes = self._wishes()
+            wishes = self._defaults()
         chosen = any(one is not None for one in (np, hosts, wishes.np, wishes.hosts))
         arguments = _arguments(wishes, np, launcher, plane, hosts)
         if launcher_options:
             with as_usage_error():
                 arguments["launcher_options"] = split_options(launcher_options)
-        ahead, self.ahead = self.ahead, None
-        warm = ahead.take() if ahead is not None else None
+        ahead, self.prestart = self.prestart, None
+        warm = ahead.hand_over() if ahead is not None else None
         try:
             with as_usage_error(), StartProgress(self.shell, alone=self._alone()) as progress:
                 pool = self._start_pool(**arguments, warm=warm, keep=keep, on_progress=progress)
@@ -468,16 +468,11 @@ def ranks_of(pool: Pool) -> list[int]:
     return sorted(pool.ranks)
 
 
-def say_ranks(ranks: list[int]) -> str:
-    """``rank 3`` or ``ranks 0-7``."""
-    return format_ranks(ranks)
-
-
 LEAVE_WITHIN = 5.0
-"""Seconds that :meth:`Coming.close` waits for a start that is under way. The start ends with this process in any case."""
+"""Seconds that :meth:`BackgroundStart.close` waits for a start that is under way. The start ends with this process in any case."""
 
 
-class Coming:
+class BackgroundStart:
     """Starts a pool on a thread of its own.
 
     Args:
@@ -486,14 +481,14 @@ class Coming:
     """
 
     def __init__(
-        self, start: Callable[[Callable[[str], None]], Pool], done: Callable[[Coming, Pool], None]
+        self, start: Callable[[Callable[[str], None]], Pool], done: Callable[[BackgroundStart, Pool], None]
     ) -> None:
         self._start, self._done = start, done
         self._steps: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="hvdlab-coming", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-start", daemon=True)
         self._thread.start()
 
     def wait(self, show: Callable[[str], None]) -> None:
@@ -529,7 +524,7 @@ class Coming:
             self._steps.put(None)
 
 
-class Ahead:
+class BackgroundPrestart:
     """Processes of the first pool, started on a thread while the user is still typing, so that ``%load_ext`` returns at once.
 
     Args:
@@ -539,10 +534,10 @@ class Ahead:
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._preload = tuple(preload)
         self._warm: Prestart | None = None
-        self._thread = threading.Thread(target=self._begin, name="hvdlab-ahead", daemon=True)
+        self._thread = threading.Thread(target=self._begin, name="hvdlab-prestart", daemon=True)
         self._thread.start()
 
-    def take(self) -> Prestart | None:
+    def hand_over(self) -> Prestart | None:
         """Hand the warm pool over, once; None if it could not be begun (``Pool.start`` then finds out why)."""
         self._thread.join()
         warm, self._warm = self._warm, None
@@ -550,7 +545,7 @@ class Ahead:
 
     def close(self) -> None:
         """End what was started, unless it was taken."""
-        warm = self.take()
+        warm = self.hand_over()
         if warm is not None:
             warm.close()
 
@@ -624,7 +619,7 @@ class CellImportDisplay:
         shell = None if package in sys.modules else get_ipython()
         text = f"importing {visible(package)} …"
         if shell is not None and in_notebook(shell):
-            publisher, area = CellPublisher(shell), f"hvdlab-import-{uuid.uuid4().hex}"
+            publisher, area = RunningCellChannel(shell), f"hvdlab-import-{uuid.uuid4().hex}"
             publisher.display({"text/plain": text}, {}, area)
             try:
                 yield
@@ -651,16 +646,16 @@ BUSY_PATIENCE = 2.0
 """Seconds that a rank which runs a cell has; it answers at once, unless other code holds its interpreter."""
 
 
-class KernelRanks:
+class SessionBackend:
     """The ranks of that kernel: its session's pool."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         self._session = session
         session.ranks_by_default = True
 
     def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
         """Begin to start ranks."""
-        self._session.begin(wishes)
+        self._session.start_in_background(wishes)
 
     def cell(self, code: str, *, store_history: bool) -> None:
         """The kernel is going to run this cell."""
@@ -685,7 +680,7 @@ class KernelRanks:
 
     def busy_with(self) -> str:
         """The label of the cell that runs; empty if none does."""
-        pool = self._session.current
+        pool = self._session.pool_unchecked
         return self._session.running_label if pool is not None and pool.state == "running" else ""
 
     def end(self) -> None:
@@ -693,7 +688,7 @@ class KernelRanks:
         self._session.end_pool()
 
     def _ask(self, ask: Callable[[Pool], A | None]) -> A | None:
-        pool = self._session.current
+        pool = self._session.pool_unchecked
         if pool is None or pool.state not in ("idle", "running"):
             return None
         try:

@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.magics.arguments import OUTPUTS, MagicParser, count_of, documented, parse_ranks
-from hvdlab.magics.notebook_pool import Session, as_usage_error, shell_colours
+from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, shell_colours
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
@@ -43,7 +43,7 @@ def output_parser() -> MagicParser:
 class OutputMagics(Magics):
     """The magic that shows output again."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.magics.notebook_pool import Session
+from hvdlab.magics.notebook_pool import NotebookPool
 
 if TYPE_CHECKING:
     from hvdlab.collectives.client import Client
@@ -38,11 +38,11 @@ class PanelComms:
         session: The notebook's session.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         from comm import create_comm, get_comm_manager
 
         self._session = session
-        self._desk = NotebookDesk(session)
+        self._desk = NotebookPanelBackend(session)
         self._starting = threading.Lock()
         self._panel: Panel | None = None
         self._closed = False
@@ -91,10 +91,10 @@ class PanelComms:
             self._stream.send(message, buffers=buffers)
 
 
-class NotebookDesk:
+class NotebookPanelBackend:
     """The pools that a notebook can show: its own, those in its variables, and those that are kept on this host."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         self._session = session
         self._last: weakref.ref[Recording] | None = None
         self._watched: dict[str, Client] = {}
@@ -102,7 +102,7 @@ class NotebookDesk:
 
     def recording(self, pool: str) -> Recording | None:
         if not pool:
-            own = self._session.current
+            own = self._session.pool_unchecked
             if own is None or own.state == "stopped":
                 return self._last() if self._last is not None else None
             recording = own.client.recording
@@ -112,14 +112,14 @@ class NotebookDesk:
 
     def changeable(self, pool: str) -> Pool | None:
         if not pool:
-            own = self._session.current
+            own = self._session.pool_unchecked
             return None if own is None or own.state == "stopped" else own
         return self._in_variables().get(pool.removeprefix(VARIABLE)) if pool.startswith(VARIABLE) else None
 
     def pools(self) -> list[dict[str, Any]]:
         from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 
-        own = self._session.current
+        own = self._session.pool_unchecked
         found = [{"id": "", "kind": "own", "name": own.name if own else "", "size": own.size if own else 0}]
         for name, pool in self._in_variables().items():
             if pool is not own:
@@ -183,7 +183,7 @@ class NotebookDesk:
             return client
 
     def _save(self, pool: str, path: Path) -> None:
-        own = self._session.current
+        own = self._session.pool_unchecked
         if not pool and (own is None or own.state == "stopped"):
             recording = self.recording(pool)
             if recording is None:
@@ -197,7 +197,7 @@ class NotebookDesk:
         save_trace(own.client if own is not None and not pool else self._client(pool), path)
 
 
-def load_panel(session: Session) -> PanelComms | None:
+def load_panel(session: NotebookPool) -> PanelComms | None:
     """The comms of this kernel; ``None`` in a shell that is no kernel."""
     if getattr(session.shell, "kernel", None) is None:
         return None

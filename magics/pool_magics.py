@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.notebook.output.values import in_output
 from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice, restarted_notice
 from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
 from hvdlab.magics.cell_view import make_sink
-from hvdlab.magics.notebook_pool import Session, as_usage_error, ranks_of, say_ranks
+from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, ranks_of
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
@@ -63,7 +63,7 @@ def pool_parser() -> MagicParser:
 class PoolMagics(Magics):
     """Magics about the pool."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -115,7 +115,7 @@ class PoolMagics(Magics):
         for line in self.session.resize(pool, np):
             print(line)
         print(_ready(pool))
-        if new := self.session.greet(pool):
+        if new := self.session.unsynced_notice(pool):
             print(new)
 
     def _repair(self, options: Any) -> None:
@@ -126,7 +126,7 @@ class PoolMagics(Magics):
             seconds = time.monotonic() - begin
             lacks = {} if self.session.ranks_by_default or not pool.newcomers else pool.names()
             print(restarted_notice(lacks, replaced, seconds) if replaced else "no rank is missing")
-        if self.session.ranks_by_default and (new := self.session.greet(pool)):
+        if self.session.ranks_by_default and (new := self.session.unsynced_notice(pool)):
             print(new)
 
     def _restart(self, options: Any) -> None:
@@ -137,8 +137,8 @@ class PoolMagics(Magics):
             pool.restart(ranks)
             known = self.session.ranks_by_default or not set(ranks) & set(pool.newcomers)
             lacks = "" if known else missing_names_notice(pool.names(), ranks)
-        print(f"{say_ranks(ranks)} started again, with empty memory" + (f"; {lacks}" if lacks else ""))
-        if self.session.ranks_by_default and (new := self.session.greet(pool)):
+        print(f"{format_ranks(ranks)} started again, with empty memory" + (f"; {lacks}" if lacks else ""))
+        if self.session.ranks_by_default and (new := self.session.unsynced_notice(pool)):
             print(new)
 
     def _sync(self, options: Any) -> None:
@@ -167,7 +167,7 @@ class PoolMagics(Magics):
         if busy:
             verb = "runs" if len(busy) == 1 else "run"
             print(
-                f"{say_ranks(busy)} still {verb} a cell of the notebook before; the next cell comes after it"
+                f"{format_ranks(busy)} still {verb} a cell of the notebook before; the next cell comes after it"
             )
 
     def _show_left(self, left: OrphanedCell) -> OutputSink:
@@ -223,7 +223,7 @@ def _ready(pool: Pool, how: str = "") -> str:
         else ""
     )
     ready = (
-        f"{say_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} ready{how}" if ranks else "no rank lives"
+        f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} ready{how}" if ranks else "no rank lives"
     )
     return ready + also
 
@@ -374,7 +374,7 @@ _NAME = "HVDLAB_C10D"
 class C10dMagics(Magics):
     """The magic about ``torch.distributed``."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self._session = session
 

@@ -19,14 +19,14 @@ from hvdlab.magics.arguments import (
     rank_parser,
     run_parser,
 )
-from hvdlab.magics.notebook_pool import Session, as_usage_error, ranks_of
+from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, ranks_of
 
 
 @magics_class
 class CellMagics(Magics):
     """Magics that run a cell."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -133,7 +133,7 @@ def split_installs(prog: str, source: str) -> tuple[list[str], str]:
     return installs, "\n".join(lines) if installs else source
 
 
-def _run(session: Session, *arguments: Any) -> Any:
+def _run(session: NotebookPool, *arguments: Any) -> Any:
     from hvdlab.magics.cell_view import run_cell
 
     return run_cell(session, *arguments)

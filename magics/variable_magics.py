@@ -16,7 +16,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.magics.arguments import MagicParser, count_of, documented, identifier, parse_ranks, positive
-from hvdlab.magics.notebook_pool import CellImportDisplay, Interrupted, Session, as_usage_error, ranks_of
+from hvdlab.magics.notebook_pool import CellImportDisplay, Interrupted, NotebookPool, as_usage_error, ranks_of
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -64,7 +64,7 @@ class _ImportLines:
 class ExchangeMagics(Magics):
     """Magics that move variables."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -82,7 +82,7 @@ class ExchangeMagics(Magics):
         pulled: dict[str, Any] = {}
         for name in options.names:
             try:
-                with as_usage_error(), patience(pool, ranks, f"%hvd_pull {name}"):
+                with as_usage_error(), notice_if_slow(pool, ranks, f"%hvd_pull {name}"):
                     values = pool.pull(name, ranks, imports=_ImportLines(name))
             except LookupError as error:
                 raise UsageError(str(error)) from None
@@ -110,7 +110,7 @@ class ExchangeMagics(Magics):
         missing = [name for name in options.names if name not in variables]
         if missing:
             raise UsageError(f"%hvd_push: the notebook has no variable `{missing[0]}`")
-        with as_usage_error(), patience(pool, ranks_of(pool), "%hvd_push"):
+        with as_usage_error(), notice_if_slow(pool, ranks_of(pool), "%hvd_push"):
             pool.push(**{name: variables[name] for name in options.names})
 
 
@@ -137,7 +137,7 @@ def words_of(line: str) -> list[str]:
 class DiffMagics(Magics):
     """Magics that compare ranks."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -157,7 +157,7 @@ class DiffMagics(Magics):
         ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else ranks_of(pool)
         found: list[Diff] = []
         for what, how in [*((name, "") for name in options.names), *(("", name) for name in special)]:
-            with as_usage_error(), patience(pool, ranks, f"%hvd_diff {what or how}"):
+            with as_usage_error(), notice_if_slow(pool, ranks, f"%hvd_diff {what or how}"):
                 found.append(pool.diff(what, ranks, special=how))
         if len(found) == 1:
             return found[0]
@@ -184,7 +184,7 @@ def whos_parser() -> MagicParser:
 class WhosMagics(Magics):
     """Magics that list variables."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -223,7 +223,7 @@ def replay_parser() -> MagicParser:
 class ReplayMagics(Magics):
     """Magics that bring back what was recorded."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -240,7 +240,7 @@ class ReplayMagics(Magics):
         ranks = ranks_of(pool)
         if options.rank is not None:
             ranks = parse_ranks(options.rank, ranks)
-        with as_usage_error(), patience(pool, ranks, "%hvd_replay"):
+        with as_usage_error(), notice_if_slow(pool, ranks, "%hvd_replay"):
             try:
                 rank = (
                     ranks[0] if len(ranks) == 1 else _first_wrong(pool.pull(f"{_RECORD}.suspects()", ranks))
@@ -262,19 +262,19 @@ def _first_wrong(suspects: dict[int, Any]) -> int:
     return min(known, key=lambda rank: (known[rank][0], known[rank][1], rank))
 
 
-PATIENCE = 2.0
+NOTICE_AFTER = 2.0
 """Seconds until the user reads which ranks are waited for."""
 
 
 @contextmanager
-def patience(pool: Pool, ranks: Sequence[int], what: str) -> Iterator[None]:
+def notice_if_slow(pool: Pool, ranks: Sequence[int], what: str) -> Iterator[None]:
     """Around work that these ranks do after what they run; ``what`` names it for the user.
 
     Raises:
         KeyboardInterrupt: The user interrupted; shown as one line.
     """
     over = threading.Event()
-    timer = threading.Timer(PATIENCE, _tell, (pool, ranks, what, over))
+    timer = threading.Timer(NOTICE_AFTER, _print_notice, (pool, ranks, what, over))
     timer.daemon = True
     timer.start()
     try:
@@ -286,7 +286,7 @@ def patience(pool: Pool, ranks: Sequence[int], what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _tell(pool: Pool, ranks: Sequence[int], what: str, over: threading.Event) -> None:
+def _print_notice(pool: Pool, ranks: Sequence[int], what: str, over: threading.Event) -> None:
     try:
         places = pool.where(ranks)
     except HvdlabError:  # the pool has come to an end, and the work that waits fails with that

@@ -11,7 +11,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
 from hvdlab.magics.arguments import MagicParser, count_of, documented
-from hvdlab.magics.notebook_pool import Session, as_usage_error
+from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error
 from hvdlab.widgets.membership_rows import membership_html, membership_text
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def timeline_parser() -> MagicParser:
 class TimelineMagics(Magics):
     """Magics about the timeline."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -141,7 +141,7 @@ def metrics_parser() -> MagicParser:
 class MetricsMagics(Magics):
     """Magics about metrics."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 
@@ -193,7 +193,7 @@ def elastic_parser() -> MagicParser:
 class ElasticMagics(Magics):
     """The magic about ranks that come and go."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: NotebookPool) -> None:
         super().__init__(session.shell)
         self.session = session
 

@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.notebook.cells.sink import EndingSink, TimedSink, began, 
 from hvdlab.kernel_ext.notebook.output.limit import KeptSink
 from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone
-from hvdlab.magics.screens.publishers import ParentPublisher, Watched
+from hvdlab.magics.screens.publishers import FixedCellChannel, LineTracking
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -38,7 +38,7 @@ COST = 50
 _EMPTY = {"text/plain": "", "text/html": ""}
 
 
-class View(Protocol):
+class StripView(Protocol):
     """A strip of one cell."""
 
     def bundle(self) -> dict[str, Any]:
@@ -61,12 +61,12 @@ class View(Protocol):
         """The mime bundle that stays in the notebook; None for none."""
         ...
 
-    def release(self, now: float) -> None:
+    def cell_ended(self, now: float) -> None:
         """The cell has ended."""
         ...
 
 
-Loader = Callable[[], Callable[[], View] | None]
+Loader = Callable[[], Callable[[], StripView] | None]
 """Imports what a view needs, on a thread of its own, and returns what makes one (or None if something is missing)."""
 
 
@@ -80,12 +80,12 @@ class Strip:
         now: When the cell began.
     """
 
-    def __init__(self, publisher: Watched, load: Loader, area: str, now: float) -> None:
+    def __init__(self, publisher: LineTracking, load: Loader, area: str, now: float) -> None:
         self._publisher, self._load, self._name = publisher, load, area
         self._at: float | None = now + DELAY
         self._loading: threading.Thread | None = None
-        self._make: Callable[[], View] | None = None
-        self._view: View | None = None
+        self._make: Callable[[], StripView] | None = None
+        self._view: StripView | None = None
         self._area = ""
         self._number = self._cleared = 0
         self.stalled = ""
@@ -124,7 +124,7 @@ class Strip:
         """Show one more rank."""
         self._newcomers.append(rank)
 
-    def hasten(self) -> None:
+    def refresh_at_next_tick(self) -> None:
         """Update the strip at the next tick, since no other tick may come for a while."""
         if self._view is not None and self._at is not None:
             self._at = float("-inf")
@@ -145,7 +145,7 @@ class Strip:
         self._place(self._view)
         return now + max(INTERVAL, COST * (time.monotonic() - begin))
 
-    def _introduce(self, view: View) -> None:
+    def _introduce(self, view: StripView) -> None:
         newcomers, self._newcomers = self._newcomers, []
         for rank in newcomers:
             view.began(rank)
@@ -154,7 +154,7 @@ class Strip:
         with self._failures.guard("the strip under the cell"):
             self._make = self._load()
 
-    def _place(self, view: View) -> None:
+    def _place(self, view: StripView) -> None:
         """Show the view, if it is not shown, but not between the parts of a line."""
         if (self._area and self._cleared == self._publisher.clears) or self._publisher.in_line:
             return
@@ -183,7 +183,7 @@ class Strip:
                 if ok and (data := view.summary(now)):
                     self._publisher.display(data, {}, f"{self._name}-summary")
         self._say_failures()
-        view.release(now)
+        view.cell_ended(now)
 
 
 class StripSink:
@@ -235,7 +235,7 @@ class StripSink:
 
     def settle(self) -> None:
         settle(self._inner)
-        self._strip.hasten()
+        self._strip.refresh_at_next_tick()
 
     def tick(self, now: float) -> float | None:
         at = self._inner.tick(now)
@@ -256,7 +256,7 @@ class StripSink:
             self._inner.finished(results)
 
 
-def wanted(environ: Mapping[str, str]) -> bool:
+def strips_enabled(environ: Mapping[str, str]) -> bool:
     """Whether cells get a strip, as far as settings and what is installed go.
 
     Raises:
@@ -280,23 +280,23 @@ class Strips:
         pool: Pool,
         label: str,
         ranks: Sequence[int],
-        publisher: Watched,
+        publisher: LineTracking,
         area: str,
     ) -> Strip:
         """The strip of a cell that begins now."""
         begun = time.monotonic()
-        later = ParentPublisher(shell)
+        later = FixedCellChannel(shell)
 
         def show(data: dict[str, Any], metadata: dict[str, Any], area: str, update: bool) -> None:
             later.display(data, metadata, area, update=update)
 
-        def load() -> Callable[[], View] | None:
+        def load() -> Callable[[], StripView] | None:
             try:
                 from hvdlab.widgets.strip import StripWidget
             except ModuleNotFoundError:
                 return None
             recording = pool.client.recording
-            return lambda: _Shown(StripWidget(recording, ranks, label, begun, show), self)
+            return lambda: _WidgetView(StripWidget(recording, ranks, label, begun, show), self)
 
         return Strip(publisher, load, area, begun)
 
@@ -311,7 +311,7 @@ class Strips:
             widget.close()
 
 
-class _Shown:
+class _WidgetView:
     """A widget as the view of a strip."""
 
     def __init__(self, widget: StripWidget, strips: Strips) -> None:
@@ -326,6 +326,6 @@ class _Shown:
         text = self._widget.summary(now)
         return {"text/html": summary_html(text), "text/plain": text} if text else None
 
-    def release(self, now: float) -> None:
+    def cell_ended(self, now: float) -> None:
         self._widget.finish(now)
         self._strips.ended(self._widget)

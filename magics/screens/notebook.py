@@ -14,11 +14,11 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
 from hvdlab.kernel_ext.notebook.output.values import label_html
 from hvdlab.kernel_ext.wire.cells import Display
-from hvdlab.magics.screens.outbox import Outbox
-from hvdlab.magics.screens.publishers import Publisher
+from hvdlab.magics.screens.outbox import PacedOutbox
+from hvdlab.magics.screens.publishers import OutputChannel
 
 
-class KnownAreas:
+class DisplayIds:
     """The areas of ranks' display ids in all cells of a notebook: a handle may be updated in a later cell than its own."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class KnownAreas:
         self._by_id.clear()
 
 
-class Areas:
+class CellAreas:
     """Names areas, and finds them again.
 
     Ranks choose display ids without knowing of each other, so each rank's id gets an area of its own. After a rank
@@ -54,8 +54,8 @@ class Areas:
         known: The areas of all cells, which this one's are added to.
     """
 
-    def __init__(self, prefix: str, known: KnownAreas | None = None) -> None:
-        self._known = known or KnownAreas()
+    def __init__(self, prefix: str, known: DisplayIds | None = None) -> None:
+        self._known = known or DisplayIds()
         self._names = (f"{prefix}-{n}" for n in count())
         self._by_id: dict[tuple[int, str], str] = {}
         self._used: defaultdict[int, list[str]] = defaultdict(list)
@@ -84,7 +84,7 @@ class Areas:
         return stale
 
     def free(self, rank: int) -> list[str]:
-        """Areas that wait for the rank's next display."""
+        """CellAreas that wait for the rank's next display."""
         return list(self._free[rank])
 
     def forget(self) -> None:
@@ -96,7 +96,7 @@ class Areas:
         self._free.clear()
 
     def leftover(self) -> list[str]:
-        """Areas of all ranks that were freed and not taken again."""
+        """CellAreas of all ranks that were freed and not taken again."""
         return [area for areas in self._free.values() for area in areas]
 
 
@@ -113,23 +113,23 @@ class NotebookScreen:
         cell: Unique id, for names of areas.
         clock: ``time.monotonic``.
         plain: Whether displays that all ranks have made alike get no label, as in a notebook without ranks.
-        known: Areas of displays of other cells, which this one may update.
+        known: CellAreas of displays of other cells, which this one may update.
     """
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: OutputChannel,
         ranks: Sequence[int],
         cell: str,
         clock: Callable[[], float] = time.monotonic,
         *,
         plain: bool = False,
-        known: KnownAreas | None = None,
+        known: DisplayIds | None = None,
     ) -> None:
         self._publisher, self._ranks, self._plain = publisher, set(ranks), plain
         self._labelled = len(self._ranks) > 1
-        self._areas = Areas(f"hvdlab-{cell}", known)
-        self._outbox = Outbox(publisher, clock)
+        self._areas = CellAreas(f"hvdlab-{cell}", known)
+        self._outbox = PacedOutbox(publisher, clock)
         self._live_area = f"hvdlab-{cell}-live"
         self._live_made = self._live_filled = False
         self._status = _StatusArea(f"hvdlab-{cell}-status")
@@ -242,7 +242,7 @@ class _StatusArea:
         self._made = False
 
     def place(self, text: str, final: bool) -> Iterator[tuple[str, str, bool]]:
-        """Areas to show, with their text, and whether they exist."""
+        """CellAreas to show, with their text, and whether they exist."""
         if self._made and self._settled and self._passed and text:
             yield f"{self._name}-{self._number}", "", True
             self._made = False

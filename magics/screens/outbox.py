@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from hvdlab.magics.screens.publishers import Publisher
+from hvdlab.magics.screens.publishers import OutputChannel
 
 MESSAGE_CHARACTERS = 256 * 1024
 """Characters of one message at most."""
@@ -29,16 +29,16 @@ class _Message:
     send: Callable[[], None] | None = None
 
 
-class Outbox:
+class PacedOutbox:
     """Sends what may be sent now and keeps the rest.
 
     Text that waits is joined with text of the same stream. Only then, under a flood of more messages than the
     server takes, may lines of stdout overtake lines of stderr.
     """
 
-    def __init__(self, publisher: Publisher, clock: Callable[[], float]) -> None:
+    def __init__(self, publisher: OutputChannel, clock: Callable[[], float]) -> None:
         self._publisher, self._clock = publisher, clock
-        self._pacer = Pacer(clock())
+        self._limiter = RateLimiter(clock())
         self._waiting: deque[_Message] = deque()
         self._backlog = 0
         self._blocked_until = float("-inf")
@@ -76,12 +76,12 @@ class Outbox:
             message = self._waiting[0]
             text = "".join(message.texts)
             size = wire_size(text) if message.send is None else ENVELOPE
-            ready = self._pacer.ready_at(size, now)
+            ready = self._limiter.ready_at(size, now)
             if ready > now:
                 message.texts = [text]
                 self._blocked_until = ready
                 return ready
-            self._pacer.take(size, now)
+            self._limiter.admit(size, now)
             self._waiting.popleft()
             self._backlog -= message.length
             self._tell_skipped()
@@ -152,7 +152,7 @@ def wire_size(text: str) -> int:
     return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")) + ENVELOPE
 
 
-class Pacer:
+class RateLimiter:
     """Decides when the messages of one cell may go. ``now`` in seconds of any clock."""
 
     def __init__(self, now: float) -> None:
@@ -161,7 +161,7 @@ class Pacer:
         self._sent: deque[tuple[float, int]] = deque()
         self._bytes = 0
 
-    def take(self, size: int, now: float) -> bool:
+    def admit(self, size: int, now: float) -> bool:
         """Whether a message of ``size`` bytes may go now; if so it is counted."""
         if self.ready_at(size, now) > now:
             return False

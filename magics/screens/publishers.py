@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from IPython.core.interactiveshell import InteractiveShell
 
 
-class Publisher(Protocol):
+class OutputChannel(Protocol):
     """Sends output messages of one cell."""
 
     def stream(self, name: str, text: str) -> None: ...
@@ -18,7 +18,7 @@ class Publisher(Protocol):
     def clear(self, wait: bool) -> None: ...
 
 
-class CellPublisher:
+class RunningCellChannel:
     """Sends into the cell that is running now, through the shell, so that ``%%capture`` and Output widgets work."""
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -43,7 +43,7 @@ class CellPublisher:
         self._shell.display_pub.clear_output(wait)  # type: ignore[no-untyped-call]  # IPython has no annotation
 
 
-class ParentPublisher:
+class FixedCellChannel:
     """Sends into one cell for good, whichever cell runs meanwhile: messages carry the header of that cell's request.
 
     Any thread; the socket hands messages to the kernel's own output thread.
@@ -71,7 +71,7 @@ class ParentPublisher:
         self._session.send(self._socket, kind, content, parent=self._parent, ident=topic.encode())
 
 
-class Watched:
+class LineTracking:
     """A publisher that notes whether the text sent so far stops in the middle of a line, and how often it was cleared.
 
     Args:
@@ -82,7 +82,7 @@ class Watched:
         clears: How often everything was cleared.
     """
 
-    def __init__(self, inner: Publisher) -> None:
+    def __init__(self, inner: OutputChannel) -> None:
         self._inner = inner
         self.in_line = False
         self.clears = 0

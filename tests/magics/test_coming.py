@@ -15,7 +15,7 @@ from IPython.core.error import UsageError
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
-from hvdlab.magics.notebook_pool import Interrupted, Session
+from hvdlab.magics.notebook_pool import Interrupted, NotebookPool
 from magics_fakes import FakePool, Notebook
 
 
@@ -45,25 +45,25 @@ def start() -> Iterator[SlowStart]:
 
 
 @pytest.fixture
-def session(notebook: Notebook, start: SlowStart) -> Iterator[Session]:
-    session = Session(notebook.shell, start)  # type: ignore[arg-type]  # a fake
+def session(notebook: Notebook, start: SlowStart) -> Iterator[NotebookPool]:
+    session = NotebookPool(notebook.shell, start)  # type: ignore[arg-type]  # a fake
     yield session
     start.go.set()
     session.close()
 
 
-def test_it_is_there_without_being_asked_for(session: Session, start: SlowStart) -> None:
+def test_it_is_there_without_being_asked_for(session: NotebookPool, start: SlowStart) -> None:
     there = threading.Event()
     session.watchers.append(there.set)
     start.go.set()
-    session.begin(lambda: PoolDefaults(np=3, launcher="mpi"))
+    session.start_in_background(lambda: PoolDefaults(np=3, launcher="mpi"))
     assert there.wait(20)
-    assert session.current is start.pools[0]
-    assert (session.current.size, session.current.launcher) == (3, "mpi")
+    assert session.pool_unchecked is start.pools[0]
+    assert (session.pool_unchecked.size, session.pool_unchecked.launcher) == (3, "mpi")
 
 
-def test_who_needs_it_waits_and_later_pools_are_like_it(session: Session, start: SlowStart) -> None:
-    session.begin(lambda: PoolDefaults(np=3))
+def test_who_needs_it_waits_and_later_pools_are_like_it(session: NotebookPool, start: SlowStart) -> None:
+    session.start_in_background(lambda: PoolDefaults(np=3))
     threading.Timer(0.05, start.go.set).start()
     pool = session.need_pool("%hvd_pool")
     assert pool.size == 3
@@ -74,28 +74,28 @@ def test_who_needs_it_waits_and_later_pools_are_like_it(session: Session, start:
 
 
 def test_what_went_wrong_is_told_once_and_the_next_try_starts_anew(
-    session: Session, start: SlowStart
+    session: NotebookPool, start: SlowStart
 ) -> None:
     start.error = StartError("no room")  # type: ignore[assignment]
     start.go.set()
-    session.begin(lambda: PoolDefaults(np=3))
+    session.start_in_background(lambda: PoolDefaults(np=3))
     with pytest.raises(UsageError, match="no room"):
         session.pool_for(None)
     start.error = None
     assert session.pool_for(None).size == 3
 
 
-def test_wishes_that_are_not_understood_are_told_in_a_sentence(session: Session) -> None:
+def test_wishes_that_are_not_understood_are_told_in_a_sentence(session: NotebookPool) -> None:
     def wishes() -> PoolDefaults:
         raise StartError("that is no number")
 
-    session.begin(wishes)
+    session.start_in_background(wishes)
     with pytest.raises(UsageError, match="that is no number"):
         session.pool_for(None)
 
 
-def test_after_an_interrupt_it_goes_on_starting(session: Session, start: SlowStart) -> None:
-    session.begin(lambda: PoolDefaults(np=2))
+def test_after_an_interrupt_it_goes_on_starting(session: NotebookPool, start: SlowStart) -> None:
+    session.start_in_background(lambda: PoolDefaults(np=2))
     main, over = threading.main_thread().ident or 0, threading.Event()
 
     def press() -> None:
@@ -124,9 +124,11 @@ def _waits_in(thread: int, function: str) -> bool:
     return function in names and names[-1] == "wait"
 
 
-def test_one_that_nobody_wants_any_more_ends_when_it_is_there(session: Session, start: SlowStart) -> None:
-    session.begin(lambda: PoolDefaults(np=2))
+def test_one_that_nobody_wants_any_more_ends_when_it_is_there(
+    session: NotebookPool, start: SlowStart
+) -> None:
+    session.start_in_background(lambda: PoolDefaults(np=2))
     threading.Timer(0.05, start.go.set).start()
     session.close()
     assert start.pools[0].state == "stopped"
-    assert session.current is None
+    assert session.pool_unchecked is None

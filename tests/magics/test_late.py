@@ -6,7 +6,7 @@ import threading
 
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
-from hvdlab.magics.cell_view import LateOutput
+from hvdlab.magics.cell_view import LateOutputView
 from patience import PATIENCE
 
 
@@ -46,7 +46,7 @@ class SlowSink:
 
 def test_a_rank_may_write_on_once_the_sink_holds_little_back() -> None:
     sink, first, second = SlowSink(), threading.Event(), threading.Event()
-    late = LateOutput(lambda: sink, [0, 1])
+    late = LateOutputView(lambda: sink, [0, 1])
     late(0, (Stream("stdout", "a" * BACKLOG),), first.set)
     assert first.wait(PATIENCE)
     late(1, (Stream("stdout", "b"),), second.set)

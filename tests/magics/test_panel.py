@@ -15,7 +15,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook import registry
-from hvdlab.magics.panel_comms import NotebookDesk, load_panel
+from hvdlab.magics.panel_comms import NotebookPanelBackend, load_panel
 from timeline_traces import steps
 
 
@@ -39,12 +39,12 @@ def recording() -> Recording:
 
 @pytest.fixture
 def session() -> Any:
-    return SimpleNamespace(current=None, shell=SimpleNamespace(user_ns={}), watchers=[])
+    return SimpleNamespace(pool_unchecked=None, shell=SimpleNamespace(user_ns={}), watchers=[])
 
 
 @pytest.fixture
-def desk(session: Any) -> Iterator[NotebookDesk]:
-    one = NotebookDesk(session)
+def desk(session: Any) -> Iterator[NotebookPanelBackend]:
+    one = NotebookPanelBackend(session)
     yield one
     one.close()
 
@@ -56,18 +56,18 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_own_pool_is_shown_also_after_its_end(
-    desk: NotebookDesk, session: Any, recording: Recording
+    desk: NotebookPanelBackend, session: Any, recording: Recording
 ) -> None:
     assert desk.recording("") is None
-    session.current = Pool(recording)
+    session.pool_unchecked = Pool(recording)
     assert desk.recording("") is recording
-    session.current.state = "stopped"
+    session.pool_unchecked.state = "stopped"
     assert desk.recording("") is recording
-    session.current = None
+    session.pool_unchecked = None
     assert desk.recording("") is recording
 
 
-def test_unknown_pools_are_named(desk: NotebookDesk) -> None:
+def test_unknown_pools_are_named(desk: NotebookPanelBackend) -> None:
     for name in ("variable:nets", "kept:night", "else"):
         with pytest.raises(InvalidRequestError, match=name.split(":")[-1]):
             desk.recording(name)
@@ -83,7 +83,7 @@ def test_a_kept_pool_is_watched_over_a_connection_that_is_closed_at_the_end(
     monkeypatch.setattr(registry.KeptPoolRegistry, "all", lambda self: [kept])
     monkeypatch.setattr(registry.KeptPoolRegistry, "get", lambda self, name: kept)
     try:
-        desk = NotebookDesk(session)
+        desk = NotebookPanelBackend(session)
         assert {"id": "kept:night", "kind": "kept", "name": "night", "size": 4} in desk.pools()
         watched = desk.recording("kept:night")
         assert watched is not None
@@ -95,10 +95,12 @@ def test_a_kept_pool_is_watched_over_a_connection_that_is_closed_at_the_end(
         coordinator.close()
 
 
-def test_saving_writes_what_was_recorded(desk: NotebookDesk, session: Any, recording: Recording) -> None:
+def test_saving_writes_what_was_recorded(
+    desk: NotebookPanelBackend, session: Any, recording: Recording
+) -> None:
     with pytest.raises(InvalidRequestError, match="no ranks"):
         desk.do("save", {"pool": ""})
-    session.current = Pool(recording, state="stopped")
+    session.pool_unchecked = Pool(recording, state="stopped")
     desk._last = lambda: recording  # type: ignore[assignment]  # as if it had been shown
     answer = desk.do("save", {"pool": ""})
     path = Path(answer["path"])

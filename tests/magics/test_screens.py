@@ -12,8 +12,8 @@ import pytest
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LineMerger, LiveLines, Shown, Text
 from hvdlab.kernel_ext.wire.cells import Display, Stream
 from hvdlab.magics.notebook_pool import CellImportDisplay
-from hvdlab.magics.screens.notebook import KnownAreas, NotebookScreen
-from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS, Pacer, wire_size
+from hvdlab.magics.screens.notebook import DisplayIds, NotebookScreen
+from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS, RateLimiter, wire_size
 from hvdlab.magics.screens.screen import MergingSink, TerminalScreen
 from notebook_recorder import Clock, Recorder
 
@@ -70,7 +70,7 @@ def test_updates_find_the_display_of_their_rank() -> None:
 
 
 def test_a_later_cell_updates_what_each_rank_has_shown_before() -> None:
-    known, recorder, clock = KnownAreas(), Recorder(), Clock()
+    known, recorder, clock = DisplayIds(), Recorder(), Clock()
     first = NotebookScreen(recorder, range(2), "c", clock, known=known)
     for rank in (0, 1):
         first.show(Shown((rank,), html(f"first {rank}", display_id="x")))
@@ -278,10 +278,10 @@ def test_displays_keep_their_place_among_text_that_waits() -> None:
 
 
 def test_a_pacer_lets_pass_in_the_end() -> None:
-    pacer, now = Pacer(0.0), 0.0
+    pacer, now = RateLimiter(0.0), 0.0
     for _ in range(100):
         now = pacer.ready_at(10_000_000, now)
-        assert pacer.take(10_000_000, now)
+        assert pacer.admit(10_000_000, now)
 
 
 def test_what_is_held_back_is_shown_before_the_user_is_asked() -> None:

@@ -26,7 +26,7 @@ from hvdlab.magics.pool_magics import C10dMagics, PoolMagics
 from hvdlab.magics.run_magics import CellMagics
 from hvdlab.magics.variable_magics import DiffMagics, ExchangeMagics, ReplayMagics, WhosMagics
 from hvdlab.magics.view_magics import ElasticMagics, MetricsMagics, TimelineMagics
-from hvdlab.widgets.source import add_awaiting, add_finder, remove_awaiting, remove_finder
+from hvdlab.widgets.views import add_awaiting, add_finder, remove_awaiting, remove_finder
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool

@@ -129,7 +129,7 @@ class NotebookPanelBackend:
                 found.append({"id": KEPT + kept.name, "kind": "kept", "name": kept.name, "size": kept.size})
         return found
 
-    def do(self, what: str, content: Content) -> dict[str, Any]:
+    def run_command(self, what: str, content: Content) -> dict[str, Any]:
         pool = str(content.get("pool", ""))
         if what == "save":
             path = Path.cwd() / f"ranks-{datetime.now():%Y-%m-%d-%H%M%S}.json.gz"

@@ -12,7 +12,7 @@ from IPython.display import display
 
 from hvdlab.magics.arguments import MagicParser, count_of, documented
 from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error
-from hvdlab.widgets.membership_rows import membership_html, membership_text
+from hvdlab.widgets.pool_membership import membership_html, membership_text
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
@@ -167,7 +167,7 @@ def _shown(pool: Any) -> MetricsWidget | None:
 
         return metrics(pool)
     except ModuleNotFoundError:
-        from hvdlab.widgets.metrics_picture import as_text
+        from hvdlab.widgets.still_charts import as_text
 
         print(as_text(pool.client.recording))
         return None

@@ -99,17 +99,17 @@ def test_saving_writes_what_was_recorded(
     desk: NotebookPanelBackend, session: Any, recording: Recording
 ) -> None:
     with pytest.raises(InvalidRequestError, match="no ranks"):
-        desk.do("save", {"pool": ""})
+        desk.run_command("save", {"pool": ""})
     session.pool_unchecked = Pool(recording, state="stopped")
     desk._last = lambda: recording  # type: ignore[assignment]  # as if it had been shown
-    answer = desk.do("save", {"pool": ""})
+    answer = desk.run_command("save", {"pool": ""})
     path = Path(answer["path"])
     assert (answer["name"], answer["size"]) == (path.name, path.stat().st_size)
     assert path.parent == Path.cwd()
     with gzip.open(path) as file:
         assert len(json.load(file)) > recording.count
     with pytest.raises(InvalidRequestError, match="sing"):
-        desk.do("sing", {})
+        desk.run_command("sing", {})
 
 
 def test_a_shell_that_is_no_kernel_has_no_comms(session: Any) -> None:

@@ -1,7 +1,9 @@
-"""Small pictures of series, for a saved notebook and for a terminal."""
+"""Still picture of metrics, for a saved notebook and for a terminal: a small chart or a line of characters for each name."""
 
 from __future__ import annotations
 
+import base64
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +11,71 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.columns import Points
 from hvdlab.collectives.tracing.derived_series import DERIVED
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.widgets.still_lanes import png
+
+WIDTH, HEIGHT = 480, 34
+TEXT_WIDTH = 40
+WIDEST = 80
+"""Characters of a name or a note in a terminal."""
+
+
+def headline(recording: Recording, found: list[Spark], seconds: float) -> str:
+    """Return the metrics in a sentence."""
+    if not found:
+        return "nothing was measured yet"
+    ranks = len({one.rank for one in recording.series()})
+    text = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'}, {recording.points_end:,} points, {seconds:.3g} s"
+    return text + (f" ({recording.points_lost:,} older ones dropped)" if recording.points_lost else "")
+
+
+def as_html(recording: Recording, mark: str = "hvd-still") -> str:
+    """Return the still picture; some kB for each of at most 14 names. ``mark`` is its CSS class."""
+    found, seconds = sparks(recording, WIDTH)
+    rows = []
+    for one in found:
+        data = base64.b64encode(png(draw(one, HEIGHT))).decode()
+        rows.append(
+            f'<tr><th style="text-align:left">{html.escape(title(one.name))}</th>'
+            f'<td><img alt="" width="{WIDTH}" height="{HEIGHT}" src="data:image/png;base64,{data}"></td>'
+            f'<td style="text-align:left">{html.escape(_note(one))}</td></tr>'
+        )
+    text = html.escape(headline(recording, found, seconds))
+    foot = f"<div>{_legend(found)}</div>" if found else ""
+    return f'<div class="hvd-still {mark}"><div><b>Metrics</b>: {text}</div><table>{"".join(rows)}</table>{foot}</div>'
+
+
+def _note(one: Spark) -> str:
+    note = quantity(one.middle, one.unit)
+    far = one.furthest
+    return note if far is None else f"{note}, rank {far[0]}: {quantity(far[1], one.unit)}"
+
+
+def _legend(found: list[Spark]) -> str:
+    ranks = sorted({rank for one in found for rank in one.last})
+    if len(ranks) > LINES:
+        return "median and range of all ranks"
+    return " · ".join(
+        f'<span style="color:rgb({c[0]},{c[1]},{c[2]})">■</span> rank {rank}'
+        for rank, c in zip(ranks, RANKS, strict=False)
+    )
+
+
+def as_text(recording: Recording) -> str:
+    """Return the still picture in characters: a line for each name."""
+    found, seconds = sparks(recording, TEXT_WIDTH)
+    lines = [f"Metrics: {headline(recording, found, seconds)}"]
+    titles = [visible(title(one.name), WIDEST) for one in found]
+    width = max(map(len, titles), default=0)
+    lines += [
+        f"{name:<{width}} |{characters(one)}| {visible(_note(one), WIDEST)}"
+        for name, one in zip(titles, found, strict=True)
+    ]
+    return "\n".join(lines)
+
 
 Picture = NDArray[np.uint8]
 Values = NDArray[np.float64]
@@ -53,7 +117,7 @@ _ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Spark:
-    """One name on all ranks that report it, in columns of equal time.
+    """Series of one name on all ranks that report it, in columns of equal time.
 
     Attributes:
         last: Each rank's newest value.
@@ -70,12 +134,12 @@ class Spark:
 
     @property
     def middle(self) -> float:
-        """The median of the newest values."""
+        """Return the median of the newest values."""
         return float(np.median([value for value in self.last.values() if not math.isnan(value)] or [np.nan]))
 
     @property
     def furthest(self) -> tuple[int, float] | None:
-        """The rank whose newest value is furthest from the median, if it is 2 % of it away; and that value."""
+        """Return the rank whose newest value is furthest from the median, if it is 2 % of it away; and that value."""
         middle = self.middle
         known = {rank: value for rank, value in self.last.items() if not math.isnan(value)}
         if len(known) < 2:
@@ -85,7 +149,7 @@ class Spark:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the greatest finite value; 0 and 1 if there is none."""
+        """Return the least and the greatest finite value; 0 and 1 if there is none."""
         values = np.concatenate((self.low.ravel(), self.high.ravel()))
         values = values[np.isfinite(values)]
         return (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
@@ -95,7 +159,7 @@ def sparks(recording: Recording, columns: int, most: int = 14) -> tuple[list[Spa
     """Return the first ``most`` names, and the seconds that all columns show together.
 
     While no cell runs, they end with the last thing that happened: the ranks' memory is measured when they are idle, too,
-    and would push aside what was trained.
+    and would push the training out of the picture.
     """
     recording.points_since(recording.points_end)  # brings the series up to date that are computed from spans
     series = [one for one in recording.series() if _place(one.name) < len(_ORDER)]
@@ -197,7 +261,7 @@ def _columns(points: Points, begin: int, end: int, columns: int) -> tuple[Values
 
 
 def draw(spark: Spark, height: int) -> Picture:
-    """Lines of the ranks as red, green, blue and opacity; of many ranks their range and their median."""
+    """Return the lines of the ranks as red, green, blue and opacity; of many ranks their range and their median."""
     width = spark.low.shape[1]
     picture = np.zeros((height, width, 4), np.uint8)
     least, most = spark.bounds
@@ -263,7 +327,7 @@ def _line(
 
 
 def characters(spark: Spark) -> str:
-    """The median of the ranks in each column as a bar of one to eight eighths; a space where nothing was measured."""
+    """Return the median of the ranks in each column as a bar of one to eight eighths; a space where nothing was measured."""
     values = _median((spark.low + spark.high) / 2)
     known = values[~np.isnan(values)]
     least, most = (known.min(), known.max()) if len(known) else (0.0, 1.0)
@@ -274,7 +338,7 @@ def characters(spark: Spark) -> str:
 
 
 def title(name: str) -> str:
-    """The name that is shown for a series: our own by their meaning, those of users as they are."""
+    """Return the name that is shown for a series: our own by their meaning, those of users as they are."""
     if not name.startswith("hvdlab/"):
         return name
     words = {"rss": "memory", "cpu": "CPU", "samples_per_second": "samples/s"}
@@ -286,7 +350,7 @@ def title(name: str) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A value with its unit and three digits."""
+    """Return a value with its unit and three digits."""
     if not np.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if unit == "s":

@@ -1,4 +1,4 @@
-"""A still picture of a recording: what a saved notebook keeps, and what a terminal shows."""
+"""Still picture of a recording, for a saved notebook and for a terminal: a lane of the newest spans for each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdlab.collectives.tracing.collective_matching import collective_arrivals
 from hvdlab.collectives.tracing.columns import NOT_READY, NOT_STARTED, Rows, distance
 from hvdlab.collectives.tracing.rank_activity import RankSummary, summarize
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets.rank_rows import slowest_of
+from hvdlab.widgets.recording_feed import slowest_of
 
 ROWS_DRAWN = 200_000
 RANKS_DRAWN = 16
@@ -47,7 +47,7 @@ class Lane:
 
 
 def lanes(recording: Recording, columns: int) -> tuple[list[Lane], float]:
-    """The newest spans of each rank in a number of columns, and the seconds that all columns show together."""
+    """Return the newest spans of each rank in a number of columns, and the seconds that all columns show together."""
     _, rows = recording.rows_since(recording.end - ROWS_DRAWN)
     if not len(rows):
         return [], 0.0
@@ -94,7 +94,7 @@ def _covered(begin: NDArray[Any], end: NDArray[Any], edges: NDArray[np.float64])
 
 
 def draw(lane: Lane) -> Picture:
-    """A lane as red, green, blue and opacity."""
+    """Return a lane as red, green, blue and opacity."""
     width = len(lane.wait)
     body = np.zeros((width, 4))
     _over(body, WAIT, lane.wait * 0.75)
@@ -117,7 +117,7 @@ def _over(pixels: NDArray[np.float64], colour: tuple[int, int, int], share: NDAr
 
 
 def png(picture: Picture) -> bytes:
-    """A picture as a PNG file."""
+    """Return a picture as a PNG file."""
     height, width = picture.shape[:2]
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -132,7 +132,7 @@ def png(picture: Picture) -> bytes:
 
 
 def headline(recording: Recording, summaries: list[RankSummary]) -> str:
-    """The recording in a sentence."""
+    """Return the recording in a sentence."""
     if not summaries:
         return "no collectives were recorded yet"
     ranks = "1 rank" if len(summaries) == 1 else f"{len(summaries)} ranks"
@@ -156,7 +156,7 @@ def seconds(ns: float) -> str:
 
 
 def as_html(recording: Recording, mark: str = "hvd-still") -> str:
-    """The still picture; some 2 kB for each of at most ``RANKS_DRAWN`` ranks. ``mark`` is its CSS class."""
+    """Return the still picture; some 2 kB for each of at most ``RANKS_DRAWN`` ranks. ``mark`` is its CSS class."""
     drawn, length = lanes(recording, WIDTH)
     summaries = {one.rank: one for one in summarize(recording, most=ROWS_DRAWN)}
     text = html.escape(headline(recording, list(summaries.values())))
@@ -192,7 +192,7 @@ def _legend(drawn: list[Lane]) -> list[str]:
 
 
 def as_text(recording: Recording) -> str:
-    """The still picture in characters."""
+    """Return the still picture in characters."""
     drawn, length = lanes(recording, TEXT_WIDTH)
     summaries = {one.rank: one for one in summarize(recording, most=ROWS_DRAWN)}
     lines = [f"Timeline: {headline(recording, list(summaries.values()))}"]

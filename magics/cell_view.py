@@ -70,9 +70,13 @@ def run_cell(
     options: argparse.Namespace,
     offset: int,
 ) -> Any:
-    """Run a cell; returns what the magic returns.
+    """Run a cell on ranks, show it, and return the magic's value: the results, or the handle of a cell in the background.
 
     Args:
+        session: The notebook's pool, with the state of its cells.
+        pool: The pool.
+        source: The cell's code.
+        ranks: The ranks that run it.
         options: ``output``, ``out``, ``background`` and ``timeout``; for cells that may be elastic also ``elastic``,
             ``min_np`` and ``max_np``.
         offset: Lines of the notebook's cell above the source.
@@ -144,7 +148,7 @@ def _conclude(
 
 
 def _show_each(shell: InteractiveShell, results: CellResults) -> None:
-    """Values that a table can't hold, such as widgets: each in an output of its own, under its ranks."""
+    """Show values that a table can't hold, such as widgets, each in an output of its own, under its ranks."""
     for ranks, data in results.groups():
         if len(results.ranks) > 1:
             heading = {"text/html": label_html(ranks), "text/plain": f"{format_ranks(ranks)}:"}
@@ -153,7 +157,7 @@ def _show_each(shell: InteractiveShell, results: CellResults) -> None:
 
 
 def _quiet(source: str) -> bool:
-    """Whether the source ends in ``;``: its value is kept but not shown."""
+    """Return whether the source ends in ``;``: its value is kept but not shown."""
     return bool(DisplayHook.semicolon_at_end_of_expression(source))  # type: ignore[no-untyped-call]  # IPython has no annotation
 
 
@@ -167,9 +171,14 @@ def make_sink(
     strip: tuple[Pool, str] | None = None,
     elastic: bool = False,
 ) -> OutputSink:
-    """The sink for ``--output``, in a notebook or a terminal.
+    """Return the sink for ``--output``, in a notebook or a terminal.
 
     Args:
+        session: The notebook's pool, with the state of its cells.
+        ranks: The ranks of the cell.
+        output: ``grouped``, ``stream`` or ``none``.
+        background: Whether the cell goes on after the magic has returned.
+        source: The cell's code.
         strip: The pool and the label of a cell that gets a live strip; None for no strip.
         elastic: Whether the cell goes on without ranks that die or leave.
     """
@@ -204,7 +213,7 @@ def make_sink(
 
 
 def _late_output(session: NotebookPool, ranks: Sequence[int], output: str) -> LateOutputView | None:
-    """Takes output that comes after the cell's end, and shows it under that cell; None if no output is shown."""
+    """Return the view of output that comes after the cell's end, under that cell; None if no output is shown."""
     if output == "none":
         return None
     publisher = _publisher(session, background=True)
@@ -242,7 +251,7 @@ def _publisher(session: NotebookPool, *, background: bool) -> OutputChannel | No
 
 
 class RunningCell(Protocol):
-    """A run of a pool, as :meth:`Pool.start_run` returns it."""
+    """Run of a cell, as :meth:`Pool.start_run` returns it."""
 
     cell: str
     ranks: tuple[int, ...]
@@ -254,9 +263,9 @@ class RunningCell(Protocol):
 
 
 class BackgroundSink:
-    """The sink of a cell in the background: at the end it also shows the values, or why the cell failed.
+    """Sink of a cell in the background: at the end it also shows the values, or why the cell failed.
 
-    A cell in the foreground does that by its result or its exception; a cell that has returned can't any more.
+    A cell in the foreground does that by its result or its exception, which a cell that has returned can't.
     """
 
     def __init__(
@@ -291,11 +300,14 @@ class BackgroundCell:
 
     @property
     def done(self) -> bool:
-        """Whether the cell has ended."""
+        """Return whether the cell has ended."""
         return self._run.done
 
     def wait(self, timeout: float | None = None) -> CellResults:
-        """The results, once the cell has ended.
+        """Wait for the cell's end, and return its results.
+
+        Args:
+            timeout: Seconds to wait at most; None for no limit.
 
         Raises:
             CellFailed: The cell failed; the notebook shows the same report as for a cell in the foreground.
@@ -321,11 +333,13 @@ class BackgroundCell:
 
 
 class LateOutputView:
-    """Gives output to a sink on a thread that exists only while there is something to show.
+    """View of output that threads, tasks and subprocesses of ranks write after their cell's end, under that cell.
+
+    A thread gives it to a sink, and exists only while there is something to show.
 
     Args:
-        make: Makes the sink when the first output comes.
-        ranks: The ranks that it knows.
+        make: Returns the sink; called when the first output comes.
+        ranks: The ranks of the cell.
     """
 
     def __init__(self, make: Callable[[], TimedSink], ranks: Sequence[int]) -> None:
@@ -336,7 +350,7 @@ class LateOutputView:
         self._thread: threading.Thread | None = None
 
     def __call__(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
-        """A rank wrote; ``shown`` is called once the sink can take more. Any thread; does not block."""
+        """Queue output of a rank; ``shown`` is called once the sink has room for more. Any thread; does not block."""
         with self._changed:
             self._waiting.append((rank, chunks, shown))
             if self._thread is None:

@@ -25,7 +25,7 @@ _OPTIONS = re.compile(r"\s*%%?(hvd_\w+)((?:\s+\S+)*\s+)(\S*)$")
 
 
 def rank_source(cell: str, offset: int, *, everywhere: bool = False) -> tuple[str, int] | None:
-    """The part of a cell that ranks see, and the cursor in it; None if the cursor is not in such a part.
+    """Return the part of a cell that runs on ranks, and the cursor in it; None if the cursor is not in such a part.
 
     Args:
         cell: The notebook's cell.
@@ -40,7 +40,7 @@ def rank_source(cell: str, offset: int, *, everywhere: bool = False) -> tuple[st
 
 
 class RankCompleter:
-    """A matcher for IPython's completer, and an inspector for the kernel.
+    """Matchers for IPython's completer, and an inspector for the kernel.
 
     Args:
         session: Has the pool.

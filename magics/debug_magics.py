@@ -7,10 +7,10 @@ import re
 from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import line_magic, magics_class
 
 from hvdlab.kernel_ext.spmd.routing import route
-from hvdlab.magics.arguments import MagicParser, documented, parse_ranks
+from hvdlab.magics.arguments import MagicParser, NotebookMagics, parse_ranks, takes_options
 from hvdlab.magics.autohvd import AutoRun
 from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, ranks_of
 
@@ -18,33 +18,38 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
     from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
 
+_RANKS = re.compile(r"\s*%%hvd_(run|rank)\b")
+
 
 def debug_parser() -> MagicParser:
     parser = MagicParser(
         "%hvd_debug",
-        "Look at what the last cell failed with, in the rank that failed first.",
+        "Open a debugger where the last cell has failed, in the rank that failed first.",
+        example="%hvd_debug 2",
     )
     parser.add_argument("rank", nargs="?", metavar="R", help="in this rank")
     return parser
 
 
-@magics_class
-class DebugMagics(Magics):
-    """Magics that debug ranks."""
+def where_parser() -> MagicParser:
+    parser = MagicParser(
+        "%hvd_where",
+        "Show where each rank is, also while it runs a cell in the background or hangs.",
+        example="%hvd_where 2-3 --native",
+    )
+    parser.add_argument("ranks", nargs="?", metavar="0,2-3,::2", help="these ranks only")
+    parser.add_argument("--native", action="store_true", help="the frames below Python, too, read by py-spy")
+    return parser
 
-    def __init__(self, session: NotebookPool) -> None:
-        super().__init__(session.shell)
-        self.session = session
+
+@magics_class
+class DebugMagics(NotebookMagics):
+    """Magics that debug ranks and show where they are."""
 
     @line_magic
-    @documented(debug_parser())
-    def hvd_debug(self, line: str) -> None:
-        """Look at what the last cell failed with, in the rank that failed first."""
-        parser = debug_parser()
-        options = parser.parse(line)
-        if options.help:
-            print(parser.format_help())
-            return
+    @takes_options(debug_parser())
+    def hvd_debug(self, options: argparse.Namespace) -> None:
+        """Open a debugger over the frames of the error that the last cell has ended with."""
         pool = self.session.need_pool("%hvd_debug")
         rank = _one(options.rank, ranks_of(pool)) if options.rank is not None else None
         chosen = pool.first_to_fail if rank is None else rank
@@ -67,40 +72,10 @@ class DebugMagics(Magics):
         how = argparse.Namespace(output="stream", out=None, background=False, timeout=None)
         run_cell(self.session, pool, POST_MORTEM, [chosen], how, 0)
 
-
-def _one(text: str, ranks: list[int]) -> int:
-    chosen = parse_ranks(text, ranks)
-    if len(chosen) != 1:
-        raise UsageError(f"%hvd_debug: one rank at a time, and {text!r} is {len(chosen)}")
-    return chosen[0]
-
-
-def where_parser() -> MagicParser:
-    parser = MagicParser(
-        "%hvd_where", "Show where each rank is, also while it runs a cell in the background or hangs."
-    )
-    parser.add_argument("ranks", nargs="?", metavar="0,2-3,::2", help="these ranks only")
-    parser.add_argument("--native", action="store_true", help="the frames below Python, too, read by py-spy")
-    return parser
-
-
-@magics_class
-class WhereMagics(Magics):
-    """Magics that look at what ranks are doing."""
-
-    def __init__(self, session: NotebookPool) -> None:
-        super().__init__(session.shell)
-        self.session = session
-
     @line_magic
-    @documented(where_parser())
-    def hvd_where(self, line: str) -> RankLocations | None:
+    @takes_options(where_parser())
+    def hvd_where(self, options: argparse.Namespace) -> RankLocations | None:
         """Show the Python stack of each rank, equal ones together, and the collective it is in."""
-        parser = where_parser()
-        options = parser.parse(line)
-        if options.help:
-            print(parser.format_help())
-            return None
         pool = self.session.need_pool("%hvd_where")
         ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else None
         with as_usage_error():
@@ -109,11 +84,15 @@ class WhereMagics(Magics):
             return pool.where(ranks)
 
 
-_RANKS = re.compile(r"\s*%%hvd_(run|rank)\b")
+def _one(text: str, ranks: list[int]) -> int:
+    chosen = parse_ranks(text, ranks)
+    if len(chosen) != 1:
+        raise UsageError(f"%hvd_debug: one rank at a time, and {text!r} is {len(chosen)}")
+    return chosen[0]
 
 
 def load_debugger(session: NotebookPool, auto: AutoRun) -> DebugHub | None:
-    """Put a hub before the kernel's own debugger; None if the kernel has none."""
+    """Put a hub before the kernel's own debugger, and return it; None if the kernel has no debugger."""
     kernel = getattr(session.shell, "kernel", None)
     if not hasattr(getattr(kernel, "debugger", None), "process_request"):
         return None
@@ -134,7 +113,7 @@ def unload_debugger(session: NotebookPool) -> None:
 
 
 def runs_on_ranks(session: NotebookPool, auto: AutoRun, code: str) -> bool:
-    """Whether nothing of this cell runs in the kernel itself."""
+    """Return whether a cell runs on the ranks alone, and in no part in the kernel itself."""
     if session.ranks_by_default and not _RANKS.match(code):
         way = route(code)
         return bool(way.ranks) and not way.here

@@ -1,4 +1,8 @@
-"""``%load_ext hvdlab`` and ``%unload_ext hvdlab``."""
+"""``%load_ext hvdlab`` and ``%unload_ext hvdlab``: add the magics to a shell, and remove them again.
+
+Users wait for the first of both, so this module and those that it imports leave numpy, the engine and the pool to the thread
+that starts the first pool's processes.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,17 @@ from IPython.core.extensions import ExtensionManager
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
-from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
 from hvdlab.magics.arguments import give_body
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.completion import RankCompleter
-from hvdlab.magics.debug_magics import DebugMagics, WhereMagics, load_debugger, unload_debugger
+from hvdlab.magics.debug_magics import DebugMagics, load_debugger, unload_debugger
 from hvdlab.magics.notebook_pool import BackgroundPrestart, NotebookPool, SessionBackend
-from hvdlab.magics.output_magics import OutputMagics
 from hvdlab.magics.panel_comms import PanelComms, load_panel
-from hvdlab.magics.pool_magics import C10dMagics, PoolMagics
+from hvdlab.magics.pool_magics import PoolMagics
 from hvdlab.magics.run_magics import CellMagics
-from hvdlab.magics.variable_magics import DiffMagics, ExchangeMagics, ReplayMagics, WhosMagics
-from hvdlab.magics.view_magics import ElasticMagics, MetricsMagics, TimelineMagics
+from hvdlab.magics.variable_magics import VariableMagics
+from hvdlab.magics.view_magics import OutputMagics, ViewMagics
 from hvdlab.widgets.views import add_awaiting, add_finder, remove_awaiting, remove_finder
 
 if TYPE_CHECKING:
@@ -59,10 +61,10 @@ MAGICS = {
 
 
 class Extension:
-    """Everything that loading adds to one shell; :meth:`unload` takes it away again.
+    """Additions of hvdlab to one shell, which :meth:`unload` removes.
 
     Attributes:
-        session: The pool and what belongs to it.
+        session: The notebook's pool and the state that magics share.
     """
 
     def __init__(self, shell: InteractiveShell, session: NotebookPool | None = None) -> None:
@@ -76,17 +78,10 @@ class Extension:
         for magics in (
             CellMagics(self.session),
             PoolMagics(self.session),
-            ExchangeMagics(self.session),
+            VariableMagics(self.session),
             OutputMagics(self.session),
-            WhereMagics(self.session),
             DebugMagics(self.session),
-            DiffMagics(self.session),
-            WhosMagics(self.session),
-            ReplayMagics(self.session),
-            TimelineMagics(self.session),
-            MetricsMagics(self.session),
-            ElasticMagics(self.session),
-            C10dMagics(self.session),
+            ViewMagics(self.session),
             AutoMagics(self.session, self._auto),
         ):
             self.shell.register_magics(magics)
@@ -106,10 +101,8 @@ class Extension:
         setattr(self.shell, _ATTRIBUTE, self)
 
     def prewarm(self) -> None:
-        """Begin to start what the first pool needs, in the background."""
-        self.session.prestart = (
-            None if context.in_rank_of_pool() else BackgroundPrestart([CELL_VIEW])
-        )  # a rank starts no pool
+        """Begin to start the processes of the first pool, in the background."""
+        self.session.prestart = BackgroundPrestart([CELL_VIEW])
         if self.session.ranks_by_default:
             kernel: Any = getattr(self.shell, "kernel", None)
             kernel.start_ranks()
@@ -136,10 +129,10 @@ class Extension:
         self.session.close()
 
     def _follow_shutdown(self) -> None:
-        """Let go of a kept pool as soon as the kernel is asked to end, on its control thread, also while a cell runs.
+        """Detach from a kept pool as soon as the kernel is asked to end, on its control thread, also while a cell runs.
 
-        Only the message's handler hears of that in time: the interrupt that Jupyter sends before is delayed by a third of a second,
-        and what else a kernel does at its end it does after the cell.
+        Only the message's handler is in time: Jupyter's interrupt before it is delayed by a third of a second, and the other
+        steps of a kernel's end come after the cell.
         """
         handlers = getattr(getattr(self.shell, "kernel", None), "control_handlers", None)
         if handlers is None:
@@ -156,7 +149,7 @@ class Extension:
         self.session.leaving.callback(handlers.__setitem__, "shutdown_request", before)
 
     def _kernel_takes_ranks(self) -> Callable[[SessionBackend | None], None] | None:
-        """The method by which a kernel whose cells run on ranks takes them; None for any other kernel."""
+        """Return the method by which a kernel whose cells run on ranks gets them; None for any other kernel."""
         found: Callable[[SessionBackend | None], None] | None = getattr(
             getattr(self.shell, "kernel", None), "take_ranks", None
         )
@@ -169,7 +162,7 @@ class Extension:
         self.session.raw_cell = info.raw_cell or ""
 
     def _hint(self, result: Any) -> None:
-        """After a cell of the notebook's own process that failed, say where its name is, or its magic belongs."""
+        """Print where a name lives, or where a magic belongs, after a cell of the notebook's own process that failed by it."""
         error = getattr(result, "error_in_exec", None)
         if isinstance(error, UsageError) and (magic := _MISPLACED.search(str(error))):
             print(f"`{magic[0]}` must be the first line of its cell; put what stands above it below")
@@ -182,7 +175,7 @@ class Extension:
 
 
 def extension_of(shell: InteractiveShell) -> Extension | None:
-    """The extension that is loaded into this shell."""
+    """Return the extension that is loaded into this shell; None if none is."""
     found: Extension | None = getattr(shell, _ATTRIBUTE, None)
     return found
 
@@ -198,6 +191,8 @@ def pool() -> Pool:
     found = extension.session.pool if extension is not None else None
     if found is not None:
         return found
+    from hvdlab.collectives import context  # imports the engine, and so numpy
+
     if context.in_rank_of_pool():
         raise InvalidRequestError(
             "this is a rank; the notebook's process has the pool: call hvdlab.pool() in a cell without %%hvd_run, or under %%local"
@@ -208,7 +203,7 @@ def pool() -> Pool:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Load into a shell; a second time nothing happens."""
+    """Load the extension into a shell; a second time nothing happens."""
     if extension_of(shell) is not None:
         return
     extension = Extension(shell)
@@ -221,7 +216,7 @@ def unload(shell: InteractiveShell) -> None:
 
     ``%reload_ext`` unloads, imports the package's root again and loads. Users put it into their first cell, so that they can
     run that again: this must not cost the ranks and hours of training. Nothing in the root would be renewed by loading
-    again, so everything stays as it is.
+    again, so all of it stays.
     """
     extension = extension_of(shell)
     if extension is None or _reloading():
@@ -233,7 +228,7 @@ def unload(shell: InteractiveShell) -> None:
 
 
 def _reloading() -> bool:
-    """Whether ``%reload_ext`` is the caller. IPython tells an extension only that it is unloaded."""
+    """Return whether ``%reload_ext`` is the caller. IPython calls an extension's unloading in both cases."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is ExtensionManager.reload_extension.__code__:
@@ -243,7 +238,7 @@ def _reloading() -> bool:
 
 
 def _farewell(pool: Pool | None) -> str:
-    """The sentence for the user once this pool is let go of."""
+    """Return the sentence for the user about the end of this pool, or about leaving it."""
     if pool is None:
         return ""
     count = pool.size - len(pool.lost)

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -21,25 +22,24 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.text import visible, visible_lines
-from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
 from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
-from hvdlab.launch.options import split as split_options
-from hvdlab.magics.screens.cell_strip import Strips
-from hvdlab.magics.screens.notebook import DisplayIds
 from hvdlab.magics.screens.publishers import FixedCellChannel, RunningCellChannel, in_notebook
 
 if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+    from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
     from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.kernel_ext.notebook.prestart import Prestart
     from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
     from hvdlab.kernel_ext.wire.status import Completions, Inspection
+    from hvdlab.magics.screens.cell_strip import Strips
+    from hvdlab.magics.screens.notebook import DisplayIds
 
 
 class NotebookPool:
-    """The pool of one shell.
+    """Pool of one shell, of which there is at most one, and the state that magics share.
 
     Args:
         shell: The shell.
@@ -48,17 +48,15 @@ class NotebookPool:
 
     Attributes:
         pool: The pool, or None if there is none or it was stopped.
-        ahead: What was started ahead; the next pool takes it.
+        prestart: Processes that were started before the first pool, which the next pool adopts.
         raw_cell: The notebook's cell that runs now, with its magic line.
         store_history: Whether ``raw_cell`` is one of the notebook's history.
         labels: Id to label of cells in the background.
-        strips: The live strips under cells.
-        areas: Where the displays of ranks are that have an id.
-        debugger: What lets the frontend's debugger reach the ranks.
+        debugger: Hub between the frontend's debugger and the ranks; None if the kernel has no debugger.
         ranks_by_default: Whether plain cells run on the ranks.
         running_label: The label of the cell that ran last on the ranks.
-        watchers: Called whenever there is another pool, or none. Any thread.
-        leaving: What is closed when the extension is unloaded.
+        watchers: Callbacks for another pool, or none. Any thread.
+        leaving: Callbacks of the extension's unloading.
     """
 
     def __init__(
@@ -74,14 +72,11 @@ class NotebookPool:
         self.ranks_by_default = False
         self.running_label = ""
         self.labels: dict[str, str] = {}
-        self.strips = Strips()
-        self.areas = DisplayIds()
         self.debugger: DebugHub | None = None
         self.watchers: list[Callable[[], None]] = []
         self.leaving = ExitStack()
-        self._widgets = WidgetStates()
         self._pool: Pool | None = None
-        #: The recording of the next pool, if views wait for it already.
+        #: Recording of the next pool, if views wait for it already.
         self._next_recording: Recording | None = None
         self._start_under_way: BackgroundStart | None = None
         self._defaults: Callable[[], PoolDefaults] = PoolDefaults
@@ -89,9 +84,29 @@ class NotebookPool:
         self._start_pool = start or _start_pool
         self._attach_pool = attach or _attach_pool
 
+    @cached_property
+    def strips(self) -> Strips:
+        """Return the live strips under cells."""
+        from hvdlab.magics.screens.cell_strip import Strips
+
+        return Strips()
+
+    @cached_property
+    def areas(self) -> DisplayIds:
+        """Return the display areas of the ranks' display ids."""
+        from hvdlab.magics.screens.notebook import DisplayIds
+
+        return DisplayIds()
+
+    @cached_property
+    def _widgets(self) -> WidgetStates:
+        from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
+
+        return WidgetStates()
+
     @property
     def pool_unchecked(self) -> Pool | None:
-        """The pool, without a check whether it still works. Any thread."""
+        """Return the pool without a check whether it still works. Any thread."""
         return self._pool
 
     def _set(self, pool: Pool | None) -> None:
@@ -110,7 +125,7 @@ class NotebookPool:
             watcher()
 
     def next_recording(self) -> Recording:
-        """The recording of the next pool; empty until there is one."""
+        """Return the recording of the next pool; empty until there is one."""
         from hvdlab.collectives.tracing.recording import Recording
 
         if self._next_recording is None:
@@ -128,7 +143,14 @@ class NotebookPool:
         return self._pool
 
     def need_pool(self, what: str) -> Pool:
-        """Return the pool; raises UsageError, which names ``what``, if there is none, or this is a rank."""
+        """Return the pool.
+
+        Args:
+            what: The magic that needs it, for the message.
+
+        Raises:
+            UsageError: There is no pool, or this process is a rank.
+        """
         from hvdlab.kernel_ext.notebook.checks import check_sees_ranks
 
         with as_usage_error():
@@ -155,18 +177,22 @@ class NotebookPool:
         sync: bool = False,
         say: Callable[[str], None] = print,
     ) -> Pool:
-        """The pool with ``np`` ranks: as it is, resized or new.
+        """Return a pool with ``np`` ranks: the present one, resized if need be, or a new one.
 
         Args:
-            keep: A name, or an empty text, for a new pool that shall outlive the notebook.
+            np: Number of ranks; None for the present one, or the default of a new pool.
+            launcher: Name of the launcher of a new pool.
+            plane: Name of the data plane of a new pool.
+            hosts: Hosts of a new pool, with how many ranks on each: ``a:4,b:4``.
+            keep: A name, or an empty text, for a new pool that outlives the notebook.
             launcher_options: ``key=value`` for a new pool; a pool that runs keeps those that it was started with.
-            new: Start a pool also if the last one broke down, which else only happens if ``np`` is given: a cell that
-                relies on variables of the old ranks would only fail on new ones.
-            sync: Bring ranks that came later what the others know.
+            new: Start a pool also if the last one broke down, which otherwise needs ``np``: a cell that relies on variables
+                of the old ranks would only fail on new ones.
+            sync: Bring the variables of the other ranks to ranks that came later.
             say: Called with each sentence for the user.
 
         Raises:
-            UsageError: There can't be such a pool; the text has the remedy.
+            UsageError: No such pool can be made; the text has the remedy.
         """
         self._await_start()
         pool = self.pool
@@ -207,7 +233,7 @@ class NotebookPool:
         return pool
 
     def resize(self, pool: Pool, np: int) -> list[str]:
-        """Change the number of ranks. Returns a sentence for the user if ranks that lived have ended."""
+        """Change the number of ranks, and return a sentence for the user if ranks that lived have ended."""
         before = set(pool.ranks)
         with as_usage_error():
             pool.resize(np)
@@ -218,9 +244,10 @@ class NotebookPool:
         return [f"{format_ranks(ended)} {has} ended, with {its} variables"]
 
     def unsynced_notice(self, pool: Pool, *, bring: bool = False) -> str:
-        """The sentence about ranks that came later. With ``bring``, and in the kernel whose cells run on ranks, bring them what others know.
+        """Return the sentence about ranks that came later and lack variables; empty if none does.
 
-        That is not done while a cell runs: it would come after the cell, and the notebook would wait for it.
+        With ``bring``, and in the kernel whose cells run on ranks, bring them these variables. Not while a cell runs: that
+        would come after the cell, and the notebook would wait for it.
         """
         from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice
 
@@ -236,7 +263,7 @@ class NotebookPool:
             return f"{error}; `%hvd_pool sync` tries again"
 
     def check_answering(self, pool: Pool, ranks: Sequence[int]) -> None:
-        """Raises UsageError if one of these ranks was given up and still hangs: a cell would wait for it for ever."""
+        """Raise UsageError if one of these ranks was given up and still hangs: a cell would wait for it for ever."""
         hanging = {rank: label for rank, label in pool.hanging.items() if rank in ranks}
         if not hanging:
             return
@@ -257,21 +284,22 @@ class NotebookPool:
         return f"the ranks are gone, and their variables with them: {self._broken}; `%hvd_pool start -np 8` starts new ones"
 
     def close(self) -> None:
-        """Stop the pool, if there is one, and what was started ahead."""
-        self.strips.close()
+        """Stop the pool, if there is one, and processes that were started for the next one."""
+        if "strips" in vars(self):  # otherwise no cell has had one
+            self.strips.close()
         self.leaving.close()
         if self._next_recording is not None:
             self._next_recording.close()
         self.end_pool()
-        ahead, self.prestart = self.prestart, None
-        if ahead is not None:
-            ahead.close()
+        prestart, self.prestart = self.prestart, None
+        if prestart is not None:
+            prestart.close()
 
     def end_pool(self) -> None:
-        """Stop the pool, or leave it if it is kept; the same for a pool that is being started. Any thread."""
-        coming, self._start_under_way = self._start_under_way, None
-        if coming is not None:
-            coming.close()
+        """Stop the pool, or detach from it if it is kept; the same for a pool that is being started. Any thread."""
+        start, self._start_under_way = self._start_under_way, None
+        if start is not None:
+            start.close()
         pool, self._pool = self._pool, None
         if pool is not None and pool.state != "stopped":
             if pool.name:
@@ -293,7 +321,7 @@ class NotebookPool:
         )
 
     def release_kept(self) -> None:
-        """Let go of a pool that is kept, whose ranks and cells go on; other pools stay. Any thread, also while a cell runs."""
+        """Detach from a pool that is kept, whose ranks and cells go on; other pools stay. Any thread, also while a cell runs."""
         pool = self._pool
         if pool is not None and pool.name:
             self.end_pool()
@@ -301,21 +329,24 @@ class NotebookPool:
     def attach(
         self, name: str, show: Callable[[OrphanedCell], OutputSink], launcher: str | None = None
     ) -> Pool:
-        """Take a kept pool over. Raises UsageError if that fails, or this notebook has a pool.
+        """Attach to a kept pool, and return it.
 
         Args:
             name: The pool's name.
             show: Returns the sink for a cell that the notebook before has left.
             launcher: The pool's launcher, if the user named it.
+
+        Raises:
+            UsageError: That has failed, or this notebook has a pool.
         """
         self._await_start()
         if self.pool is not None:
             raise UsageError(
                 "this notebook has ranks already; `%hvd_pool stop` ends them, then others can be attached to"
             )
-        ahead, self.prestart = self.prestart, None
-        if ahead is not None:
-            ahead.close()
+        prestart, self.prestart = self.prestart, None
+        if prestart is not None:
+            prestart.close()
         with as_usage_error():
             pool = self._attach_pool(name, show=show, launcher=launcher)
         self._broken = ""
@@ -324,37 +355,34 @@ class NotebookPool:
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def start_in_background(self, wishes: Callable[[], PoolDefaults]) -> None:
+    def start_in_background(self, defaults: Callable[[], PoolDefaults]) -> None:
         """Begin to start a pool in the background. If that fails, the first use of the pool raises the error.
 
         Args:
-            wishes: What the pool shall be like, and later ones unless options say otherwise; called on another thread.
+            defaults: Returns the defaults of this pool and of later ones, which options override; called on another thread.
         """
-        self._defaults = wishes
-        ahead, self.prestart = self.prestart, None
+        self._defaults = defaults
+        prestart, self.prestart = self.prestart, None
 
         def start(say: Callable[[str], None]) -> Pool:
-            warm = ahead.hand_over() if ahead is not None else None
+            warm = prestart.hand_over() if prestart is not None else None
             try:
-                arguments = _arguments(wishes(), None, None, None, None)
+                arguments = _arguments(defaults(), None, None, None, None)
             except BaseException:
                 if warm is not None:
                     warm.close()
                 raise
             return self._start_pool(**arguments, warm=warm, keep=None, on_progress=say)
 
-        self._start_under_way = BackgroundStart(start, self._pool_started)
-
-    def _pool_started(self, coming: BackgroundStart, pool: Pool) -> None:
-        self._set(pool)
+        self._start_under_way = BackgroundStart(start, self._set)
 
     def _await_start(self) -> None:
-        coming = self._start_under_way
-        if coming is None:
+        start = self._start_under_way
+        if start is None:
             return
         try:
             with as_usage_error(), StartProgress(self.shell, alone=self._alone()) as progress:
-                coming.wait(progress)
+                start.wait(progress)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; the ranks go on starting") from None
         except BaseException:
@@ -363,7 +391,7 @@ class NotebookPool:
         self._start_under_way = None
 
     def _alone(self) -> bool:
-        """Whether the cell that runs will show nothing but what its ranks show."""
+        """Return whether the cell that runs will show nothing but the output of its ranks."""
         cell = self.raw_cell.lstrip()
         return cell.startswith("%%hvd_run") or (self.ranks_by_default and not cell.startswith("%"))
 
@@ -378,14 +406,16 @@ class NotebookPool:
         say: Callable[[str], None],
     ) -> Pool:
         with as_usage_error():
-            wishes = self._defaults()
-        chosen = any(one is not None for one in (np, hosts, wishes.np, wishes.hosts))
-        arguments = _arguments(wishes, np, launcher, plane, hosts)
+            defaults = self._defaults()
+        chosen = any(one is not None for one in (np, hosts, defaults.np, defaults.hosts))
+        arguments = _arguments(defaults, np, launcher, plane, hosts)
         if launcher_options:
+            from hvdlab.launch.options import split as split_options
+
             with as_usage_error():
                 arguments["launcher_options"] = split_options(launcher_options)
-        ahead, self.prestart = self.prestart, None
-        warm = ahead.hand_over() if ahead is not None else None
+        prestart, self.prestart = self.prestart, None
+        warm = prestart.hand_over() if prestart is not None else None
         try:
             with as_usage_error(), StartProgress(self.shell, alone=self._alone()) as progress:
                 pool = self._start_pool(**arguments, warm=warm, keep=keep, on_progress=progress)
@@ -399,17 +429,17 @@ class NotebookPool:
 
 
 def _arguments(
-    wishes: PoolDefaults, np: int | None, launcher: str | None, plane: str | None, hosts: str | None
+    defaults: PoolDefaults, np: int | None, launcher: str | None, plane: str | None, hosts: str | None
 ) -> dict[str, Any]:
-    """Arguments of ``Pool.start``: from the options, else from the wishes, else the defaults."""
+    """Return the arguments of ``Pool.start``: from the options, then from the notebook's defaults, then from the pool's."""
     from hvdlab.kernel_ext.notebook.checks import default_size
 
-    hosts = hosts or wishes.hosts
-    np = np if np is not None else wishes.np
+    hosts = hosts or defaults.hosts
+    np = np if np is not None else defaults.np
     return {
         "np": default_size() if np is None and hosts is None else np,
-        "launcher": launcher or wishes.launcher or "local",
-        "plane": plane or wishes.plane or "auto",
+        "launcher": launcher or defaults.launcher or "local",
+        "plane": plane or defaults.plane or "auto",
         "hosts": hosts,
     }
 
@@ -434,7 +464,7 @@ def _start_pool(*args: Any, **kwargs: Any) -> Pool:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user interrupted what the pool was doing. Shown in one line."""
+    """Interrupt by the user while the pool was busy; shown in one line."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]
@@ -442,7 +472,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def as_usage_error() -> Iterator[None]:
-    """Show what the pool can't do in one sentence, without a traceback through our own frames."""
+    """Turn an error of the pool into one sentence, without a traceback through our own frames."""
     try:
         yield
     except (HvdlabError, TimeoutError, OSError) as error:
@@ -454,17 +484,17 @@ def as_usage_error() -> Iterator[None]:
 
 
 def cell_number(shell: InteractiveShell) -> int:
-    """The number of the cell that runs now, as in ``In[7]``; releases of IPython count on at different moments."""
+    """Return the number of the cell that runs now, as in ``In[7]``; releases of IPython count on at different moments."""
     return int(getattr(shell.displayhook, "prompt_count", shell.execution_count))
 
 
 def shell_colours(shell: InteractiveShell) -> bool:
-    """Whether the shell shows tracebacks in colour."""
+    """Return whether the shell shows tracebacks in colour."""
     return str(shell.colors).lower() != "nocolor"
 
 
 def ranks_of(pool: Pool) -> list[int]:
-    """The ranks that live, ascending."""
+    """Return the ranks that live, ascending."""
     return sorted(pool.ranks)
 
 
@@ -473,16 +503,14 @@ LEAVE_WITHIN = 5.0
 
 
 class BackgroundStart:
-    """Starts a pool on a thread of its own.
+    """Start of a pool on a thread of its own.
 
     Args:
         start: Starts the pool; called with a function that it calls with a short text at each step.
         done: Called with the pool, on that thread.
     """
 
-    def __init__(
-        self, start: Callable[[Callable[[str], None]], Pool], done: Callable[[BackgroundStart, Pool], None]
-    ) -> None:
+    def __init__(self, start: Callable[[Callable[[str], None]], Pool], done: Callable[[Pool], None]) -> None:
         self._start, self._done = start, done
         self._steps: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -504,7 +532,7 @@ class BackgroundStart:
             raise self._error
 
     def close(self) -> None:
-        """Give the pool up: it ends as soon as it has started."""
+        """Abandon the start: the pool ends as soon as it has started."""
         with self._lock:
             self._closed = True
         self._thread.join(LEAVE_WITHIN)
@@ -512,11 +540,12 @@ class BackgroundStart:
     def _run(self) -> None:
         try:
             pool = self._start(self._steps.put)
+            # Under the lock: otherwise `close` could come between the check and the call, and the pool would outlive it.
             with self._lock:
-                wanted = not self._closed
-                if wanted:
-                    self._done(self, pool)
-            if not wanted:
+                closed = self._closed
+                if not closed:
+                    self._done(pool)
+            if closed:
                 pool.stop()
         except BaseException as error:  # noqa: BLE001  # raised again where it is waited for
             self._error = error
@@ -538,18 +567,22 @@ class BackgroundPrestart:
         self._thread.start()
 
     def hand_over(self) -> Prestart | None:
-        """Hand the warm pool over, once; None if it could not be begun (``Pool.start`` then finds out why)."""
+        """Return the processes, once; None if they could not be started (``Pool.start`` then finds out why)."""
         self._thread.join()
         warm, self._warm = self._warm, None
         return warm
 
     def close(self) -> None:
-        """End what was started, unless it was taken."""
+        """End the processes, unless they were handed over."""
         warm = self.hand_over()
         if warm is not None:
             warm.close()
 
     def _begin(self) -> None:
+        from hvdlab.collectives import context  # imports the engine, and so numpy
+
+        if context.in_rank_of_pool():  # a rank starts no pool
+            return
         from hvdlab.kernel_ext.notebook.prestart import Prestart
 
         try:
@@ -564,7 +597,7 @@ _ERASE = "\r\x1b[K"
 
 
 class StartProgress:
-    """One line that is rewritten at each step and gone at the end.
+    """Line about the start of ranks that is rewritten at each step, and gone at the end.
 
     Args:
         shell: The shell.
@@ -607,7 +640,7 @@ class StartProgress:
 
 
 class CellImportDisplay:
-    """One line of the running cell that names a package while a module of it is imported, and is gone afterwards.
+    """Line of the running cell that names a package while a module of it is imported, and is gone afterwards.
 
     It has no state, and does not keep results from being pickled.
     """
@@ -639,15 +672,15 @@ class CellImportDisplay:
 
 A = TypeVar("A")
 
-PATIENCE = 5.0
+ANSWER_IDLE = 5.0
 """Seconds that an idle rank has to answer; its first completion imports jedi."""
 
-BUSY_PATIENCE = 2.0
+ANSWER_BUSY = 2.0
 """Seconds that a rank which runs a cell has; it answers at once, unless other code holds its interpreter."""
 
 
 class SessionBackend:
-    """The ranks of that kernel: its session's pool."""
+    """Backend of the kernel whose cells run on all ranks: the notebook's pool."""
 
     def __init__(self, session: NotebookPool) -> None:
         self._session = session
@@ -658,20 +691,20 @@ class SessionBackend:
         self._session.start_in_background(wishes)
 
     def cell(self, code: str, *, store_history: bool) -> None:
-        """The kernel is going to run this cell."""
+        """Remember the cell that the kernel is going to run."""
         self._session.raw_cell = code
         self._session.store_history = store_history
 
     def complete(self, code: str, cursor: int) -> Completions | None:
-        """Completions from the first rank."""
-        return self._ask(lambda pool: pool.complete(code, cursor, timeout=_patience(pool)))
+        """Return completions from the first rank."""
+        return self._ask(lambda pool: pool.complete(code, cursor, timeout=_answer_within(pool)))
 
     def inspect(self, code: str, cursor: int, detail: int) -> Inspection | None:
-        """Documentation from the first rank."""
-        return self._ask(lambda pool: pool.inspect(code, cursor, detail, timeout=_patience(pool)))
+        """Return documentation from the first rank."""
+        return self._ask(lambda pool: pool.inspect(code, cursor, detail, timeout=_answer_within(pool)))
 
     def evaluate(self, expressions: Mapping[str, str]) -> dict[str, Any]:
-        """Values of a client's expressions, evaluated on the first rank."""
+        """Return values of a client's expressions, evaluated on the first rank."""
         found = self._ask(lambda pool: pool.express(expressions))
         if found is not None:
             return dict(found)
@@ -679,12 +712,12 @@ class SessionBackend:
         return {name: {"status": "error", **why} for name in expressions}
 
     def busy_with(self) -> str:
-        """The label of the cell that runs; empty if none does."""
+        """Return the label of the cell that runs; empty if none does."""
         pool = self._session.pool_unchecked
         return self._session.running_label if pool is not None and pool.state == "running" else ""
 
     def end(self) -> None:
-        """The kernel ends: end the ranks, or leave them if they are kept."""
+        """End the ranks with the kernel, or detach from them if they are kept."""
         self._session.end_pool()
 
     def _ask(self, ask: Callable[[Pool], A | None]) -> A | None:
@@ -697,5 +730,5 @@ class SessionBackend:
             return None
 
 
-def _patience(pool: Pool) -> float:
-    return BUSY_PATIENCE if pool.state == "running" else PATIENCE
+def _answer_within(pool: Pool) -> float:
+    return ANSWER_BUSY if pool.state == "running" else ANSWER_IDLE

@@ -42,7 +42,7 @@ class PanelComms:
         from comm import create_comm, get_comm_manager
 
         self._session = session
-        self._desk = NotebookPanelBackend(session)
+        self._backend = NotebookPanelBackend(session)
         self._starting = threading.Lock()
         self._panel: Panel | None = None
         self._closed = False
@@ -52,18 +52,18 @@ class PanelComms:
         for comm in (self._stream, self._requests):
             get_comm_manager().register_comm(comm)
         session.watchers.append(self._pool_changed)
-        # A page that is open already need not ask again and again whether the extension was loaded.
+        # A page that is open already need not poll for the extension.
         self._send({"type": "here", "protocol": PROTOCOL}, [])
 
     def close(self) -> None:
-        """Close the comms, which tells the pages that nothing more will come."""
+        """Close the comms, by which the pages learn that no further message comes."""
         self._closed = True
         self._session.watchers.remove(self._pool_changed)
         with self._starting:
             panel, self._panel = self._panel, None
         if panel is not None:
             panel.close()
-        self._desk.close()
+        self._backend.close()
         for comm in (self._requests, self._stream):
             comm.close()
 
@@ -73,10 +73,10 @@ class PanelComms:
         content = message["content"]["data"]
         with self._starting:
             if self._panel is None and not self._closed:
-                self._panel = Panel(self._send, self._desk)
+                self._panel = Panel(self._send, self._backend)
             panel = self._panel
         if panel is not None and isinstance(content, dict):
-            # If the main thread takes messages, the page can't be heard while a cell runs, so its wish holds longer.
+            # On the main thread no message of the page arrives while a cell runs, so this one holds longer.
             waits = threading.current_thread() is threading.main_thread()
             panel.receive(content, lease=LONG_LEASE if waits else None)
 
@@ -92,7 +92,7 @@ class PanelComms:
 
 
 class NotebookPanelBackend:
-    """The pools that a notebook can show: its own, those in its variables, and those that are kept on this host."""
+    """Backend of the panel: the notebook's own pool, those in its variables, and those that are kept on this host."""
 
     def __init__(self, session: NotebookPool) -> None:
         self._session = session
@@ -169,7 +169,7 @@ class NotebookPanelBackend:
         raise InvalidRequestError(f"there is no pool `{pool}`")
 
     def _watch(self, name: str) -> Client:
-        """A connection that only watches: the process that uses the pool keeps it."""
+        """Return a connection that only watches: the process that uses the pool keeps it."""
         from hvdlab.collectives.client import Client
         from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 
@@ -198,7 +198,7 @@ class NotebookPanelBackend:
 
 
 def load_panel(session: NotebookPool) -> PanelComms | None:
-    """The comms of this kernel; ``None`` in a shell that is no kernel."""
+    """Return the comms of this kernel; ``None`` in a shell that is no kernel."""
     if getattr(session.shell, "kernel", None) is None:
         return None
     return PanelComms(session)

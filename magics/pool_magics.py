@@ -11,16 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import line_magic, magics_class
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.planes.links import planes_text
 from hvdlab.collectives.text import visible, visible_lines
-from hvdlab.kernel_ext.notebook.output.values import in_output
-from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice, restarted_notice
-from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
-from hvdlab.magics.cell_view import make_sink
-from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, ranks_of
+from hvdlab.magics.arguments import (
+    MagicParser,
+    NotebookMagics,
+    add_pool_options,
+    parse_ranks,
+    positive,
+    takes_options,
+)
+from hvdlab.magics.notebook_pool import as_usage_error, ranks_of
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
@@ -28,12 +31,16 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 
 COMMANDS = ("start", "status", "resize", "repair", "restart", "sync", "stop", "attach", "detach", "list")
+_C10D = "HVDLAB_C10D"
+"""Variable by which ranks choose whose groups `init_process_group()` makes."""
 WITH_ARGUMENT = ("start", "resize", "restart", "sync", "attach")
 OF_SYNC = {"source": "--from", "without": "--without"}
 
 
 def pool_parser() -> MagicParser:
-    parser = MagicParser("%hvd_pool", "Start, look at, resize, repair or stop the ranks.")
+    parser = MagicParser(
+        "%hvd_pool", "Start, look at, resize, repair or stop the ranks.", example="%hvd_pool start -np 8"
+    )
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="status", help="(default: status)")
     parser.add_argument(
         "argument",
@@ -59,32 +66,57 @@ def pool_parser() -> MagicParser:
     return parser
 
 
-@magics_class
-class PoolMagics(Magics):
-    """Magics about the pool."""
+def c10d_parser() -> MagicParser:
+    parser = MagicParser(
+        "%hvd_c10d",
+        "Choose whose groups torch.distributed makes in the ranks for CPU tensors, or show the choice.",
+        example="%hvd_c10d on",
+    )
+    parser.add_argument(
+        "switch", nargs="?", type=str.lower, choices=("on", "off"), help="on: hvdlab's; off: torch's own"
+    )
+    return parser
 
-    def __init__(self, session: NotebookPool) -> None:
-        super().__init__(session.shell)
-        self.session = session
+
+@magics_class
+class PoolMagics(NotebookMagics):
+    """Magics that start, inspect, change and stop the ranks."""
 
     @line_magic
-    @documented(pool_parser())
-    def hvd_pool(self, line: str) -> Any:
+    @takes_options(pool_parser())
+    def hvd_pool(self, options: argparse.Namespace) -> Any:
         """Start, look at, resize, repair or stop the ranks."""
-        parser = pool_parser()
-        options = parser.parse(line)
-        if options.help:
-            print(parser.format_help())
-            return None
         if options.argument is not None and options.command not in WITH_ARGUMENT:
-            parser.error(f"`{options.command}` takes no argument, but got `{options.argument}`")
+            raise UsageError(
+                f"%hvd_pool: `{options.command}` takes no argument, but got `{options.argument}`"
+            )
         if options.keep is not None and options.command != "start":
-            parser.error(f"--keep belongs to `start`, not to `{options.command}`")
+            raise UsageError(f"%hvd_pool: --keep belongs to `start`, not to `{options.command}`")
         for name, option in OF_SYNC.items():
             if getattr(options, name) is not None and options.command != "sync":
-                parser.error(f"{option} belongs to `sync`, not to `{options.command}`")
+                raise UsageError(f"%hvd_pool: {option} belongs to `sync`, not to `{options.command}`")
         command: Callable[[Any], Any] = getattr(self, f"_{options.command}")
         return command(options)
+
+    @line_magic
+    @takes_options(c10d_parser())
+    def hvd_c10d(self, options: argparse.Namespace) -> None:
+        """Let groups of torch.distributed for CPU tensors be hvdlab's in all ranks, or torch's own."""
+        if options.switch:
+            value = "1" if options.switch == "on" else "0"
+            os.environ[_C10D] = value  # ranks that are started later have it from here
+            pool = self.session.pool
+            if pool is not None and pool.ranks:
+                with as_usage_error():
+                    pool.run(f"import os as _os; _os.environ[{_C10D!r}] = {value!r}; del _os")
+        if os.environ.get(_C10D, "0") == "1":
+            print(
+                'torch.distributed: init_process_group() and init_process_group("gloo") make groups of hvdlab\'s in the ranks'
+            )
+        else:
+            print(
+                "torch.distributed: init_process_group(\"hvdlab\") makes groups of hvdlab's; others are torch's own"
+            )
 
     def _start(self, options: Any) -> None:
         np = options.np if options.argument is None else _number("start", options.argument)
@@ -108,9 +140,7 @@ class PoolMagics(Magics):
     def _resize(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool resize")
         if options.argument is None and options.np is None:
-            raise UsageError(
-                "%hvd_pool resize: say how many ranks there shall be, as in `%hvd_pool resize 4`"
-            )
+            raise UsageError("%hvd_pool resize: say how many ranks to have, as in `%hvd_pool resize 4`")
         np = options.np if options.argument is None else _number("resize", options.argument)
         for line in self.session.resize(pool, np):
             print(line)
@@ -120,6 +150,8 @@ class PoolMagics(Magics):
 
     def _repair(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool repair")
+        from hvdlab.kernel_ext.notebook.unsynced import restarted_notice
+
         begin = time.monotonic()
         with as_usage_error():
             replaced = pool.repair()
@@ -131,6 +163,8 @@ class PoolMagics(Magics):
 
     def _restart(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool restart")
+        from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice
+
         everyone = list(range(pool.size))
         ranks = everyone if options.argument is None else parse_ranks(options.argument, everyone)
         with as_usage_error():
@@ -171,8 +205,9 @@ class PoolMagics(Magics):
             )
 
     def _show_left(self, left: OrphanedCell) -> OutputSink:
-        """The sink for a cell that the notebook before has left: its output is shown under the cell that runs now."""
+        """Return the sink for a cell that the notebook before has left: its output is shown under the cell that runs now."""
         from hvdlab.kernel_ext.notebook.takeover import INTERRUPTED
+        from hvdlab.magics.cell_view import make_sink
 
         does = "trains" if left.order is not None else "runs"
         cell = f"cell {left.label or left.cell}"
@@ -198,7 +233,11 @@ class PoolMagics(Magics):
 
 
 def _only_pool(launcher: str | None) -> str:
-    """The name of the only kept pool, or the only one of a launcher; ``UsageError`` if there is none, or more than one."""
+    """Return the name of the only kept pool, or the only one of a launcher.
+
+    Raises:
+        UsageError: There is none, or more than one.
+    """
     from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere
     from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 
@@ -214,7 +253,7 @@ def _only_pool(launcher: str | None) -> str:
 
 
 def _ready(pool: Pool, how: str = "") -> str:
-    """``rank 0 is ready``, of the ranks that live; a clause names those that are lost."""
+    """Return ``rank 0 is ready``, of the ranks that live; a clause names those that are lost."""
     ranks = ranks_of(pool)
     lost = format_ranks(list(pool.lost))
     also = (
@@ -244,14 +283,14 @@ _NUMBERS = {"rank", "server", "pid", "memory", "CPU", "keys", "values"}
 
 
 class StatusTable:
-    """One row for each rank, and below one for each parameter server; text in a terminal, HTML in a notebook.
+    """Table with a row for each rank, and below one for each parameter server; text in a terminal, HTML in a notebook.
 
     Args:
-        rows: What :meth:`Pool.status` returned.
+        rows: The ranks, as :meth:`Pool.status` returns them.
         labels: Id to label of cells.
 
     Attributes:
-        rows: What :meth:`Pool.status` returned.
+        rows: The ranks.
     """
 
     def __init__(self, rows: Sequence[Any], labels: Mapping[str, str] | None = None) -> None:
@@ -259,11 +298,11 @@ class StatusTable:
         self._labels = dict(labels or {})
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The ranks' rows."""
+        """Return the ranks' rows."""
         return [_row(row, self._hosts(), self._labels) for row in self.rows]
 
     def server_cells(self) -> list[tuple[str, ...]]:
-        """The servers' rows. The number of keys is the largest that a rank knows: some may not have made the store yet."""
+        """Return the servers' rows, with the largest number of keys that a rank knows: some may not have made the store yet."""
         found: dict[tuple[str, int], list[Any]] = {}
         for row in self.rows:
             for server in row.servers:
@@ -275,7 +314,7 @@ class StatusTable:
         ]
 
     def _hosts(self) -> dict[str, str]:
-        """Key of each host to the name that is shown."""
+        """Return the shown name of each host, by its key."""
         keys = {str(row.host or "") for row in self.rows}
         names = Counter(key.split("#")[0] for key in keys)
         # What follows the # distinguishes hosts of the same name.
@@ -287,6 +326,8 @@ class StatusTable:
         return f"{text}\n\n{_text(SERVER_COLUMNS, servers)}" if servers else text
 
     def _repr_html_(self) -> str:
+        from hvdlab.kernel_ext.notebook.output.values import in_output
+
         servers = self.server_cells()
         return in_output(_html(COLUMNS, self.cells()) + (_html(SERVER_COLUMNS, servers) if servers else ""))
 
@@ -327,6 +368,8 @@ def _server_row(hosts: Mapping[str, str], server: Any, seen: Sequence[Any]) -> t
 
 
 def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tuple[str, ...]:
+    from hvdlab.collectives.planes.links import planes_text
+
     found = (
         str(status.rank),
         hosts[str(status.host or "")],
@@ -342,13 +385,13 @@ def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tu
 
 
 def _device(status: Any) -> str:
-    """The device, and what the rank holds of the GPUs' memory."""
+    """Return the device, and the rank's share of the GPUs' memory."""
     held = getattr(status, "device_memory", 0)
     return f"{status.device or ''}, {memory(held)}" if held else str(status.device or "")
 
 
 def memory(size: int | None) -> str:
-    """Bytes in the largest fitting unit."""
+    """Return bytes in the largest fitting unit; an empty text for none."""
     if not size:
         return ""
     value = float(size)
@@ -365,37 +408,3 @@ def _pad(text: str, width: int, name: str) -> str:
 
 def _align(name: str) -> str:
     return ' style="text-align: right"' if name in _NUMBERS else ' style="text-align: left"'
-
-
-_NAME = "HVDLAB_C10D"
-
-
-@magics_class
-class C10dMagics(Magics):
-    """The magic about ``torch.distributed``."""
-
-    def __init__(self, session: NotebookPool) -> None:
-        super().__init__(session.shell)
-        self._session = session
-
-    @line_magic
-    def hvd_c10d(self, line: str) -> None:
-        """Let groups of torch.distributed for CPU tensors be hvdlab's in all ranks: %hvd_c10d on | off."""
-        choice = line.strip().lower()
-        if choice not in ("", "on", "off"):
-            raise UsageError(f"%hvd_c10d takes `on`, `off` or nothing, not `{choice}`")
-        if choice:
-            value = "1" if choice == "on" else "0"
-            os.environ[_NAME] = value  # ranks that are started later have it from here
-            pool = self._session.pool
-            if pool is not None and pool.ranks:
-                with as_usage_error():
-                    pool.run(f"import os as _os; _os.environ[{_NAME!r}] = {value!r}; del _os")
-        if os.environ.get(_NAME, "0") == "1":
-            print(
-                'torch.distributed: init_process_group() and init_process_group("gloo") make groups of hvdlab\'s in the ranks'
-            )
-        else:
-            print(
-                "torch.distributed: init_process_group(\"hvdlab\") makes groups of hvdlab's; others are torch's own"
-            )

@@ -7,28 +7,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, output_can_be_silenced
+from IPython.core.magic import cell_magic, line_cell_magic, magics_class, output_can_be_silenced
 
-from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.spmd.routing import INSTALLER
 from hvdlab.magics.arguments import (
+    NotebookMagics,
     check_syntax,
     documented,
     magic_line_offset,
     parse_ranks,
     rank_parser,
     run_parser,
+    takes_options,
 )
 from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, ranks_of
 
 
 @magics_class
-class CellMagics(Magics):
+class CellMagics(NotebookMagics):
     """Magics that run a cell."""
-
-    def __init__(self, session: NotebookPool) -> None:
-        super().__init__(session.shell)
-        self.session = session
 
     @output_can_be_silenced
     @line_cell_magic
@@ -69,19 +66,14 @@ class CellMagics(Magics):
 
     @output_can_be_silenced
     @cell_magic
-    @documented(rank_parser())
-    def hvd_rank(self, line: str, cell: str) -> Any:
+    @takes_options(rank_parser())
+    def hvd_rank(self, options: argparse.Namespace, cell: str) -> Any:
         """Run a cell on some ranks only."""
-        parser = rank_parser()
-        if {"-h", "--help"} & set(line.split()):
-            print(parser.format_help())
-            return None
-        options = parser.parse(line)
         pool = self.session.need_pool("%%hvd_rank")
         if not cell.strip():
             raise UsageError("%%hvd_rank: there is no code to run; write some under the magic's line")
         offset = magic_line_offset(self.session.raw_cell, "hvd_rank")
-        installs, cell = split_installs(parser.prog, cell)
+        installs, cell = split_installs("%%hvd_rank", cell)
         check_syntax(self.session.shell, cell, offset)
         self._install(installs)
         if not cell.strip():
@@ -141,6 +133,8 @@ def _run(session: NotebookPool, *arguments: Any) -> Any:
 
 def _check_elastic(prog: str, options: argparse.Namespace) -> None:
     if options.elastic:
+        from hvdlab.kernel_ext.notebook.elastic import Bounds  # not at %load_ext
+
         if options.ranks:
             raise UsageError(f"{prog}: --elastic is about all ranks; run it without --ranks")
         with as_usage_error():

@@ -39,45 +39,45 @@ _EMPTY = {"text/plain": "", "text/html": ""}
 
 
 class StripView(Protocol):
-    """A strip of one cell."""
+    """View of one cell's strip."""
 
     def bundle(self) -> dict[str, Any]:
-        """The mime bundle that the notebook shows."""
+        """Return the mime bundle that the notebook shows."""
         ...
 
     def still(self) -> dict[str, str]:
-        """The mime bundle that a notebook shows where there is no kernel."""
+        """Return the mime bundle that a notebook shows where there is no kernel."""
         ...
 
     def began(self, rank: int) -> None:
-        """One more rank has begun the cell."""
+        """Add a rank that has begun the cell later."""
         ...
 
     def refresh(self, now: float, stalled: str) -> None:
-        """Bring it up to date; ``stalled`` is what the cell waits for."""
+        """Bring the view up to date; ``stalled`` describes the collectives that the cell waits for."""
         ...
 
     def summary(self, now: float) -> dict[str, str] | None:
-        """The mime bundle that stays in the notebook; None for none."""
+        """Return the mime bundle that stays in the notebook; None for none."""
         ...
 
     def cell_ended(self, now: float) -> None:
-        """The cell has ended."""
+        """Show that the cell has ended."""
         ...
 
 
 Loader = Callable[[], Callable[[], StripView] | None]
-"""Imports what a view needs, on a thread of its own, and returns what makes one (or None if something is missing)."""
+"""Imports the view's packages, on a thread of its own, and returns a factory of views; None if a package is missing."""
 
 
 class Strip:
-    """The strip of one cell. Called by the thread that drives the cell.
+    """Strip of one cell. The thread that drives the cell calls it.
 
     Args:
-        publisher: Where the cell's output goes.
-        load: Loads what a view needs.
+        publisher: Channel of the cell's output.
+        load: Imports the view's packages.
         area: Name of its display area.
-        now: When the cell began.
+        now: When the cell began, by ``time.monotonic()``.
     """
 
     def __init__(self, publisher: LineTracking, load: Loader, area: str, now: float) -> None:
@@ -91,27 +91,27 @@ class Strip:
         self.stalled = ""
         self._newcomers: list[int] = []
         self._failures = Failures()
-        #: What was said last about failures, and whether it is shown in an area of its own.
-        self._said, self._displayed = "", False
+        #: The failures as shown last, and whether they are shown in an area of their own.
+        self._shown_failures, self._displayed = "", False
 
     def tick(self, now: float) -> float | None:
-        """Do what is due; returns when to call again, or None if never."""
+        """Load, show or update the strip if that is due, and return the time of the next call; None for no further one."""
         if self._at is None or now < self._at:
             return self._at
         self._at = now + AGAIN
         with self._failures.guard("the strip under the cell"):
             self._at = self._step(now)
-        self._say_failures()
+        self._show_failures()
         return self._at
 
-    def _say_failures(self) -> None:
+    def _show_failures(self) -> None:
         """Show failures in the strip's place: they must not be silent, but don't concern the cell, as a strip only shows."""
         if not (found := self._failures.all()):
             return
         text = "\n".join(map(str, found))
-        if text == self._said or self._publisher.in_line:
+        if text == self._shown_failures or self._publisher.in_line:
             return
-        self._said = text
+        self._shown_failures = text
         data = {
             "text/plain": text,
             "text/html": f'<div class="hvd-output" style="opacity:.7">{html.escape(text)}</div>',
@@ -155,7 +155,7 @@ class Strip:
             self._make = self._load()
 
     def _place(self, view: StripView) -> None:
-        """Show the view, if it is not shown, but not between the parts of a line."""
+        """Show the view unless it is shown already, but not between the parts of a line."""
         if (self._area and self._cleared == self._publisher.clears) or self._publisher.in_line:
             return
         self._cleared = self._publisher.clears
@@ -170,7 +170,7 @@ class Strip:
         return f"{self._area}-still"
 
     def end(self, now: float, *, ok: bool) -> None:
-        """The cell has ended, and all of its output was shown. If it went well, a line takes the strip's place."""
+        """Remove the strip once the cell has ended and its output was shown; after a cell without errors a line takes its place."""
         view, self._view, self._at = self._view, None, None
         if view is None:
             return
@@ -182,12 +182,12 @@ class Strip:
                     self._publisher.display(_EMPTY, {}, self._area, update=True)
                 if ok and (data := view.summary(now)):
                     self._publisher.display(data, {}, f"{self._name}-summary")
-        self._say_failures()
+        self._show_failures()
         view.cell_ended(now)
 
 
 class StripSink:
-    """Shows a strip beside what another sink shows.
+    """Sink of a cell with a strip, around the sink that shows its output.
 
     Args:
         inner: Shows the output.
@@ -257,7 +257,7 @@ class StripSink:
 
 
 def strips_enabled(environ: Mapping[str, str]) -> bool:
-    """Whether cells get a strip, as far as settings and what is installed go.
+    """Return whether cells get a strip by the settings and the installed packages.
 
     Raises:
         InvalidRequestError: A variable's value is not valid.
@@ -266,7 +266,7 @@ def strips_enabled(environ: Mapping[str, str]) -> bool:
 
 
 class Strips:
-    """Makes the strips of one notebook.
+    """Strips of one notebook's cells.
 
     A strip's widget outlives its cell until the next cell gets one, since a click may arrive only when the cell has ended.
     """
@@ -283,7 +283,7 @@ class Strips:
         publisher: LineTracking,
         area: str,
     ) -> Strip:
-        """The strip of a cell that begins now."""
+        """Return the strip of a cell that begins now."""
         begun = time.monotonic()
         later = FixedCellChannel(shell)
 
@@ -301,7 +301,7 @@ class Strips:
         return Strip(publisher, load, area, begun)
 
     def ended(self, widget: StripWidget) -> None:
-        """The cell of this widget has ended: keep the widget until the next one."""
+        """Keep the widget of a cell that has ended until the next one."""
         self._ended.append(widget)
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class Strips:
 
 
 class _WidgetView:
-    """A widget as the view of a strip."""
+    """Widget as the view of a strip."""
 
     def __init__(self, widget: StripWidget, strips: Strips) -> None:
         self._widget, self._strips = widget, strips

@@ -19,13 +19,13 @@ from hvdlab.magics.screens.publishers import OutputChannel
 
 
 class DisplayIds:
-    """The areas of ranks' display ids in all cells of a notebook: a handle may be updated in a later cell than its own."""
+    """Areas of ranks' display ids in all cells of a notebook: a handle may be updated in a later cell than its own."""
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[int, str], str] = {}
 
     def get(self, rank: int, display_id: str) -> str | None:
-        """The area that this rank's display id was given last; None if it has none."""
+        """Return the newest area of this rank's display id; None if it has none."""
         return self._by_id.get((rank, display_id))
 
     def put(self, rank: int, display_id: str, area: str) -> None:
@@ -43,7 +43,7 @@ class DisplayIds:
 
 
 class CellAreas:
-    """Names areas, and finds them again.
+    """Display areas of one cell, by rank and display id.
 
     Ranks choose display ids without knowing of each other, so each rank's id gets an area of its own. After a rank
     alone has cleared its output, its next displays take the areas of the cleared ones: a plot that is redrawn in a
@@ -62,11 +62,11 @@ class CellAreas:
         self._free: defaultdict[int, deque[str]] = defaultdict(deque)
 
     def find(self, rank: int, display_id: str) -> str | None:
-        """The area that an update goes to, or None if there is none."""
+        """Return the area that an update goes to, or None if there is none."""
         return self._by_id.get((rank, display_id)) or self._known.get(rank, display_id)
 
     def place(self, ranks: tuple[int, ...], display_id: str) -> tuple[str, bool]:
-        """An area for a display, and whether it exists already."""
+        """Return an area for a display, and whether it exists already."""
         reuse = len(ranks) == 1 and bool(self._free[ranks[0]])
         area = self._free[ranks[0]].popleft() if reuse else next(self._names)
         for rank in ranks:
@@ -78,13 +78,13 @@ class CellAreas:
         return area, reuse
 
     def clear(self, rank: int) -> list[str]:
-        """A rank has cleared its output. Returns areas that an earlier clear freed and no display took."""
+        """Free the areas of a rank that has cleared its output. Return those that an earlier clear freed and no display reused."""
         stale = list(self._free[rank])
         self._free[rank] = deque(self._used.pop(rank, ()))
         return stale
 
     def free(self, rank: int) -> list[str]:
-        """CellAreas that wait for the rank's next display."""
+        """Return the areas that wait for the rank's next display."""
         return list(self._free[rank])
 
     def forget(self) -> None:
@@ -96,7 +96,7 @@ class CellAreas:
         self._free.clear()
 
     def leftover(self) -> list[str]:
-        """CellAreas of all ranks that were freed and not taken again."""
+        """Return the areas of all ranks that were freed and not reused."""
         return [area for areas in self._free.values() for area in areas]
 
 
@@ -105,15 +105,15 @@ _NO_TEXT = re.compile(r"(?:\s|</?(?:pre|code|span)\b[^<>]*>)*")
 
 
 class NotebookScreen:
-    """Writes text in few large messages, gives each display its area and the live lines one area of their own.
+    """Screen of a notebook: text in few large messages, an area for each display, and one for all live lines.
 
     Args:
-        publisher: Where messages go.
+        publisher: Channel of the cell's messages.
         ranks: The ranks of the cell; a single rank gets no labels.
         cell: Unique id, for names of areas.
         clock: ``time.monotonic``.
         plain: Whether displays that all ranks have made alike get no label, as in a notebook without ranks.
-        known: CellAreas of displays of other cells, which this one may update.
+        known: Areas of displays of other cells, which this one may update.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ def _is_text(display: Display) -> bool:
 
 
 def _is_blank(display: Display) -> bool:
-    """Whether a display shows nothing and never will, as the last one of rich's live displays: only its label would be seen."""
+    """Return whether a display shows nothing and never will, as the last one of rich's live displays: only its label would be seen."""
     if display.display_id or not display.data or set(display.data) - {"text/plain", "text/html"}:
         return False
     markup = str(display.data.get("text/html", ""))
@@ -227,22 +227,22 @@ def _is_blank(display: Display) -> bool:
 
 
 class _StatusArea:
-    """Where a line shows what the cell waits for: in place while it lasts, and the next time below what came in between."""
+    """Areas of the line about the ranks that a cell waits for: one while the wait lasts, and the next below the output after it."""
 
     def __init__(self, name: str) -> None:
         self._name, self._number = name, 0
         self._made = self._settled = self._passed = False
 
     def passed(self) -> None:
-        """Other output was shown."""
+        """Remember that other output was shown."""
         self._passed = True
 
     def forget(self) -> None:
-        """All output is gone, the area too."""
+        """Forget the area: all output is gone."""
         self._made = False
 
     def place(self, text: str, final: bool) -> Iterator[tuple[str, str, bool]]:
-        """CellAreas to show, with their text, and whether they exist."""
+        """Yield areas to show, with their text, and whether they exist."""
         if self._made and self._settled and self._passed and text:
             yield f"{self._name}-{self._number}", "", True
             self._made = False

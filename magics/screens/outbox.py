@@ -21,7 +21,7 @@ HURRIED_CHARACTERS = 300 * 1024
 
 @dataclass(slots=True)
 class _Message:
-    """Text of a stream, or (without ``name``) something else."""
+    """Text of a stream, or (without ``name``) another message."""
 
     name: str = ""
     texts: list[str] = field(default_factory=list)
@@ -30,10 +30,10 @@ class _Message:
 
 
 class PacedOutbox:
-    """Sends what may be sent now and keeps the rest.
+    """Queue of messages, which sends them as soon as the rate limiter admits them.
 
     Text that waits is joined with text of the same stream. Only then, under a flood of more messages than the
-    server takes, may lines of stdout overtake lines of stderr.
+    server accepts, may lines of stdout overtake lines of stderr.
     """
 
     def __init__(self, publisher: OutputChannel, clock: Callable[[], float]) -> None:
@@ -47,7 +47,7 @@ class PacedOutbox:
 
     @property
     def backlog(self) -> int:
-        """Characters that wait."""
+        """Return the number of characters that wait."""
         return self._backlog
 
     def text(self, name: str, text: str) -> None:
@@ -69,7 +69,7 @@ class PacedOutbox:
         self.tick(self._clock())
 
     def tick(self, now: float) -> float | None:
-        """Send what may go; returns when to call again, or None if nothing waits."""
+        """Send the admitted messages. Return the time of the next call, or None if nothing waits."""
         if now < self._blocked_until:
             return self._blocked_until
         while self._waiting:
@@ -84,7 +84,7 @@ class PacedOutbox:
             self._limiter.admit(size, now)
             self._waiting.popleft()
             self._backlog -= message.length
-            self._tell_skipped()
+            self._send_skipped()
             if message.send is not None:
                 message.send()
             else:
@@ -92,13 +92,13 @@ class PacedOutbox:
         return None
 
     def hurry(self) -> None:
-        """From now on keep little: the user does not want to wait."""
+        """Keep little from now on: the user has interrupted the cell."""
         self._hurried = True
         self._blocked_until = float("-inf")  # less is due now
         self._shorten()
 
     def _open_message(self, name: str, length: int) -> _Message | None:
-        """A waiting message that text may join without overtaking anything but the other stream."""
+        """Return a waiting message that text may join without overtaking anything but the other stream."""
         for message in reversed(self._waiting):
             if message.send is not None:
                 return None
@@ -116,7 +116,7 @@ class PacedOutbox:
             self._backlog -= message.length
             message.texts, message.length = [], 0
 
-    def _tell_skipped(self) -> None:
+    def _send_skipped(self) -> None:
         if self._skipped:
             notice = f"({self._skipped} lines are not shown: the cell was interrupted)\n"
             self._skipped = 0
@@ -144,16 +144,16 @@ BYTES_PER_SECOND = 700_000
 """The rate after a burst, so that output flows instead of coming in one burst for each window."""
 
 ENVELOPE = 1200
-"""Bytes of a message besides its text, about."""
+"""Bytes of a message besides its text, roughly."""
 
 
 def wire_size(text: str) -> int:
-    """Bytes of a stream message with this text."""
+    """Return the bytes of a stream message with this text."""
     return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")) + ENVELOPE
 
 
 class RateLimiter:
-    """Decides when the messages of one cell may go. ``now`` in seconds of any clock."""
+    """Rate limit for the messages of one cell. Times are in seconds of any clock."""
 
     def __init__(self, now: float) -> None:
         self._at = now
@@ -162,7 +162,7 @@ class RateLimiter:
         self._bytes = 0
 
     def admit(self, size: int, now: float) -> bool:
-        """Whether a message of ``size`` bytes may go now; if so it is counted."""
+        """Return whether a message of ``size`` bytes may go now; if so it is counted."""
         if self.ready_at(size, now) > now:
             return False
         self._allowance -= size
@@ -171,7 +171,7 @@ class RateLimiter:
         return True
 
     def ready_at(self, size: int, now: float) -> float:
-        """When a message of ``size`` bytes may go; ``now`` if it may at once."""
+        """Return the time at which a message of ``size`` bytes may go; ``now`` if it may at once."""
         self._pass(now)
         at = now
         missing = min(size, BURST_BYTES) - self._allowance

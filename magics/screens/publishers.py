@@ -9,7 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 
 class OutputChannel(Protocol):
-    """Sends output messages of one cell."""
+    """Channel of one cell's output messages."""
 
     def stream(self, name: str, text: str) -> None: ...
     def display(
@@ -19,7 +19,7 @@ class OutputChannel(Protocol):
 
 
 class RunningCellChannel:
-    """Sends into the cell that is running now, through the shell, so that ``%%capture`` and Output widgets work."""
+    """Channel into the cell that is running now, through the shell, so that ``%%capture`` and Output widgets work."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -44,7 +44,7 @@ class RunningCellChannel:
 
 
 class FixedCellChannel:
-    """Sends into one cell for good, whichever cell runs meanwhile: messages carry the header of that cell's request.
+    """Channel into one cell, also while another runs: messages carry the header of the first cell's request.
 
     Any thread; the socket hands messages to the kernel's own output thread.
     """
@@ -72,14 +72,14 @@ class FixedCellChannel:
 
 
 class LineTracking:
-    """A publisher that notes whether the text sent so far stops in the middle of a line, and how often it was cleared.
+    """Channel that knows whether the text so far stops in the middle of a line, and how often it was cleared.
 
     Args:
         inner: Sends the messages.
 
     Attributes:
         in_line: Whether the last text did not end its line.
-        clears: How often everything was cleared.
+        clears: Number of times that everything was cleared.
     """
 
     def __init__(self, inner: OutputChannel) -> None:
@@ -100,5 +100,5 @@ class LineTracking:
 
 
 def in_notebook(shell: InteractiveShell) -> bool:
-    """Whether the shell belongs to a Jupyter kernel."""
+    """Return whether the shell belongs to a Jupyter kernel."""
     return getattr(shell, "kernel", None) is not None

@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
 
 class Screen(Protocol):
-    """Shows pieces of output, in order."""
+    """Screen for pieces of output, in order."""
 
     def write(self, piece: Text) -> None: ...
     def show(self, piece: Shown) -> None: ...
@@ -22,32 +22,32 @@ class Screen(Protocol):
     def live(self, piece: LiveLines) -> None: ...
 
     def status(self, text: str, *, final: bool) -> None:
-        """Show what the cell waits for in place of what was shown last; empty to show nothing."""
+        """Show the cause of a wait in place of the previous one; empty to show nothing."""
         ...
 
     def begin(self, rank: int) -> None:
-        """One more rank writes from now on."""
+        """Add a rank that writes from now on."""
 
     def tick(self, now: float) -> float | None:
-        """Show what was held back; returns when to call again, or None."""
+        """Show output that was held back. Return the time of the next call, or None."""
         ...
 
     def backlog(self) -> int:
-        """Characters held back."""
+        """Return the number of characters that are held back."""
         ...
 
     def hurry(self) -> None:
-        """The user has interrupted the cell and does not want to wait for what is held back."""
+        """Shorten the output that is held back: the user has interrupted the cell."""
 
     def finish(self) -> None:
-        """Nothing more comes: erase what was shown for a while only."""
+        """Erase the live lines and the status: no further output comes."""
 
 
 class MergingSink:
-    """Output of a run, merged and shown on a screen.
+    """Sink that merges the output of a run and shows it on a screen.
 
     Args:
-        merger: Makes pieces of what ranks write.
+        merger: Turns the ranks' output into pieces.
         screen: Shows them.
         clock: ``time.monotonic``.
     """
@@ -117,10 +117,10 @@ _UP = "\x1b[1A"
 
 
 class TerminalScreen:
-    """Writes text as it is, and the text form of displays.
+    """Screen of a terminal: text as it is, and the text form of displays.
 
-    On a tty the live lines of the lowest rank that has some, and what the cell waits for, are redrawn in place below it;
-    elsewhere only finished lines appear.
+    On a tty the live lines of the lowest rank that has some, and the cause of a wait, are redrawn in place below it;
+    otherwise only finished lines appear.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:

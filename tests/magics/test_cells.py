@@ -225,7 +225,7 @@ BAD = [
     ("%hvd_pool resize x", "%hvd_pool resize: a number of ranks from 1 was expected, not 'x'"),
     ("%hvd_pool go", "%hvd_pool: `go` is no command; there are start, status, resize"),
     ("%hvd_push nothing", "%hvd_push: the notebook has no variable `nothing`"),
-    ("%autohvd maybe", "%autohvd takes `on`, `off` or nothing, not `maybe`"),
+    ("%autohvd maybe", "%autohvd: `maybe` is no switch; there are on, off"),
 ]
 
 

@@ -13,8 +13,7 @@ pytest.importorskip("anywidget")
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.magics.notebook_pool import NotebookPool
-from hvdlab.widgets.views import add_awaiting, recording_of, remove_awaiting
-from hvdlab.widgets.views import metrics, ranks, timeline, trace
+from hvdlab.widgets.views import add_awaiting, metrics, ranks, recording_of, remove_awaiting, timeline, trace
 from timeline_traces import steps
 
 

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,9 +28,9 @@ from ipyparallel.util import (  # type: ignore[import-untyped]  # has no types
     disambiguate_ip_address,
     disambiguate_url,
 )
+from zmq.utils.monitor import recv_monitor_message
 
 from hvdlab.kernel_ext.rank.agent import RankAgent
-from hvdlab.kernel_ext.rank.links import Links
 
 
 def _spare_debugger() -> None:
@@ -53,7 +54,7 @@ _spare_debugger()  # here, so that it is done once, before the ranks are forked
 
 
 class JoinFailed(Exception):
-    """The controller did not take this engine in."""
+    """Error of an engine that the controller has not registered."""
 
 
 class RankKernel(IPythonParallelKernel):  # type: ignore[misc]  # ipyparallel is untyped
@@ -303,3 +304,64 @@ def _initialized(rank: int, connection: str, argv: Sequence[str]) -> RankEngine:
     finally:
         sys.path[:] = path
         sys.excepthook = excepthook
+
+
+Socket = zmq.Socket[bytes]
+
+
+class Links:
+    """Connections of an engine's sockets to a controller, and which of them are up. Main thread of the rank.
+
+    ZeroMQ makes them in the background, and again after a controller's death, each at a time of its own. Until then it drops
+    a client's requests to an engine, and the client learns nothing of that.
+    """
+
+    def __init__(self) -> None:
+        self._monitors: dict[Socket, Socket] = {}
+        self._wanted = 0
+        self._up: set[tuple[Socket, bytes]] = set()
+
+    def watch(self, socket: Socket) -> None:
+        """Expect one more connection of this socket. Call it before the socket begins to connect."""
+        if socket not in self._monitors:
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            self._monitors[socket] = socket.get_monitor_socket(events)
+        self._wanted += 1
+
+    async def established(self, seconds: float) -> bool:
+        """Wait until all expected connections are up, and return whether they are after this many seconds."""
+        poller = zmq.asyncio.Poller()
+        for monitor in self._monitors.values():
+            poller.register(monitor, zmq.POLLIN)
+        until = time.monotonic() + seconds
+        while not self._all_up():
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                return False
+            await poller.poll(int(remaining * 1000) + 1)
+        return True
+
+    def _all_up(self) -> bool:
+        for socket, monitor in self._monitors.items():
+            while monitor.poll(0):
+                event = recv_monitor_message(monitor)
+                link = (socket, event["endpoint"])
+                if event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._up.discard(link)
+                else:
+                    self._up.add(link)
+        return len(self._up) >= self._wanted
+
+    def forget(self) -> None:
+        """Forget the connections, which were ended, and expect as many others. Call it before the sockets begin to connect again."""
+        self._all_up()  # takes what the monitors still have of the old ones
+        self._up.clear()
+
+    def close(self) -> None:
+        """Close the monitors."""
+        for socket, monitor in self._monitors.items():
+            # In this order: ZeroMQ's thread would block on a full monitor that is still enabled and has no reader.
+            if not socket.closed:
+                socket.disable_monitor()
+            monitor.close(linger=0)
+        self._monitors.clear()

@@ -20,8 +20,8 @@ import pandas as pd
 import pytest
 import torch
 
-from hvdlab.kernel_ext.inspect.examination import Examination
 from hvdlab.kernel_ext.inspect.leaves import MOST_LEAVES, leaves_of
+from hvdlab.kernel_ext.rank.compare import ComparedValue
 
 
 def leaves(value: Any) -> dict[str, tuple[str, str]]:
@@ -29,7 +29,7 @@ def leaves(value: Any) -> dict[str, tuple[str, str]]:
 
 
 def digest(value: Any) -> bytes:
-    return Examination(value).examined(1).digest
+    return ComparedValue(value).examined(1).digest
 
 
 class Net(torch.nn.Module):
@@ -148,7 +148,7 @@ def test_equal_values_have_one_fingerprint() -> None:
 
 
 def test_devices_count_by_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    examinations = [Examination(torch.zeros(3)) for _ in range(3)]
+    examinations = [ComparedValue(torch.zeros(3)) for _ in range(3)]
     for examination, device in zip(examinations, ("cuda:0", "cuda:1", "cpu"), strict=True):
         examination.leaves[0] = type(examination.leaves[0])(
             **{name: getattr(examination.leaves[0], name) for name in examination.leaves[0].__struct_fields__}
@@ -165,7 +165,7 @@ def test_circles_end() -> None:
 
 
 def test_what_cannot_be_compared_is_counted() -> None:
-    assert Examination([threading.Lock(), 1, object()]).examined(1).unknown == 2
+    assert ComparedValue([threading.Lock(), 1, object()]).examined(1).unknown == 2
 
 
 def test_a_part_that_fails_is_told_and_the_rest_compared() -> None:
@@ -191,9 +191,9 @@ def test_a_huge_number_is_not_printed() -> None:
 
 def unlike(make: Callable[[int], Any]) -> None:
     """What is made for two ranks differs, or is said to be not compared; for one rank it is the same twice."""
-    ours, theirs = Examination(make(0)).examined(1), Examination(make(1)).examined(1)
+    ours, theirs = ComparedValue(make(0)).examined(1), ComparedValue(make(1)).examined(1)
     assert ours.digest != theirs.digest or ours.unknown
-    assert Examination([make(0)]).examined(1).digest == Examination([make(0)]).examined(1).digest
+    assert ComparedValue([make(0)]).examined(1).digest == ComparedValue([make(0)]).examined(1).digest
 
 
 def function_with(default: int) -> Any:

@@ -20,8 +20,8 @@ from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import torch as hooks
 from hvdlab.collectives import fingerprint
 from hvdlab.collectives.fingerprint import SIZE, differing
-from hvdlab.kernel_ext.inspect.examination import Examination
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
+from hvdlab.kernel_ext.rank.compare import ComparedValue
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.compare import AskBlocks, AskLeaves, Compare, Compared, Gather, OpenComparison
 from hvdlab.kernel_ext.wire.values import TransferChunk
@@ -132,11 +132,11 @@ def test_values_of_all_kinds_are_counted_as_on_the_host(dtype: torch.dtype) -> N
     if dtype.is_floating_point and size > 1:
         infinite = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0], dtype=dtype)
         tensor = torch.cat((tensor, infinite))
-    with_host = Examination([tensor])
+    with_host = ComparedValue([tensor])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "_works_on", lambda device: True)
         patch.setattr(word_sums, "LEAST", 1)
-        on_device = Examination([tensor])
+        on_device = ComparedValue([tensor])
     leaf = next(number for number, one in enumerate(on_device.leaves) if one.kind == "array")
     assert on_device.leaves[leaf].on_device
     ours, theirs = on_device.blocks(1, [leaf]), with_host.blocks(1, [leaf])
@@ -191,7 +191,7 @@ class RanksHere:
 
     def __init__(self, values: Sequence[Any], gpus: set[int]) -> None:
         self._values, self._gpus = values, gpus
-        self._open: dict[int, Examination] = {}
+        self._open: dict[int, ComparedValue] = {}
         self._tickets = 0
         self.rank = 0
         self.read_on_host: list[AskBlocks] = []
@@ -212,7 +212,7 @@ class RanksHere:
     def _answer(self, rank: int, question: Any) -> Any:
         self.rank = rank
         if isinstance(question, OpenComparison):
-            self._open[rank] = Examination(self._values[rank])
+            self._open[rank] = ComparedValue(self._values[rank])
             return self._open[rank].examined(question.ticket)
         mine = self._open[rank]
         if isinstance(question, AskLeaves):
@@ -279,6 +279,6 @@ def test_nothing_is_read_of_what_is_alike(monkeypatch: pytest.MonkeyPatch) -> No
         whole = source(torch.arange(100.0))
         away = replace(whole, read=read)
         monkeypatch.setattr(hooks, "_of_tensor", lambda tensor: away)
-        one, other = (Examination({"w": torch.arange(100.0)}).examined(1) for _ in range(2))
+        one, other = (ComparedValue({"w": torch.arange(100.0)}).examined(1) for _ in range(2))
     assert one.digest == other.digest
     assert one.nbytes == 400

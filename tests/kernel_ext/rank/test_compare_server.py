@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from hvdlab.kernel_ext.rank.examining import OVER, CompareServer
+from hvdlab.kernel_ext.rank.compare import OVER, CompareServer
 from hvdlab.kernel_ext.wire.codec import ToPool
 from hvdlab.kernel_ext.wire.compare import AskLeaves, ComparisonOpened, LeafList, OpenComparison
 from hvdlab.kernel_ext.wire.values import Acked

@@ -21,13 +21,11 @@ import numpy as np
 from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import hooks_of, loaded, names
 from hvdlab.collectives.fingerprint import fingerprint, threads_for
-from hvdlab.kernel_ext.inspect.arrays import Bytes
-from hvdlab.kernel_ext.inspect.elements import compare, not_finite
-from hvdlab.kernel_ext.inspect.leaves import FINGERPRINTS, Found, leaves_of
-from hvdlab.kernel_ext.inspect.leaves import Leaves as Walked
-from hvdlab.kernel_ext.inspect.scalars import Hidden, type_name
 from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
+from hvdlab.kernel_ext.rank.elements import Bytes, compare, not_finite
 from hvdlab.kernel_ext.rank.errors import one_line
+from hvdlab.kernel_ext.rank.object_tree import FINGERPRINTS, Found, Hidden, leaves_of, type_name
+from hvdlab.kernel_ext.rank.object_tree import Leaves as Walked
 from hvdlab.kernel_ext.rank.values import PATIENCE
 from hvdlab.kernel_ext.wire.codec import ToPool
 from hvdlab.kernel_ext.wire.compare import (

@@ -12,15 +12,20 @@ import numpy.typing as npt
 
 from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import loaded
-from hvdlab.kernel_ext.inspect.arrays import Bytes, array_source
-from hvdlab.kernel_ext.inspect.elements import element, numeric
-from hvdlab.kernel_ext.inspect.leaves import leaves_of
-from hvdlab.kernel_ext.inspect.parts import Long, parts_of
-from hvdlab.kernel_ext.inspect.scalars import content, is_scalar, shortened, type_name
 from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.compare import ComparedValue
 from hvdlab.kernel_ext.rank.completion import user_variables
+from hvdlab.kernel_ext.rank.elements import Bytes, array_source, element, numeric
 from hvdlab.kernel_ext.rank.errors import one_line
+from hvdlab.kernel_ext.rank.object_tree import (
+    Long,
+    content,
+    is_scalar,
+    leaves_of,
+    parts_of,
+    shortened,
+    type_name,
+)
 from hvdlab.kernel_ext.rank.values import short_repr
 from hvdlab.kernel_ext.wire.codec import ToPool
 from hvdlab.kernel_ext.wire.compare import (

@@ -20,8 +20,8 @@ import pandas as pd
 import pytest
 import torch
 
-from hvdlab.kernel_ext.inspect.leaves import MOST_LEAVES, leaves_of
 from hvdlab.kernel_ext.rank.compare import ComparedValue
+from hvdlab.kernel_ext.rank.object_tree import MOST_LEAVES, leaves_of
 
 
 def leaves(value: Any) -> dict[str, tuple[str, str]]:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvdlab.kernel_ext.inspect import elements
-from hvdlab.kernel_ext.inspect.arrays import array_source
-from hvdlab.kernel_ext.inspect.elements import compare, not_finite
+from hvdlab.kernel_ext.rank import elements
+from hvdlab.kernel_ext.rank.elements import array_source, compare, not_finite
 from hvdlab.kernel_ext.wire.compare import Difference
 
 

@@ -1,4 +1,7 @@
-"""Arrays compared element by element."""
+"""Arrays as bytes on the host, wherever they are, and the elements in which two of them differ.
+
+Nothing here imports a framework: one that is not in ``sys.modules`` can't have made the value.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.kernel_ext.inspect.arrays import Bytes
+from hvdlab.bindings.array_source import ArraySource
+from hvdlab.bindings.framework_hooks import loaded
 from hvdlab.kernel_ext.wire.compare import Difference
 
 STRIDE = 96 << 10
@@ -154,3 +158,14 @@ def not_finite(raw: Bytes, dtype: str, itemsize: int) -> tuple[int, int]:
             nan = int(np.isnan(odd).sum())
             nans, infs = nans + nan, infs + odd.size - nan
     return nans, infs
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def array_source(value: Any) -> ArraySource | None:
+    """``value`` as an array; None if it is no array, or one of Python objects. Raises what the framework raises."""
+    for hooks in loaded():
+        if (source := hooks.array(value)) is not None:
+            return source
+    return None

@@ -26,9 +26,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.tracing.recorder import Recorder
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets.messages import pack_rows
-from hvdlab.widgets.points import SeriesNews
-from hvdlab.widgets.rank_rows import rank_rows
+from hvdlab.widgets.recording_feed import SeriesNews, pack_rows, rank_rows
 
 SECOND = 1_000_000_000
 GRADIENTS = 161
@@ -101,7 +99,7 @@ def fed(size: int, seconds: float, rounds: int) -> dict[str, Any]:
             recording.feed(rank, batch)
     times: dict[str, list[float]] = {"feed": [], "pack": [], "points": []}
     news = SeriesNews(recording)
-    while news.take() and news.more:
+    while news.next_batch() and news.more:
         pass
     for _ in range(rounds):
         prepared = list(ranks.batches(2))
@@ -113,7 +111,7 @@ def fed(size: int, seconds: float, rounds: int) -> dict[str, Any]:
         rows = recording.rows_since(first)[1]
         pack_rows(rows, recording.origin_ns or 0)
         packed = time.process_time()
-        news.take()
+        news.next_batch()
         for name, length in (
             ("feed", fed_at - begin), ("pack", packed - fed_at), ("points", time.process_time() - packed)
         ):  # fmt: skip

@@ -1,19 +1,24 @@
-"""The options of the magics, and errors that say in one sentence what was meant."""
+"""Base of the magics, their options, and the syntax of cells: both are parsed in the notebook, and a mistake is one sentence."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, NoReturn, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from IPython.core.error import UsageError
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics
 
-from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.notebook.checks import check_plane
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
+from hvdlab.magics.notebook_pool import NotebookPool, cell_number
 
 
 class Values(Enum):
@@ -50,14 +55,48 @@ VALUES: Mapping[str, Values | list[str]] = {
 
 OUTPUTS = ("grouped", "stream", "none")
 F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", bound="NotebookMagics")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class NotebookMagics(Magics):
+    """Base of the magics of a notebook.
+
+    Args:
+        session: The notebook's pool, and the state that magics share.
+    """
+
+    def __init__(self, session: NotebookPool) -> None:
+        super().__init__(session.shell)
+        self.session = session
 
 
 class MagicParser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError instead of ending the program."""
+    """Parser of a magic's line, which raises UsageError instead of ending the program.
 
-    def __init__(self, magic: str, description: str) -> None:
+    Args:
+        magic: The magic with its percent signs.
+        description: One sentence for the user.
+        example: A whole line that uses the magic, which its help ends with.
+        split: Splits a line into words; by default as a shell does.
+    """
+
+    def __init__(
+        self,
+        magic: str,
+        description: str,
+        *,
+        example: str,
+        split: Callable[[str], list[str]] | None = None,
+    ) -> None:
         super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False)
+        self.example = example
+        self._split = split or _split
         self.add_argument("-h", "--help", action="store_true", help="show this text")
+
+    def format_help(self) -> str:
+        return f"{super().format_help()}\nexample:\n  {self.example}\n"
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1: ", message)
@@ -66,14 +105,22 @@ class MagicParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}")
 
     def parse(self, line: str) -> argparse.Namespace:
-        """Parse a magic line. Raises UsageError; an unknown option comes with the nearest known one."""
-        found, rest = self.parse_known_args(_split(line))
+        """Parse a magic's line.
+
+        Raises:
+            UsageError: The line makes no sense; for an unknown option the text names the nearest known one.
+        """
+        found, rest = self.parse_known_args(self._split(line))
         if rest:
             self.error(self._unknown(rest[0]))
         return found
 
+    def asks_for_help(self, line: str) -> bool:
+        """Return whether a line has ``--help``; the other words of such a line need not make sense."""
+        return not {"-h", "--help"}.isdisjoint(self._split(line))
+
     def parse_with_code(self, line: str) -> tuple[argparse.Namespace, str]:
-        """Parse a line that goes on with code after the options; returns the options and the code."""
+        """Return the options at the begin of a line, and the code after them."""
         words = list(re.finditer(r"\S+", line))
         begin, index = len(line), 0
         while index < len(words):
@@ -146,12 +193,12 @@ def _split(line: str) -> list[str]:
         raise UsageError(f"the options can not be read: {error}") from None
 
 
-def count_of(what: str) -> Callable[[str], int]:
-    """Reads a whole number from 1 of something, such as ``lines``."""
+def count_of(things: str) -> Callable[[str], int]:
+    """Return a reader of a whole number from 1, of ``lines`` for example."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"\+?\d+", text) or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"a number of {what} from 1 was expected, not {text!r}")
+            raise argparse.ArgumentTypeError(f"a number of {things} from 1 was expected, not {text!r}")
         return int(text)
 
     return read
@@ -161,7 +208,7 @@ positive = count_of("ranks")
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Return a positive number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -172,7 +219,9 @@ def seconds(text: str) -> float:
 
 
 def data_plane(text: str) -> str:
-    """The name of a data plane that there is."""
+    """Return the name of a data plane that exists."""
+    from hvdlab.kernel_ext.notebook.checks import check_plane  # imports the fork server: not at %load_ext
+
     try:
         check_plane(text)
     except InvalidRequestError as error:
@@ -181,7 +230,7 @@ def data_plane(text: str) -> str:
 
 
 def identifier(text: str) -> str:
-    """A name that a variable can have."""
+    """Return a name that a variable can have."""
     if not text.isidentifier():
         raise argparse.ArgumentTypeError(f"a variable's name was expected, not {text!r}")
     return text
@@ -202,8 +251,39 @@ def documented(parser: MagicParser) -> Callable[[F], F]:
     return decorate
 
 
+def takes_options(
+    parser: MagicParser,
+) -> Callable[
+    [Callable[Concatenate[M, argparse.Namespace, P], R]], Callable[Concatenate[M, str, P], R | None]
+]:
+    """Make a magic of a method that takes options: parse the line, answer ``--help``, and document the options.
+
+    Args:
+        parser: Parser of the magic's line.
+
+    Returns:
+        The decorator. The method gets the options in place of the line, which they have as ``options.line``.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[M, argparse.Namespace, P], R],
+    ) -> Callable[Concatenate[M, str, P], R | None]:
+        @wraps(method)
+        def magic(self: M, line: str, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+            if parser.asks_for_help(line):
+                print(parser.format_help())
+                return None
+            options = parser.parse(line)
+            options.line = line
+            return method(self, options, *args, **kwargs)
+
+        return documented(parser)(magic)
+
+    return decorate
+
+
 def add_pool_options(parser: MagicParser) -> None:
-    """Add the options about how ranks are started."""
+    """Add the options that choose how ranks are started."""
     parser.add_argument(
         "-np", type=positive, metavar="N", help="number of ranks; a new number grows or shrinks the pool"
     )
@@ -226,7 +306,7 @@ def add_pool_options(parser: MagicParser) -> None:
 
 
 def add_cell_options(parser: MagicParser) -> None:
-    """Add the options about how a cell is run and shown."""
+    """Add the options that choose how a cell is run and shown."""
     parser.add_argument(
         "--output",
         choices=OUTPUTS,
@@ -241,7 +321,11 @@ def add_cell_options(parser: MagicParser) -> None:
 
 
 def run_parser(magic: str = "%%hvd_run") -> MagicParser:
-    parser = MagicParser(magic, "Run this cell on the ranks; the pool is started by the first cell.")
+    parser = MagicParser(
+        magic,
+        "Run this cell on the ranks; the pool is started by the first cell.",
+        example="%%hvd_run -np 8 --out losses" if magic.startswith("%%") else "%hvd_run -np 8 import torch",
+    )
     add_pool_options(parser)
     parser.add_argument("--ranks", metavar="0,2-3,::2", help="run on these ranks only")
     parser.add_argument(
@@ -269,14 +353,22 @@ def run_parser(magic: str = "%%hvd_run") -> MagicParser:
 
 
 def rank_parser() -> MagicParser:
-    parser = MagicParser("%%hvd_rank", "Run this cell on some ranks of the running pool, to look or to fix.")
+    parser = MagicParser(
+        "%%hvd_rank",
+        "Run this cell on some ranks of the running pool, to look or to fix.",
+        example="%%hvd_rank 3 --timeout 10",
+    )
     parser.add_argument("ranks", metavar="R", help="ranks, such as 3 or 0,2-3 or ::2")
     add_cell_options(parser)
     return parser
 
 
 def parse_ranks(text: str, ranks: list[int]) -> list[int]:
-    """``0,2-3,::2`` as ranks of the pool; slices count positions among ``ranks``. Raises UsageError."""
+    """Return the ranks of a text such as ``0,2-3,::2``; slices count positions among ``ranks``.
+
+    Raises:
+        UsageError: The text names no rank, or one that the pool has not.
+    """
     chosen: set[int] = set()
     for part in text.replace(" ", "").split(","):
         chosen.update(_part(part, ranks))
@@ -306,6 +398,69 @@ def _part(part: str, ranks: list[int]) -> list[int]:
 
 
 def _have(ranks: list[int]) -> str:
-    from hvdlab.collectives.errors import format_ranks
-
     return format_ranks(ranks) if ranks else "no ranks"
+
+
+_OUR_CELL = re.compile(r"%%(?:hvd_run|hvd_rank|local)\b")
+
+
+class SourceError(HvdlabError):
+    """Error of a cell that can not be compiled; raised as a subclass with the name of Python's own error."""
+
+    def __init__(self, error: SyntaxError, lines: list[str]) -> None:
+        self._lines = lines
+        super().__init__(f"{error.msg} (line {error.lineno})")
+
+    def _render_traceback_(self) -> list[str]:
+        return self._lines
+
+
+def check_syntax(shell: InteractiveShell, source: str, line_offset: int) -> None:
+    """Compile a cell as a rank would, with IPython's syntax and ``await`` at top level.
+
+    Raises:
+        SourceError: The cell does not compile; the line numbers are those of the notebook's cell.
+    """
+    try:
+        # A new manager: the shell's, if the user or %autohvd changed it, would transform the cell a second time.
+        manager = TransformerManager()  # type: ignore[no-untyped-call]  # IPython has no annotation
+        python = manager.transform_cell(source)
+        code = "\n" * line_offset + python
+        name = shell.compile.cache(code, cell_number(shell))  # tracebacks call it `Cell In[7]`
+        compile(code, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        if error.text is None and error.lineno is not None:
+            lines = ("\n" * line_offset + source).splitlines()
+            error.text = lines[error.lineno - 1] if error.lineno <= len(lines) else None
+        raise _named(shell, error) from None
+
+
+def _named(shell: InteractiveShell, error: SyntaxError) -> SourceError:
+    tb = shell.SyntaxTB
+    lines = tb.structured_traceback(type(error), error, None)
+    kind: type[SourceError] = type(
+        type(error).__name__, (SourceError,), {"__module__": SourceError.__module__}
+    )
+    return kind(error, lines)
+
+
+def magic_line_offset(raw: str, magic: str) -> int:
+    """Count the lines of a notebook's cell above the source: the magic's line and those before it.
+
+    Args:
+        raw: The cell as the user wrote it. Without the magic in it (``%autohvd``) nothing is above.
+        magic: The magic without percent signs.
+    """
+    match = re.search(rf"^[ \t]*%%{re.escape(magic)}\b", raw, re.MULTILINE)
+    return raw[: match.start()].count("\n") + 1 if match else int(not raw)
+
+
+def give_body(lines: list[str]) -> list[str]:
+    """Append an empty line to a cell that is nothing but the first line of a cell magic of hvdlab.
+
+    IPython refuses a cell magic without a body before it calls it: ``%%hvd_run --help`` alone in a cell would show no help.
+    """
+    written = [line for line in lines if line.strip()]
+    if len(written) != 1 or not _OUR_CELL.match(written[0]):
+        return lines
+    return [*lines, "\n"]

@@ -10,7 +10,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.magics.arguments import PARSERS, Values
-from hvdlab.magics.session import Session
+from hvdlab.magics.notebook_pool import NotebookPool
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -25,7 +25,7 @@ _OPTIONS = re.compile(r"\s*%%?(hvd_\w+)((?:\s+\S+)*\s+)(\S*)$")
 
 
 def rank_source(cell: str, offset: int, *, everywhere: bool = False) -> tuple[str, int] | None:
-    """The part of a cell that ranks see, and the cursor in it; None if the cursor is not in such a part.
+    """Return the part of a cell that runs on ranks, and the cursor in it; None if the cursor is not in such a part.
 
     Args:
         cell: The notebook's cell.
@@ -40,14 +40,14 @@ def rank_source(cell: str, offset: int, *, everywhere: bool = False) -> tuple[st
 
 
 class RankCompleter:
-    """A matcher for IPython's completer, and an inspector for the kernel.
+    """Matchers for IPython's completer, and an inspector for the kernel.
 
     Args:
         session: Has the pool.
         everywhere: Returns whether ``%autohvd`` is on.
     """
 
-    def __init__(self, session: Session, everywhere: Callable[[], bool]) -> None:
+    def __init__(self, session: NotebookPool, everywhere: Callable[[], bool]) -> None:
         self._session, self._everywhere = session, everywhere
 
         @context_matcher(identifier="hvdlab.rank", priority=1000)  # type: ignore[untyped-decorator]  # IPython's

@@ -1,4 +1,8 @@
-"""``%load_ext hvdlab`` and ``%unload_ext hvdlab``."""
+"""``%load_ext hvdlab`` and ``%unload_ext hvdlab``: add the magics to a shell, and remove them again.
+
+Users wait for the first of both, so this module and those that it imports leave numpy, the engine and the pool to the thread
+that starts the first pool's processes.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +17,25 @@ from IPython.core.extensions import ExtensionManager
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
-from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
-from hvdlab.magics.ahead import Ahead
+from hvdlab.magics.arguments import give_body
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
-from hvdlab.magics.c10d import C10dMagics
-from hvdlab.magics.cells import CellMagics
 from hvdlab.magics.completion import RankCompleter
-from hvdlab.magics.debug import DebugMagics
-from hvdlab.magics.debugger import load_debugger, unload_debugger
-from hvdlab.magics.diff import DiffMagics
-from hvdlab.magics.elastic import ElasticMagics
-from hvdlab.magics.exchange import ExchangeMagics
-from hvdlab.magics.metrics import MetricsMagics
-from hvdlab.magics.output import OutputMagics
-from hvdlab.magics.panel import PanelComms, load_panel
-from hvdlab.magics.pools import PoolMagics
-from hvdlab.magics.replay import ReplayMagics
-from hvdlab.magics.session import Session
-from hvdlab.magics.spmd import KernelRanks
-from hvdlab.magics.syntax import give_body
-from hvdlab.magics.timeline import TimelineMagics
-from hvdlab.magics.where import WhereMagics
-from hvdlab.magics.whos import WhosMagics
-from hvdlab.widgets.source import add_awaiting, add_finder, remove_awaiting, remove_finder
+from hvdlab.magics.debug_magics import DebugMagics, load_debugger, unload_debugger
+from hvdlab.magics.notebook_pool import BackgroundPrestart, NotebookPool, SessionBackend
+from hvdlab.magics.panel_comms import PanelComms, load_panel
+from hvdlab.magics.pool_magics import PoolMagics
+from hvdlab.magics.run_magics import CellMagics
+from hvdlab.magics.variable_magics import VariableMagics
+from hvdlab.magics.view_magics import OutputMagics, ViewMagics
+from hvdlab.widgets.views import add_awaiting, add_finder, remove_awaiting, remove_finder
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
 
 _ATTRIBUTE = "_hvdlab_extension"
+CELL_VIEW = "hvdlab.magics.cell_view"
+"""Module that the first cell needs."""
 _MISPLACED = re.compile(r"%%hvd_(run|rank)")
 """Matches a cell magic of ours in IPython's error about a line magic of that name, which there is not."""
 MAGICS = {
@@ -67,15 +61,15 @@ MAGICS = {
 
 
 class Extension:
-    """Everything that loading adds to one shell; :meth:`unload` takes it away again.
+    """Additions of hvdlab to one shell, which :meth:`unload` removes.
 
     Attributes:
-        session: The pool and what belongs to it.
+        session: The notebook's pool and the state that magics share.
     """
 
-    def __init__(self, shell: InteractiveShell, session: Session | None = None) -> None:
+    def __init__(self, shell: InteractiveShell, session: NotebookPool | None = None) -> None:
         self.shell = shell
-        self.session = session or Session(shell)
+        self.session = session or NotebookPool(shell)
         self._auto = AutoRun()
         self._panel: PanelComms | None = None
         self._completer = RankCompleter(self.session, lambda: self._auto.on)
@@ -84,17 +78,10 @@ class Extension:
         for magics in (
             CellMagics(self.session),
             PoolMagics(self.session),
-            ExchangeMagics(self.session),
+            VariableMagics(self.session),
             OutputMagics(self.session),
-            WhereMagics(self.session),
             DebugMagics(self.session),
-            DiffMagics(self.session),
-            WhosMagics(self.session),
-            ReplayMagics(self.session),
-            TimelineMagics(self.session),
-            MetricsMagics(self.session),
-            ElasticMagics(self.session),
-            C10dMagics(self.session),
+            ViewMagics(self.session),
             AutoMagics(self.session, self._auto),
         ):
             self.shell.register_magics(magics)
@@ -104,18 +91,18 @@ class Extension:
         self.shell.input_transformers_cleanup.insert(0, give_body)
         self.shell.input_transformers_cleanup.append(self._auto)
         if (take_ranks := self._kernel_takes_ranks()) is not None:
-            take_ranks(KernelRanks(self.session))
+            take_ranks(SessionBackend(self.session))
         self._completer.load()
         add_finder(self._pool)
-        add_awaiting(self.session.awaited)
+        add_awaiting(self.session.next_recording)
         self._panel = load_panel(self.session)
         load_debugger(self.session, self._auto)
         self._follow_shutdown()
         setattr(self.shell, _ATTRIBUTE, self)
 
     def prewarm(self) -> None:
-        """Begin to start what the first pool needs, in the background."""
-        self.session.ahead = None if context.in_rank_of_pool() else Ahead()  # a rank starts no pool
+        """Begin to start the processes of the first pool, in the background."""
+        self.session.prestart = BackgroundPrestart([CELL_VIEW])
         if self.session.ranks_by_default:
             kernel: Any = getattr(self.shell, "kernel", None)
             kernel.start_ranks()
@@ -130,7 +117,7 @@ class Extension:
         if panel is not None:
             panel.close()
         remove_finder(self._pool)
-        remove_awaiting(self.session.awaited)
+        remove_awaiting(self.session.next_recording)
         self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)
         self.shell.input_transformers_cleanup.remove(give_body)
@@ -142,10 +129,10 @@ class Extension:
         self.session.close()
 
     def _follow_shutdown(self) -> None:
-        """Let go of a kept pool as soon as the kernel is asked to end, on its control thread, also while a cell runs.
+        """Detach from a kept pool as soon as the kernel is asked to end, on its control thread, also while a cell runs.
 
-        Only the message's handler hears of that in time: the interrupt that Jupyter sends before is delayed by a third of a second,
-        and what else a kernel does at its end it does after the cell.
+        Only the message's handler is in time: Jupyter's interrupt before it is delayed by a third of a second, and the other
+        steps of a kernel's end come after the cell.
         """
         handlers = getattr(getattr(self.shell, "kernel", None), "control_handlers", None)
         if handlers is None:
@@ -161,9 +148,9 @@ class Extension:
         handlers["shutdown_request"] = shutdown_request
         self.session.leaving.callback(handlers.__setitem__, "shutdown_request", before)
 
-    def _kernel_takes_ranks(self) -> Callable[[KernelRanks | None], None] | None:
-        """The method by which a kernel whose cells run on ranks takes them; None for any other kernel."""
-        found: Callable[[KernelRanks | None], None] | None = getattr(
+    def _kernel_takes_ranks(self) -> Callable[[SessionBackend | None], None] | None:
+        """Return the method by which a kernel whose cells run on ranks gets them; None for any other kernel."""
+        found: Callable[[SessionBackend | None], None] | None = getattr(
             getattr(self.shell, "kernel", None), "take_ranks", None
         )
         return found
@@ -175,20 +162,20 @@ class Extension:
         self.session.raw_cell = info.raw_cell or ""
 
     def _hint(self, result: Any) -> None:
-        """After a cell of the notebook's own process that failed, say where its name is, or its magic belongs."""
+        """Print where a name lives, or where a magic belongs, after a cell of the notebook's own process that failed by it."""
         error = getattr(result, "error_in_exec", None)
         if isinstance(error, UsageError) and (magic := _MISPLACED.search(str(error))):
             print(f"`{magic[0]}` must be the first line of its cell; put what stands above it below")
         elif (
             type(error) is NameError
             and not self.session.ranks_by_default
-            and (where := self.session.ranks_with(error.name or ""))
+            and (where := self.session.ranks_that_have(error.name or ""))
         ):
             print(f"`{error.name}` exists on {format_ranks(where)}: put `%%hvd_run` on top")
 
 
 def extension_of(shell: InteractiveShell) -> Extension | None:
-    """The extension that is loaded into this shell."""
+    """Return the extension that is loaded into this shell; None if none is."""
     found: Extension | None = getattr(shell, _ATTRIBUTE, None)
     return found
 
@@ -204,6 +191,8 @@ def pool() -> Pool:
     found = extension.session.pool if extension is not None else None
     if found is not None:
         return found
+    from hvdlab.collectives import context  # imports the engine, and so numpy
+
     if context.in_rank_of_pool():
         raise InvalidRequestError(
             "this is a rank; the notebook's process has the pool: call hvdlab.pool() in a cell without %%hvd_run, or under %%local"
@@ -214,7 +203,7 @@ def pool() -> Pool:
 
 
 def load(shell: InteractiveShell) -> None:
-    """Load into a shell; a second time nothing happens."""
+    """Load the extension into a shell; a second time nothing happens."""
     if extension_of(shell) is not None:
         return
     extension = Extension(shell)
@@ -227,7 +216,7 @@ def unload(shell: InteractiveShell) -> None:
 
     ``%reload_ext`` unloads, imports the package's root again and loads. Users put it into their first cell, so that they can
     run that again: this must not cost the ranks and hours of training. Nothing in the root would be renewed by loading
-    again, so everything stays as it is.
+    again, so all of it stays.
     """
     extension = extension_of(shell)
     if extension is None or _reloading():
@@ -239,7 +228,7 @@ def unload(shell: InteractiveShell) -> None:
 
 
 def _reloading() -> bool:
-    """Whether ``%reload_ext`` is the caller. IPython tells an extension only that it is unloaded."""
+    """Return whether ``%reload_ext`` is the caller. IPython calls an extension's unloading in both cases."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is ExtensionManager.reload_extension.__code__:
@@ -249,7 +238,7 @@ def _reloading() -> bool:
 
 
 def _farewell(pool: Pool | None) -> str:
-    """The sentence for the user once this pool is let go of."""
+    """Return the sentence for the user about the end of this pool, or about leaving it."""
     if pool is None:
         return ""
     count = pool.size - len(pool.lost)

@@ -65,13 +65,13 @@ from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 from hvdlab.kernel_ext.wire.compare import VariableView
 from hvdlab.kernel_ext.wire.status import PendingNow, RankStatus, ServerNow, Stack, StackFrame
 from hvdlab.launch.processes import ExitStatus, OutputTail
-from hvdlab.magics.status_table import StatusTable
+from hvdlab.magics.pool_magics import StatusTable
 from hvdlab.runner.cli import main
 from hvdlab.runner.events import FailureReport as JobFailure
 from hvdlab.runner.output import failure_lines, speaker, stall_line
 from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import monitoring
-from hvdlab.widgets import metrics_picture, output, strip
+from hvdlab.widgets import live_view, still_charts, strip
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
 
@@ -307,7 +307,7 @@ def failed_job(name: str) -> str:
 TERMINAL: dict[str, Callable[[str, Path], str]] = {
     "a table": lambda name, _: "\n".join(table(name).lines()),
     "the table of ranks": lambda name, _: repr(status(name)),
-    "metrics": lambda name, _: metrics_picture.as_text(measured(name)),
+    "metrics": lambda name, _: still_charts.as_text(measured(name)),
     "a trace": lambda name, directory: summary(name, directory),
     "a file that is no trace": refusal,
     "a stranger who is turned away": turned_away,
@@ -332,8 +332,8 @@ HTML: dict[str, Callable[[str], str | None]] = {
     "no tensors": lambda name: TensorTable({})._repr_html_(),
     "a value": lambda name: html_of([((0,), {"text/plain": name}), ((1,), {"image/png": name})]),
     "a picture": lambda name: html_of([((0,), {"image/svg+xml": name})]),
-    "metrics": lambda name: metrics_picture.as_html(measured(name)),
-    "what failed": lambda name: output.html_of((Failure(name, name, name),)),
+    "metrics": lambda name: still_charts.as_html(measured(name)),
+    "what failed": lambda name: live_view.html_of((Failure(name, name, name),)),
     "a cell's end": strip.summary_html,
 }
 

@@ -1,7 +1,7 @@
 """Feed of the panel in JupyterLab: rows and news of a pool, for as long as a page asks for them.
 
-A page says what it wants and repeats that every now and then; one that falls silent gets nothing any more, since a page that
-is closed does not say goodbye. Everything goes out over one comm and comes in over another.
+A page subscribes for a limited time, and renews that; a page that falls silent gets no further message, since a page that is
+closed sends nothing. All messages go out over one comm and come in over another.
 """
 
 from __future__ import annotations
@@ -17,53 +17,52 @@ from typing import Any, Protocol
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
-from hvdlab.widgets.membership_news import MembershipNews
-from hvdlab.widgets.publisher import Publisher
+from hvdlab.widgets.pool_membership import ChangeablePool, MembershipActions, MembershipNews
+from hvdlab.widgets.recording_feed import RecordingFeed
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 Content = Mapping[str, Any]
 Has = tuple[int, int]  # the rows and the points before these numbers
 
 OWN = ""
-"""The pool of the notebook, whichever that is."""
+"""Id of the notebook's own pool."""
 LEASE = 75.0
-"""Seconds for which a page's wish holds. A page repeats it every 20 s; browsers let hidden pages do so once a minute."""
+"""Seconds for which a page's subscription holds. A page renews it every 20 s; browsers let hidden pages do so once a minute."""
 LONG_LEASE = 3600.0
-"""The same where a page can't be heard while a cell runs."""
+"""The same where no message of a page arrives while a cell runs."""
 
 
-class Desk(Protocol):
+class PanelBackend(Protocol):
     """Requests of a panel to its notebook. Any thread; raises ``HvdlabError`` or ``OSError`` with a sentence for users."""
 
     def recording(self, pool: str) -> Recording | None:
-        """The recording of a pool; ``None`` if there are no ranks now."""
+        """Return the recording of a pool; ``None`` if there are no ranks now."""
         ...
 
     def changeable(self, pool: str) -> ChangeablePool | None:
-        """The pool itself; ``None`` if it can only be watched."""
+        """Return the pool itself; ``None`` if it can only be watched."""
         ...
 
     def pools(self) -> list[dict[str, Any]]:
-        """All pools that can be shown."""
+        """Return all pools that can be shown."""
         ...
 
-    def do(self, what: str, content: Content) -> dict[str, Any]:
-        """Anything else, such as saving; returns the answer."""
+    def run_command(self, what: str, content: Content) -> dict[str, Any]:
+        """Carry out another request, such as saving, and return the answer."""
         ...
 
 
 @dataclass
-class Showing:
-    """A pool that is sent to pages.
+class ShownPool:
+    """Pool that is sent to pages.
 
     Attributes:
         recording: The pool's recording.
-        name: The recording's name, by which a page says which one it knows.
-        until: When the pages' wish for the pool ends, by ``time.monotonic()``.
-        rows_until: When the wish for rows ends; without it pages only get news of the ranks.
+        name: Id of the recording, with which a page names the one that it has.
+        until: When the pages' subscription of the pool ends, by ``time.monotonic()``.
+        rows_until: When their subscription of rows ends; without it pages only get news of the ranks.
         actions: The actions that change the pool's ranks; ``None`` if it can only be watched.
-        ended: Whether the wish has ended, and the publisher with it.
+        ended: Whether the subscription has ended, and the publisher with it.
     """
 
     recording: Recording
@@ -71,43 +70,43 @@ class Showing:
     until: float = 0.0
     rows_until: float = 0.0
     actions: MembershipActions | None = None
-    publisher: Publisher = field(init=False)
+    publisher: RecordingFeed = field(init=False)
     ended: bool = False
 
 
 class Panel:
-    """Serves all pages that show one notebook.
+    """Server of all pages that show one notebook.
 
     Args:
         send: Sends a message to every page; called on any thread.
-        desk: The notebook.
-        lease: Seconds for which a wish holds.
+        backend: The notebook.
+        lease: Seconds for which a subscription holds.
     """
 
-    def __init__(self, send: Send, desk: Desk, *, lease: float = LEASE) -> None:
-        self._send, self._desk, self._lease = send, desk, lease
+    def __init__(self, send: Send, backend: PanelBackend, *, lease: float = LEASE) -> None:
+        self._send, self._backend, self._lease = send, backend, lease
         self._names: weakref.WeakKeyDictionary[Recording, str] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
-        self._showings: dict[str, Showing] = {}
+        self._shown: dict[str, ShownPool] = {}
         self._wanted: dict[str, tuple[float, float]] = {}  # until when the pool, and until when its rows
         self._closed = False
         self._failures = Failures()
 
     def receive(self, content: Content, *, lease: float | None = None) -> None:
-        """Take a message of a page. ``lease`` is how many seconds its wish holds. Any thread."""
+        """Act on a message of a page, whose subscription holds for ``lease`` seconds. Any thread."""
         kind, request = content.get("type"), content.get("request")
         try:
             if kind == "hello":
                 self._hello(content, lease or self._lease)
             elif kind == "pools":
-                self._answer(request, {"pools": self._desk.pools()})
+                self._answer(request, {"pools": self._backend.pools()})
             elif kind == "change":
                 self._change(content)
             elif isinstance(kind, str):
-                self._answer(request, self._desk.do(kind, content))
+                self._answer(request, self._backend.run_command(kind, content))
             elif request is not None:
                 raise InvalidRequestError(f"the notebook knows no request of the type {kind!r}.")
-        except Exception as error:  # noqa: BLE001  (the page says it; ipykernel would write it under a cell)
+        except Exception as error:  # noqa: BLE001  (the page shows it; ipykernel would write it under a cell)
             self._failures.add("what the page asked for", error)
             if kind == "hello":
                 text = str(error) or type(error).__name__
@@ -116,7 +115,7 @@ class Panel:
                 self._answer(request, {"error": str(error) or type(error).__name__})
 
     def pool_changed(self) -> None:
-        """The notebook has another pool now, or none. Any thread."""
+        """Send the notebook's new pool, if it has another one or none now. Any thread."""
         until, rows_until = self._wanted.get(OWN, (0.0, 0.0))
         if until <= time.monotonic():
             return
@@ -129,9 +128,9 @@ class Panel:
         """End all threads. Idempotent."""
         with self._changing:
             self._closed = True
-            showings, self._showings = list(self._showings.values()), {}
-        for showing in showings:
-            showing.publisher.close()
+            all_shown, self._shown = list(self._shown.values()), {}
+        for shown in all_shown:
+            shown.publisher.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -139,12 +138,12 @@ class Panel:
         self._send({"type": "answer", "request": request} | answer, [])
 
     def _change(self, content: Content) -> None:
-        """Do what the buttons of a membership view ask for."""
-        showing = self._showings.get(str(content.get("pool", OWN)))
-        if showing is None or showing.actions is None:
+        """Carry out the request of a membership view's button."""
+        shown = self._shown.get(str(content.get("pool", OWN)))
+        if shown is None or shown.actions is None:
             raise InvalidRequestError("these ranks can only be changed where they were started.")
         request = content.get("request")
-        showing.actions.start(content, lambda reply: self._answer(request, reply))
+        shown.actions.begin(content, lambda reply: self._answer(request, reply))
 
     def _hello(self, content: Content, lease: float) -> None:
         pool = str(content.get("pool", OWN))
@@ -159,58 +158,58 @@ class Panel:
     def _show(self, pool: str, known: object, has: Has | None, until: float, rows_until: float) -> None:
         """Send a pool to a page that has these rows and points of the recording that it knows.
 
-        A page that does not say what it has only wants to go on getting what it gets.
+        A page that names nothing only renews its subscription.
         """
-        recording = self._desk.recording(pool)
+        recording = self._backend.recording(pool)
         if recording is None:
             self._send({"type": "nothing", "pool": pool}, [])
             return
-        old = self._showings.get(pool)
+        old = self._shown.get(pool)
         if old is not None and not old.ended and old.recording is recording:
             old.until, old.rows_until = until, rows_until
             if has is not None or known != old.name:
-                self._greet(old, known, has)
+                self._resume(old, known, has)
             return
-        showing = self._make(pool, recording, until, rows_until)
-        if showing is None:
+        shown = self._make(pool, recording, until, rows_until)
+        if shown is None:
             return
         if old is not None:
             old.publisher.close()
-        self._greet(showing, known, has)
+        self._resume(shown, known, has)
 
-    def _make(self, pool: str, recording: Recording, until: float, rows_until: float) -> Showing | None:
-        changeable, membership = self._desk.changeable(pool), None
+    def _make(self, pool: str, recording: Recording, until: float, rows_until: float) -> ShownPool | None:
+        changeable, membership = self._backend.changeable(pool), None
         with self._changing:
             if self._closed:
                 return None
             name = self._names.setdefault(recording, uuid.uuid4().hex)
-            showing = Showing(recording, name, until, rows_until)
+            shown = ShownPool(recording, name, until, rows_until)
             if changeable is not None:
-                showing.actions = MembershipActions(changeable, recording.notify)
-                membership = MembershipNews(changeable, showing.actions, recording)
-            showing.publisher = Publisher(
+                shown.actions = MembershipActions(changeable, recording.notify)
+                membership = MembershipNews(changeable, shown.actions, recording)
+            shown.publisher = RecordingFeed(
                 recording,
-                lambda message, buffers: self._pass_on(pool, showing, message, buffers),
+                lambda message, buffers: self._forward(pool, shown, message, buffers),
                 lambda: None,
                 rows=False,
                 points=False,
                 membership=membership,
             )
-            self._showings[pool] = showing
-        return showing
+            self._shown[pool] = shown
+        return shown
 
-    def _greet(self, showing: Showing, known: object, has: Has | None) -> None:
-        row, point = has if has is not None and known == showing.name else (0, 0)
-        rows = showing.rows_until > time.monotonic()
-        showing.publisher.want(rows=rows, points=rows)
-        showing.publisher.hello(row, rows=rows, points=point)
+    def _resume(self, shown: ShownPool, known: object, has: Has | None) -> None:
+        row, point = has if has is not None and known == shown.name else (0, 0)
+        rows = shown.rows_until > time.monotonic()
+        shown.publisher.set_wanted(rows=rows, points=rows)
+        shown.publisher.view_ready(row, rows=rows, points=point)
 
-    def _pass_on(self, pool: str, showing: Showing, message: dict[str, Any], buffers: list[bytes]) -> None:
+    def _forward(self, pool: str, shown: ShownPool, message: dict[str, Any], buffers: list[bytes]) -> None:
         now = time.monotonic()
-        if now > showing.until:
-            showing.ended = True
-            showing.publisher.close()  # this is the publisher's own thread, which ends then
+        if now > shown.until:
+            shown.ended = True
+            shown.publisher.close()  # this is the publisher's own thread, which ends then
             return
-        if message["count"] and now > showing.rows_until:
-            showing.publisher.want(rows=False, points=False)
-        self._send(message | {"pool": pool, "recording": showing.name}, buffers)
+        if message["count"] and now > shown.rows_until:
+            shown.publisher.set_wanted(rows=False, points=False)
+        self._send(message | {"pool": pool, "recording": shown.name}, buffers)

@@ -1,4 +1,4 @@
-"""The strip under a running cell: how fast it goes, and a bar per rank of computing against waiting."""
+"""The strip under a running cell as a widget: the cell's pace, and a bar per rank of computing against waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -17,11 +16,9 @@ import traitlets
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.tracing.rank_activity import RecentActivity, recent_activity, shown_rate, step_count
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets.picture import seconds
-from hvdlab.widgets.rank_rows import HEARTBEAT, paused_text
-from hvdlab.widgets.unparented import unparented
-
-STATIC = Path(__file__).parent / "static"
+from hvdlab.widgets.live_view import STATIC, unparented
+from hvdlab.widgets.recording_feed import HEARTBEAT, paused_text
+from hvdlab.widgets.still_lanes import seconds
 
 SUMMARY_ROWS = 100_000
 """How many of the newest rows the summary looks at."""
@@ -30,7 +27,7 @@ Show = Callable[[dict[str, Any], dict[str, Any], str, bool], None]
 
 
 class StripWidget(anywidget.AnyWidget):
-    """One live line, for each cell that runs for more than a moment.
+    """Live line under a cell that runs for more than a moment.
 
     Args:
         recording: Has the ranks' spans.
@@ -77,13 +74,13 @@ class StripWidget(anywidget.AnyWidget):
     # -- what is shown ------------------------------------------------------------------------------------------------
 
     def bundle(self) -> dict[str, Any]:
-        """The mime bundle that the notebook shows under the cell."""
+        """Return the mime bundle that the notebook shows under the cell."""
         data: Any = self._repr_mimebundle_()
         found = data[0] if isinstance(data, tuple) else data
         return {**found, "text/plain": self.text()}
 
     def still(self) -> dict[str, str]:
-        """Return what a saved notebook shows in place of the strip, which needs the kernel."""
+        """Return the mime bundle that a saved notebook shows in place of the strip, which needs the kernel."""
         parts = [_count(len(self._ranks), "rank"), self._label, self._elsewhere()]
         text = " · ".join(part for part in parts if part)
         return {
@@ -100,7 +97,7 @@ class StripWidget(anywidget.AnyWidget):
 
         Args:
             now: ``time.monotonic()``.
-            stalled: What the cell waits for, or empty.
+            stalled: The collectives that the cell waits for, in words; empty if there are none.
         """
         with self._refreshing:
             if self._finished:
@@ -128,7 +125,7 @@ class StripWidget(anywidget.AnyWidget):
                 self._send_pace(self._bare_state("") | {"ended": True, "elapsed": elapsed})
 
     def _beat(self) -> None:
-        """Send the state every ``HEARTBEAT`` seconds in which nothing else sent it.
+        """Send the state every ``HEARTBEAT`` seconds in which no other thread sent it.
 
         The thread that drives the cell can't do that: it may wait for the user's answer to a rank. Nothing is computed here,
         since the driver bounds the cost of that.
@@ -144,12 +141,12 @@ class StripWidget(anywidget.AnyWidget):
                     self._send_pace(self.pace | {"elapsed": round(now - self._begun, 1), "silent": silent})
 
     def _elsewhere(self) -> str:
-        """Where the whole output of the cell is; empty if the cell has no number."""
+        """Return the place of the cell's whole output, in words; empty if the cell has no number."""
         number = re.fullmatch(r"\[(\d+)\]", self._label)
         return "" if number is None else f"`%hvd_output {number[1]}` shows all that it wrote"
 
     def _present(self) -> tuple[int, ...]:
-        """The cell's ranks without those that died or left."""
+        """Return the cell's ranks without those that died or left."""
         there = {member.rank for member in self._recording.membership.members}
         return tuple(rank for rank in self._ranks if rank in there) if there else self._ranks
 
@@ -230,7 +227,7 @@ class StripWidget(anywidget.AnyWidget):
         }
 
     def _since_ns(self) -> int | None:
-        """The time from which on what was recorded may be of this cell; ``None`` if that is not known."""
+        """Return the time from which on records may be of this cell; ``None`` if that is not known."""
         if self._cell_begin_ns is None:
             offset = self._recording.clock_offset_ns()
             begun_ns = None if offset is None else int(self._begun * 1e9) + offset
@@ -246,7 +243,7 @@ class StripWidget(anywidget.AnyWidget):
         return f"{_digits(found.per_second)} collectives/s" if found.collectives else ""
 
     def text(self) -> str:
-        """The strip in words."""
+        """Return the strip in words."""
         return " · ".join(
             part
             for part in (self.pace[name] for name in ("heading", "rate", "paused", "note", "failed"))
@@ -256,7 +253,7 @@ class StripWidget(anywidget.AnyWidget):
     # -- what stays ---------------------------------------------------------------------------------------------------
 
     def summary(self, now: float) -> str:
-        """The cell in one line, from all that was recorded of it; empty if nothing was."""
+        """Return the cell in one line, from all that was recorded of it; empty if nothing was."""
         with self.failures.guard("the summary of the cell"):
             return self._summary(now)
         return str(self.failures.all()[-1])
@@ -287,7 +284,7 @@ class StripWidget(anywidget.AnyWidget):
         return " · ".join(parts)
 
     def _took_part(self) -> str:
-        """The ranks of the cell, and those of them that were gone at its end: ``3 ranks, rank 1 is gone``."""
+        """Return the ranks of the cell, and those of them that were gone at its end: ``3 ranks, rank 1 is gone``."""
         gone = [str(rank) for rank in self._ranks if rank not in self._present()]
         count = _count(len(self._ranks), "rank")
         if not gone:
@@ -299,7 +296,7 @@ class StripWidget(anywidget.AnyWidget):
         )
 
     def _steps(self, since_ns: int, elapsed: float) -> str:
-        """The steps of the cell, their rate over the whole cell, and their rate at its end; empty if none was reported."""
+        """Return the steps of the cell, their rate over the whole cell, and their rate at its end; empty if none was reported."""
         steps = step_count(self._recording, self._ranks, since_ns)
         late = shown_rate(self._recording, self._present(), since_ns)
         if steps is None or late is None or elapsed <= 0:
@@ -326,7 +323,7 @@ class StripWidget(anywidget.AnyWidget):
 def cell_begin(
     recording: Recording, ranks: Sequence[int], label: str, not_before_ns: int | None = None
 ) -> int | None:
-    """When a cell began on its first rank, on the recording's axis; ``None`` if that is not known.
+    """Return when a cell began on its first rank, on the recording's axis; ``None`` if that is not known.
 
     Args:
         recording: The recording with the ranks' marks.
@@ -347,7 +344,7 @@ def cell_begin(
 
 
 def summary_html(text: str) -> str:
-    """A summary as it stands under a cell that has ended."""
+    """Return a summary as HTML, for the place under a cell that has ended."""
     return f'<div class="hvd-output" style="opacity:.7;font-size:90%">{html.escape(text)}</div>'
 
 

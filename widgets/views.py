@@ -2,23 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from hvdlab.widgets.source import pool_of, recording_of
+from hvdlab.collectives.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
     from hvdlab.collectives.metrics.export import Exporter, RecordingExport
-    from hvdlab.widgets.membership import MembershipWidget
+    from hvdlab.collectives.tracing.recording import Recording
     from hvdlab.widgets.metrics import MetricsWidget
-    from hvdlab.widgets.ranks import RanksWidget
+    from hvdlab.widgets.pool_membership import ChangeablePool
+    from hvdlab.widgets.rank_tables import MembershipWidget, RanksWidget
     from hvdlab.widgets.timeline import TimelineWidget
+
+Finder = Callable[[], Any]
+
+Waiting = Callable[[], "Recording | None"]
+
+_finders: list[Finder] = []
+"""Functions that return the pool of the notebook in which the user is; the newest is asked first. The extension adds them."""
+
+_waiting: list[Waiting] = []
+"""Functions that return the recording of the pool that comes next; the newest is asked first. The extension adds them."""
+
+
+def add_finder(finder: Finder) -> None:
+    """Add a function that returns the pool to use when none is named; ``None`` if it has none."""
+    _finders.append(finder)
+
+
+def remove_finder(finder: Finder) -> None:
+    """Undo :func:`add_finder`. Nothing happens if ``finder`` is not known."""
+    if finder in _finders:
+        _finders.remove(finder)
+
+
+def add_awaiting(waiting: Waiting) -> None:
+    """Add ``waiting`` to those that are asked for the recording of the pool that comes next."""
+    _waiting.append(waiting)
+
+
+def remove_awaiting(waiting: Waiting) -> None:
+    """Undo :func:`add_awaiting`. Nothing happens if ``waiting`` is not known."""
+    if waiting in _waiting:
+        _waiting.remove(waiting)
+
+
+def _awaited() -> Recording | None:
+    return next((found for waiting in reversed(_waiting) if (found := waiting()) is not None), None)
+
+
+def pool_of(source: Any = None) -> ChangeablePool | None:
+    """Return the pool to use, by default the notebook's; None if there is none now, or ``source`` is no pool."""
+    if source is None:
+        source = next((pool for finder in reversed(_finders) if (pool := finder()) is not None), None)
+    return source if hasattr(source, "on_membership_change") else None
+
+
+def recording_of(source: Any = None, *, coming: bool = False) -> Recording:
+    """Return the recording of a pool, a client or of itself; by default that of the notebook's pool.
+
+    It includes the time before this call.
+
+    Args:
+        source: A pool, a client or a recording; by default the notebook's pool.
+        coming: Without a pool, return the recording of the notebook's next pool, which is empty until then.
+
+    Raises:
+        InvalidRequestError: There is no pool, or this process is one of its ranks.
+        TypeError: ``source`` leads to no recording.
+    """
+    # Imported here, since these import numpy, which views need and loading the extension does not.
+    from hvdlab.collectives import context
+    from hvdlab.collectives.client import Client
+    from hvdlab.collectives.tracing.recording import Recording
+
+    if source is None:
+        if context.in_rank_of_pool():
+            raise InvalidRequestError(
+                "this is a rank, which does not see the others: call it in the notebook's own process, in a cell without "
+                "%%hvd_run, or under %%local where cells run on the ranks"
+            )
+        source = next((pool for finder in reversed(_finders) if (pool := finder()) is not None), None)
+        if source is None and coming and (awaited := _awaited()) is not None:
+            return awaited
+        if source is None:
+            raise InvalidRequestError(
+                "no ranks are running: start some with `%hvd_pool start -np 8` or a %%hvd_run cell, or name a pool"
+            )
+    if isinstance(source, Recording):
+        return source
+    client = getattr(source, "client", source)
+    if isinstance(client, Client):
+        return client.gathered()
+    raise TypeError(f"a pool is needed here, not {type(source).__name__}")
 
 
 def timeline(pool: Any = None, *, height: int = 420) -> TimelineWidget:
-    """The collectives of all ranks as they happen: which ranks wait, which transfer, and which came last.
+    """Return a live view of the collectives of all ranks: which ranks wait, which transfer, and which came last.
 
     Args:
         pool: The pool; by default the notebook's, or the next one if there is none yet.
@@ -37,7 +120,7 @@ def timeline(pool: Any = None, *, height: int = 420) -> TimelineWidget:
 
 
 def ranks(pool: Any = None) -> RanksWidget:
-    """A live table of the ranks: state, process, waiting, lateness.
+    """Return a live table of the ranks: state, process, waiting, lateness.
 
     Args:
         pool: The pool; by default the notebook's, or the next one if there is none yet.
@@ -48,16 +131,16 @@ def ranks(pool: Any = None) -> RanksWidget:
     """
     recording = recording_of(pool, coming=True)
     try:
-        from hvdlab.widgets.ranks import RanksWidget
+        from hvdlab.widgets.rank_tables import RanksWidget
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     return RanksWidget(recording)
 
 
 def membership(pool: Any = None) -> MembershipWidget:
-    """Which ranks there are, since when and from where, and when others came and went, live; with buttons.
+    """Return a live table of the ranks, since when and from where, and of those that came and went; with buttons.
 
-    The buttons resize the pool, repair lost ranks, restart ranks and bring newcomers what the others know, also while a cell
+    The buttons resize the pool, repair lost ranks, restart ranks and bring newcomers the others' variables, also while a cell
     runs. The view asks before a button ends a rank.
 
     Args:
@@ -72,15 +155,14 @@ def membership(pool: Any = None) -> MembershipWidget:
     if pool is not None and pool_of(pool) is None:
         raise TypeError(f"a pool is needed here, not {type(pool).__name__}")
     try:
-        from hvdlab.widgets.membership import MembershipWidget
+        from hvdlab.widgets.rank_tables import MembershipWidget
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     return MembershipWidget(recording, lambda: pool_of(pool))
 
 
 def metrics(pool: Any = None) -> MetricsWidget:
-    """Charts of what all ranks measure, live: what ``hvd.metric()`` reported, where the time goes, lateness, bandwidth,
-    CPU, memory and GPUs.
+    """Return live charts of all ranks: metrics of ``hvd.metric()``, shares of time, lateness, bandwidth, CPU, memory and GPUs.
 
     ``pool.metrics()`` and ``hvdlab.metrics().table()`` have the numbers as a pandas table.
 
@@ -104,10 +186,10 @@ def trace(pool: Any = None, *, arrow: Literal[False] = False) -> DataFrame: ...
 @overload
 def trace(pool: Any = None, *, arrow: Literal[True]) -> Any: ...
 def trace(pool: Any = None, *, arrow: bool = False) -> Any:
-    """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
+    """Return all collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
 
     ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use of this or of a view
-    on, and with what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many are missing.
+    on, and with the coordinator's records of the time before; ``table.attrs["dropped"]`` counts those that are missing.
 
     Args:
         pool: The pool; by default the notebook's.
@@ -122,7 +204,7 @@ def trace(pool: Any = None, *, arrow: bool = False) -> Any:
 
 
 def export(exporter: Exporter, pool: Any = None, *, names: str | Sequence[str] = "*") -> RecordingExport:
-    """Hand the metrics of all ranks to a tracker: what was recorded so far, and what comes, until the pool ends.
+    """Hand the metrics of all ranks to a tracker: those recorded so far, and further ones until the pool ends.
 
     Ranks themselves have ``hvd.export()``, which goes on when the notebook is closed. This one also has the metrics that are
     computed from the spans of all ranks (``hvdlab/share/wait``, ``hvdlab/bandwidth/…``, ``hvdlab/lateness``).

@@ -28,7 +28,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.metrics.sampler import ask_frameworks
 from hvdlab.horovod.import_hook import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
-from hvdlab.kernel_ext.rank.join import join_controller
+from hvdlab.kernel_ext.rank.ipyparallel_engine import join_controller
 from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire.channel import ENVIRONMENT, JOIN, JOINED, READY, WHO
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing

@@ -1,7 +1,7 @@
 import type { JSONObject } from '@lumino/coreutils';
 import { KernelMessage, type Kernel } from '@jupyterlab/services';
 
-// Messages between kernel and page; the kernel's side is widgets/panel.py and magics/panel.py.
+// Messages between kernel and page; the kernel's side is widgets/panel.py and magics/panel_comms.py.
 
 export const TARGET = 'hvdlab';
 export const STREAM = 'hvdlab-stream';

@@ -1,30 +1,114 @@
-"""Output in a Jupyter notebook."""
+"""Screen of a Jupyter notebook, and the display areas that ranks' displays have there."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
 from hvdlab.kernel_ext.notebook.output.values import label_html
 from hvdlab.kernel_ext.wire.cells import Display
-from hvdlab.magics.screens.areas import Areas, KnownAreas
-from hvdlab.magics.screens.outbox import Outbox
-from hvdlab.magics.screens.publisher import Publisher
+from hvdlab.magics.screens.outbox import PacedOutbox
+from hvdlab.magics.screens.publishers import OutputChannel
+
+
+class DisplayIds:
+    """Areas of ranks' display ids in all cells of a notebook: a handle may be updated in a later cell than its own."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[tuple[int, str], str] = {}
+
+    def get(self, rank: int, display_id: str) -> str | None:
+        """Return the newest area of this rank's display id; None if it has none."""
+        return self._by_id.get((rank, display_id))
+
+    def put(self, rank: int, display_id: str, area: str) -> None:
+        """Give this rank's display id this area from now on."""
+        self._by_id[rank, display_id] = area
+
+    def drop(self, rank: int, display_id: str, area: str) -> None:
+        """Forget this area, which is gone, unless the display id has another one by now."""
+        if self._by_id.get((rank, display_id)) == area:
+            del self._by_id[rank, display_id]
+
+    def clear(self) -> None:
+        """Forget all areas: the ranks are gone."""
+        self._by_id.clear()
+
+
+class CellAreas:
+    """Display areas of one cell, by rank and display id.
+
+    Ranks choose display ids without knowing of each other, so each rank's id gets an area of its own. After a rank
+    alone has cleared its output, its next displays take the areas of the cleared ones: a plot that is redrawn in a
+    loop stays in its place while the other ranks' output stays untouched.
+
+    Args:
+        prefix: Prefix of the areas' names.
+        known: The areas of all cells, which this one's are added to.
+    """
+
+    def __init__(self, prefix: str, known: DisplayIds | None = None) -> None:
+        self._known = known or DisplayIds()
+        self._names = (f"{prefix}-{n}" for n in count())
+        self._by_id: dict[tuple[int, str], str] = {}
+        self._used: defaultdict[int, list[str]] = defaultdict(list)
+        self._free: defaultdict[int, deque[str]] = defaultdict(deque)
+
+    def find(self, rank: int, display_id: str) -> str | None:
+        """Return the area that an update goes to, or None if there is none."""
+        return self._by_id.get((rank, display_id)) or self._known.get(rank, display_id)
+
+    def place(self, ranks: tuple[int, ...], display_id: str) -> tuple[str, bool]:
+        """Return an area for a display, and whether it exists already."""
+        reuse = len(ranks) == 1 and bool(self._free[ranks[0]])
+        area = self._free[ranks[0]].popleft() if reuse else next(self._names)
+        for rank in ranks:
+            if display_id:
+                self._by_id[rank, display_id] = area
+                self._known.put(rank, display_id, area)
+            if len(ranks) == 1:
+                self._used[rank].append(area)
+        return area, reuse
+
+    def clear(self, rank: int) -> list[str]:
+        """Free the areas of a rank that has cleared its output. Return those that an earlier clear freed and no display reused."""
+        stale = list(self._free[rank])
+        self._free[rank] = deque(self._used.pop(rank, ()))
+        return stale
+
+    def free(self, rank: int) -> list[str]:
+        """Return the areas that wait for the rank's next display."""
+        return list(self._free[rank])
+
+    def forget(self) -> None:
+        """Forget all areas of this cell: its output is gone."""
+        for (rank, display_id), area in self._by_id.items():
+            self._known.drop(rank, display_id, area)
+        self._by_id.clear()
+        self._used.clear()
+        self._free.clear()
+
+    def leftover(self) -> list[str]:
+        """Return the areas of all ranks that were freed and not reused."""
+        return [area for areas in self._free.values() for area in areas]
+
 
 _EMPTY = {"text/plain": "", "text/html": ""}
 _NO_TEXT = re.compile(r"(?:\s|</?(?:pre|code|span)\b[^<>]*>)*")
 
 
 class NotebookScreen:
-    """Writes text in few large messages, gives each display its area and the live lines one area of their own.
+    """Screen of a notebook: text in few large messages, an area for each display, and one for all live lines.
 
     Args:
-        publisher: Where messages go.
+        publisher: Channel of the cell's messages.
         ranks: The ranks of the cell; a single rank gets no labels.
         cell: Unique id, for names of areas.
         clock: ``time.monotonic``.
@@ -34,18 +118,18 @@ class NotebookScreen:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: OutputChannel,
         ranks: Sequence[int],
         cell: str,
         clock: Callable[[], float] = time.monotonic,
         *,
         plain: bool = False,
-        known: KnownAreas | None = None,
+        known: DisplayIds | None = None,
     ) -> None:
         self._publisher, self._ranks, self._plain = publisher, set(ranks), plain
         self._labelled = len(self._ranks) > 1
-        self._areas = Areas(f"hvdlab-{cell}", known)
-        self._outbox = Outbox(publisher, clock)
+        self._areas = CellAreas(f"hvdlab-{cell}", known)
+        self._outbox = PacedOutbox(publisher, clock)
         self._live_area = f"hvdlab-{cell}-live"
         self._live_made = self._live_filled = False
         self._status = _StatusArea(f"hvdlab-{cell}-status")
@@ -135,7 +219,7 @@ def _is_text(display: Display) -> bool:
 
 
 def _is_blank(display: Display) -> bool:
-    """Whether a display shows nothing and never will, as the last one of rich's live displays: only its label would be seen."""
+    """Return whether a display shows nothing and never will, as the last one of rich's live displays: only its label would be seen."""
     if display.display_id or not display.data or set(display.data) - {"text/plain", "text/html"}:
         return False
     markup = str(display.data.get("text/html", ""))
@@ -143,22 +227,22 @@ def _is_blank(display: Display) -> bool:
 
 
 class _StatusArea:
-    """Where a line shows what the cell waits for: in place while it lasts, and the next time below what came in between."""
+    """Areas of the line about the ranks that a cell waits for: one while the wait lasts, and the next below the output after it."""
 
     def __init__(self, name: str) -> None:
         self._name, self._number = name, 0
         self._made = self._settled = self._passed = False
 
     def passed(self) -> None:
-        """Other output was shown."""
+        """Remember that other output was shown."""
         self._passed = True
 
     def forget(self) -> None:
-        """All output is gone, the area too."""
+        """Forget the area: all output is gone."""
         self._made = False
 
     def place(self, text: str, final: bool) -> Iterator[tuple[str, str, bool]]:
-        """Areas to show, with their text, and whether they exist."""
+        """Yield areas to show, with their text, and whether they exist."""
         if self._made and self._settled and self._passed and text:
             yield f"{self._name}-{self._number}", "", True
             self._made = False

@@ -1,13 +1,17 @@
-"""The messages of one cell on their way to the notebook: in order, few, and no faster than they are taken."""
+"""Queue of a cell's messages to the notebook: in order, joined to few, and below the rate at which Jupyter's server drops messages.
+
+The server counts the last three seconds, by default 3 MB and 3,000 messages, drops the excess, and starts counting afresh with
+each cell. A burst passes at once; the rest waits here, and the flow-control window holds the ranks back that write it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from hvdlab.magics.screens.pacing import ENVELOPE, Pacer, wire_size
-from hvdlab.magics.screens.publisher import Publisher
+from hvdlab.magics.screens.publishers import OutputChannel
 
 MESSAGE_CHARACTERS = 256 * 1024
 """Characters of one message at most."""
@@ -17,7 +21,7 @@ HURRIED_CHARACTERS = 300 * 1024
 
 @dataclass(slots=True)
 class _Message:
-    """Text of a stream, or (without ``name``) something else."""
+    """Text of a stream, or (without ``name``) another message."""
 
     name: str = ""
     texts: list[str] = field(default_factory=list)
@@ -25,16 +29,16 @@ class _Message:
     send: Callable[[], None] | None = None
 
 
-class Outbox:
-    """Sends what may be sent now and keeps the rest.
+class PacedOutbox:
+    """Queue of messages, which sends them as soon as the rate limiter admits them.
 
     Text that waits is joined with text of the same stream. Only then, under a flood of more messages than the
-    server takes, may lines of stdout overtake lines of stderr.
+    server accepts, may lines of stdout overtake lines of stderr.
     """
 
-    def __init__(self, publisher: Publisher, clock: Callable[[], float]) -> None:
+    def __init__(self, publisher: OutputChannel, clock: Callable[[], float]) -> None:
         self._publisher, self._clock = publisher, clock
-        self._pacer = Pacer(clock())
+        self._limiter = RateLimiter(clock())
         self._waiting: deque[_Message] = deque()
         self._backlog = 0
         self._blocked_until = float("-inf")
@@ -43,7 +47,7 @@ class Outbox:
 
     @property
     def backlog(self) -> int:
-        """Characters that wait."""
+        """Return the number of characters that wait."""
         return self._backlog
 
     def text(self, name: str, text: str) -> None:
@@ -65,22 +69,22 @@ class Outbox:
         self.tick(self._clock())
 
     def tick(self, now: float) -> float | None:
-        """Send what may go; returns when to call again, or None if nothing waits."""
+        """Send the admitted messages. Return the time of the next call, or None if nothing waits."""
         if now < self._blocked_until:
             return self._blocked_until
         while self._waiting:
             message = self._waiting[0]
             text = "".join(message.texts)
             size = wire_size(text) if message.send is None else ENVELOPE
-            ready = self._pacer.ready_at(size, now)
+            ready = self._limiter.ready_at(size, now)
             if ready > now:
                 message.texts = [text]
                 self._blocked_until = ready
                 return ready
-            self._pacer.take(size, now)
+            self._limiter.admit(size, now)
             self._waiting.popleft()
             self._backlog -= message.length
-            self._tell_skipped()
+            self._send_skipped()
             if message.send is not None:
                 message.send()
             else:
@@ -88,13 +92,13 @@ class Outbox:
         return None
 
     def hurry(self) -> None:
-        """From now on keep little: the user does not want to wait."""
+        """Keep little from now on: the user has interrupted the cell."""
         self._hurried = True
         self._blocked_until = float("-inf")  # less is due now
         self._shorten()
 
     def _open_message(self, name: str, length: int) -> _Message | None:
-        """A waiting message that text may join without overtaking anything but the other stream."""
+        """Return a waiting message that text may join without overtaking anything but the other stream."""
         for message in reversed(self._waiting):
             if message.send is not None:
                 return None
@@ -112,7 +116,7 @@ class Outbox:
             self._backlog -= message.length
             message.texts, message.length = [], 0
 
-    def _tell_skipped(self) -> None:
+    def _send_skipped(self) -> None:
         if self._skipped:
             notice = f"({self._skipped} lines are not shown: the cell was interrupted)\n"
             self._skipped = 0
@@ -128,3 +132,63 @@ def parts(text: str) -> Iterator[str]:
             end = text.rfind("\n", begin, end) + 1 or end
         yield text[begin:end]
         begin = end
+
+
+WINDOW = 3.5
+"""Seconds; longer than the server's, since messages may reach it closer together than they were sent."""
+
+WINDOW_BYTES = 2_800_000
+WINDOW_MESSAGES = 2_800
+BURST_BYTES = 2_500_000
+BYTES_PER_SECOND = 700_000
+"""The rate after a burst, so that output flows instead of coming in one burst for each window."""
+
+ENVELOPE = 1200
+"""Bytes of a message besides its text, roughly."""
+
+
+def wire_size(text: str) -> int:
+    """Return the bytes of a stream message with this text."""
+    return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")) + ENVELOPE
+
+
+class RateLimiter:
+    """Rate limit for the messages of one cell. Times are in seconds of any clock."""
+
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._allowance = float(BURST_BYTES)
+        self._sent: deque[tuple[float, int]] = deque()
+        self._bytes = 0
+
+    def admit(self, size: int, now: float) -> bool:
+        """Return whether a message of ``size`` bytes may go now; if so it is counted."""
+        if self.ready_at(size, now) > now:
+            return False
+        self._allowance -= size
+        self._sent.append((now, size))
+        self._bytes += size
+        return True
+
+    def ready_at(self, size: int, now: float) -> float:
+        """Return the time at which a message of ``size`` bytes may go; ``now`` if it may at once."""
+        self._pass(now)
+        at = now
+        missing = min(size, BURST_BYTES) - self._allowance
+        if missing > 0:
+            at = now + missing / BYTES_PER_SECOND + 0.001
+        over = self._bytes + min(size, WINDOW_BYTES) - WINDOW_BYTES
+        if len(self._sent) >= WINDOW_MESSAGES:
+            at = max(at, self._sent[0][0] + WINDOW)
+        for time, sent in self._sent:
+            if over <= 0:
+                break
+            over -= sent
+            at = max(at, time + WINDOW)
+        return at
+
+    def _pass(self, now: float) -> None:
+        passed, self._at = now - self._at, now
+        self._allowance = min(BURST_BYTES, self._allowance + passed * BYTES_PER_SECOND)
+        while self._sent and self._sent[0][0] + WINDOW <= now:
+            self._bytes -= self._sent.popleft()[1]

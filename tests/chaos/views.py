@@ -12,12 +12,11 @@ import numpy as np
 from chaos import census
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.widgets.membership import MembershipWidget
-from hvdlab.widgets.membership_rows import membership_message
 from hvdlab.widgets.metrics import MetricsWidget
 from hvdlab.widgets.panel import LONG_LEASE, Panel
-from hvdlab.widgets.rank_rows import rank_rows
-from hvdlab.widgets.ranks import RanksWidget
+from hvdlab.widgets.pool_membership import membership_message
+from hvdlab.widgets.rank_tables import MembershipWidget, RanksWidget
+from hvdlab.widgets.recording_feed import rank_rows
 from hvdlab.widgets.timeline import TimelineWidget
 
 CATCHES_UP = 15.0
@@ -102,7 +101,7 @@ class _Desk:
     def pools(self) -> list[dict[str, Any]]:
         return []
 
-    def do(self, what: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    def run_command(self, what: str, content: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hvdlab.bindings.framework_hooks import torch as hooks
 from hvdlab.collectives import fingerprint
-from hvdlab.kernel_ext.inspect.examination import Examination
+from hvdlab.kernel_ext.rank.compare import ComparedValue
 from ranks import Ranks
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "uint8", "complex64", "float8_e4m3fn"]
@@ -49,7 +49,7 @@ def agree() -> tuple[bool, bool, int]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    one, other = Examination({"w": first}), Examination({"w": second})
+    one, other = ComparedValue({"w": first}), ComparedValue({"w": second})
     peak = torch.cuda.max_memory_allocated() - held
     used = all(leaf.on_device for leaf in one.leaves if leaf.kind == "array")
     return one.examined(1).digest == other.examined(1).digest, used, peak

@@ -22,7 +22,7 @@ from hvdlab.bindings.framework_hooks import (
     names,
     set_environment,
 )
-from hvdlab.kernel_ext.inspect.leaves import leaves_of
+from hvdlab.kernel_ext.rank.object_tree import leaves_of
 
 ROOMS = Path(__file__).parents[2]
 NAMES = re.compile(r"\b(torch|tensorflow|jax|jaxlib|cupy)\b")

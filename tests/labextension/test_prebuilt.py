@@ -11,7 +11,7 @@ import pytest
 
 import hvdlab
 from hvdlab.kernel_ext.notebook.debugger import multiplexer
-from hvdlab.magics import panel
+from hvdlab.magics import panel_comms
 
 ROOT = Path(__file__).parents[2]
 EXTENSION = ROOT / "labextension"
@@ -66,5 +66,10 @@ def test_the_lock_names_no_host() -> None:
 def test_page_and_kernel_call_things_by_the_same_names() -> None:
     source = (EXTENSION / "src" / "kernel_channel.ts").read_text()
     names = dict(re.findall(r"export const (\w+) = '([^']*)'", source))
-    assert names == {"TARGET": panel.TARGET, "STREAM": panel.STREAM, "REQUESTS": panel.REQUESTS, "OWN": ""}
+    assert names == {
+        "TARGET": panel_comms.TARGET,
+        "STREAM": panel_comms.STREAM,
+        "REQUESTS": panel_comms.REQUESTS,
+        "OWN": "",
+    }
     assert f"export const SCOPE = '{multiplexer.SCOPE}'" in (EXTENSION / "src" / "debugger.ts").read_text()

@@ -12,7 +12,7 @@ from jupyter_core.utils import ensure_event_loop
 from traitlets.config import Config
 
 from hvdlab.magics.extension import Extension
-from hvdlab.magics.session import Session
+from hvdlab.magics.notebook_pool import NotebookPool
 from magics_fakes import FakePool, Notebook
 
 
@@ -32,7 +32,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
     config.InteractiveShell.colors = "nocolor"
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance(config=config)
-    extension = Extension(shell, Session(shell, FakePool))  # type: ignore[arg-type]
+    extension = Extension(shell, NotebookPool(shell, FakePool))  # type: ignore[arg-type]
     extension.load()
     yield Notebook(shell, extension)
     extension.unload()

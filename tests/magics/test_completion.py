@@ -7,8 +7,8 @@ from IPython.core.completer import provisionalcompleter
 
 from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.magics.arguments import Values
-from hvdlab.magics.cells import run_parser
-from hvdlab.magics.pools import pool_parser
+from hvdlab.magics.pool_magics import pool_parser
+from hvdlab.magics.run_magics import run_parser
 from magics_fakes import Notebook
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange, MembershipHistory
-from hvdlab.magics.elastic import ElasticView
+from hvdlab.magics.view_magics import ElasticView
 
 
 def state() -> ElasticState:

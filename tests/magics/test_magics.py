@@ -10,7 +10,7 @@ import pytest
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.wire.status import RankStatus, ServerNow, UserNames
-from hvdlab.magics.status_table import StatusTable, StoryTable
+from hvdlab.magics.pool_magics import StatusTable, StoryTable
 from magics_fakes import Notebook
 
 

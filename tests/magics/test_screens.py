@@ -11,13 +11,10 @@ import pytest
 
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LineMerger, LiveLines, Shown, Text
 from hvdlab.kernel_ext.wire.cells import Display, Stream
-from hvdlab.magics.progress import CellImportDisplay
-from hvdlab.magics.screens.areas import KnownAreas
-from hvdlab.magics.screens.base import MergingSink
-from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS
-from hvdlab.magics.screens.pacing import Pacer, wire_size
-from hvdlab.magics.screens.terminal import TerminalScreen
+from hvdlab.magics.notebook_pool import CellImportDisplay
+from hvdlab.magics.screens.notebook import DisplayIds, NotebookScreen
+from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS, RateLimiter, wire_size
+from hvdlab.magics.screens.screen import MergingSink, TerminalScreen
 from notebook_recorder import Clock, Recorder
 
 
@@ -73,7 +70,7 @@ def test_updates_find_the_display_of_their_rank() -> None:
 
 
 def test_a_later_cell_updates_what_each_rank_has_shown_before() -> None:
-    known, recorder, clock = KnownAreas(), Recorder(), Clock()
+    known, recorder, clock = DisplayIds(), Recorder(), Clock()
     first = NotebookScreen(recorder, range(2), "c", clock, known=known)
     for rank in (0, 1):
         first.show(Shown((rank,), html(f"first {rank}", display_id="x")))
@@ -281,10 +278,10 @@ def test_displays_keep_their_place_among_text_that_waits() -> None:
 
 
 def test_a_pacer_lets_pass_in_the_end() -> None:
-    pacer, now = Pacer(0.0), 0.0
+    pacer, now = RateLimiter(0.0), 0.0
     for _ in range(100):
         now = pacer.ready_at(10_000_000, now)
-        assert pacer.take(10_000_000, now)
+        assert pacer.admit(10_000_000, now)
 
 
 def test_what_is_held_back_is_shown_before_the_user_is_asked() -> None:
@@ -316,7 +313,7 @@ def test_only_what_went_wrong_is_on_stderr() -> None:
 def test_a_terminal_shows_an_import_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("hvdlab.magics.progress.get_ipython", lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setattr("hvdlab.magics.notebook_pool.get_ipython", lambda: SimpleNamespace(kernel=None))
     with CellImportDisplay().importing("costly.values"):
         assert terminal.screen() == ["importing costly …"]
     assert terminal.screen() == []

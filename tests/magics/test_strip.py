@@ -13,11 +13,10 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
-from hvdlab.magics.screens.base import MergingSink
+from hvdlab.magics.screens.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, strips_enabled
 from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.publisher import Watched
-from hvdlab.magics.screens.strip import COST, DELAY, INTERVAL, Strip, StripSink
-from hvdlab.magics.strips import wanted
+from hvdlab.magics.screens.publishers import LineTracking
+from hvdlab.magics.screens.screen import MergingSink
 from notebook_recorder import Clock, Recorder
 from patience import PATIENCE
 
@@ -50,7 +49,7 @@ class View:
     def summary(self, now: float) -> dict[str, str] | None:
         return self.kept
 
-    def release(self, now: float) -> None:
+    def cell_ended(self, now: float) -> None:
         self.released = True
 
 
@@ -61,7 +60,7 @@ class Cell:
         self.recorder, self.clock = Recorder(), Clock()
         self.view = View() if view is None else view
         self.made = 0
-        watched = Watched(self.recorder)
+        watched = LineTracking(self.recorder)
         self.strip = Strip(watched, self.load, "strip", 0.0)
         screen = NotebookScreen(watched, range(ranks), "c", self.clock)
         inner: Any = MergingSink(LineMerger(range(ranks)), screen, self.clock)
@@ -239,7 +238,7 @@ class Slow(View):
 
 def test_what_takes_long_is_done_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 0.0}
-    monkeypatch.setattr("hvdlab.magics.screens.strip.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("hvdlab.magics.screens.cell_strip.time.monotonic", lambda: clock["now"])
     cell = Cell(Slow(clock))
     cell.run(30.0)
     assert len(cell.view.refreshed) <= 30 / (COST * 0.1) + 1
@@ -272,10 +271,10 @@ def test_if_it_can_not_be_shown_its_place_says_so_and_the_cell_goes_on(
 
 def test_a_setting_and_a_missing_package_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("anywidget")
-    assert wanted({})
-    assert wanted({"HVDLAB_STRIP": "1"})
-    assert not wanted({"HVDLAB_STRIP": "0"})
+    assert strips_enabled({})
+    assert strips_enabled({"HVDLAB_STRIP": "1"})
+    assert not strips_enabled({"HVDLAB_STRIP": "0"})
     with pytest.raises(InvalidRequestError, match="HVDLAB_STRIP"):
-        wanted({"HVDLAB_STRIP": "perhaps"})
-    monkeypatch.setattr("hvdlab.magics.strips.find_spec", lambda name: None)
-    assert not wanted({})
+        strips_enabled({"HVDLAB_STRIP": "perhaps"})
+    monkeypatch.setattr("hvdlab.magics.screens.cell_strip.find_spec", lambda name: None)
+    assert not strips_enabled({})

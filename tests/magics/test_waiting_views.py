@@ -12,9 +12,8 @@ pytest.importorskip("anywidget")
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.magics.session import Session
-from hvdlab.widgets.source import add_awaiting, recording_of, remove_awaiting
-from hvdlab.widgets.views import metrics, ranks, timeline, trace
+from hvdlab.magics.notebook_pool import NotebookPool
+from hvdlab.widgets.views import add_awaiting, metrics, ranks, recording_of, remove_awaiting, timeline, trace
 from timeline_traces import steps
 
 
@@ -31,8 +30,8 @@ def test_they_show_the_ranks_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
     pool: Any = SimpleNamespace(client=client, broken="", state="idle", size=2, news=list, lost={}, name="")
     pool.stop = lambda: setattr(pool, "state", "stopped")
     shell: Any = SimpleNamespace()
-    session = Session(shell, start=lambda **_: pool)
-    add_awaiting(session.awaited)
+    session = NotebookPool(shell, start=lambda **_: pool)
+    add_awaiting(session.next_recording)
     try:
         views = [timeline(), metrics(), ranks()]
         assert "no collectives were recorded yet" in repr(views[0])
@@ -51,5 +50,5 @@ def test_they_show_the_ranks_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
         # The next pool gets a recording of its own.
         assert recording_of(coming=True) is not recording
     finally:
-        remove_awaiting(session.awaited)
+        remove_awaiting(session.next_recording)
         session.close()

@@ -14,7 +14,7 @@ def described() -> None:
     import tf_keras
 
     from hvdlab.bindings.framework_hooks import NotOurs, hooks_of
-    from hvdlab.kernel_ext.inspect.leaves import leaves_of
+    from hvdlab.kernel_ext.rank.object_tree import leaves_of
 
     hooks = hooks_of("tensorflow")
     for value, dtype in (

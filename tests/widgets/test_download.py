@@ -13,7 +13,7 @@ import pytest
 from hvdlab.collectives.tracing import trace_file
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import trace_events
-from hvdlab.widgets.download import Downloads
+from hvdlab.widgets.timeline import Downloads
 from patience import PATIENCE
 from timeline_traces import steps
 

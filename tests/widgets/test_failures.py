@@ -14,9 +14,9 @@ pytest.importorskip("anywidget")
 
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, encode
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets import metrics, metrics_picture, picture, publisher, rank_rows, ranks, strip, timeline
+from hvdlab.widgets import metrics, rank_tables, recording_feed, still_charts, still_lanes, strip, timeline
 from hvdlab.widgets.panel import Panel
-from hvdlab.widgets.publisher import Publisher
+from hvdlab.widgets.recording_feed import RecordingFeed
 from patience import PATIENCE
 from timeline_traces import START_NS, steps
 
@@ -71,16 +71,16 @@ class Desk:
     def pools(self) -> list[dict[str, Any]]:
         return []
 
-    def do(self, what: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    def run_command(self, what: str, content: Mapping[str, Any]) -> dict[str, Any]:
         return broken()  # type: ignore[no-any-return]  # it returns nothing
 
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    monkeypatch.setattr(publisher, "INTERVAL", 0.005)
-    monkeypatch.setattr(publisher, "QUIET", 0.05)
-    monkeypatch.setattr(ranks, "INTERVAL", 0.005)
-    monkeypatch.setattr(rank_rows, "INTERVAL", 0.005)
+    monkeypatch.setattr(recording_feed, "INTERVAL", 0.005)
+    monkeypatch.setattr(recording_feed, "QUIET", 0.05)
+    monkeypatch.setattr(rank_tables, "RANKS_INTERVAL", 0.005)
+    monkeypatch.setattr(recording_feed, "ACTIVITY_INTERVAL", 0.005)
     return Recording()
 
 
@@ -115,7 +115,7 @@ def test_a_view_says_what_failed_and_draws_on(
     kind: str, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = Page()
-    monkeypatch.setattr(rank_rows, "summarize", broken)
+    monkeypatch.setattr(recording_feed, "summarize", broken)
     view = shown(recording, page, kind, monkeypatch)
     feed(recording)
     page.wait(lambda: any(TEXT in failure for failure in page.failures))
@@ -135,7 +135,7 @@ def test_a_view_says_what_failed_and_draws_on(
 def test_rows_that_can_not_be_packed_come_again_and_are_passed_over_at_last(
     times: int, recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, pack = [times], publisher.pack_rows
+    left, pack = [times], recording_feed.pack_rows
 
     def pack_rows(rows: Any, origin: int) -> bytes:
         if len(rows) and rows["op"].max() and left[0] > 0 and recording.end == first:
@@ -143,11 +143,11 @@ def test_rows_that_can_not_be_packed_come_again_and_are_passed_over_at_last(
             broken()
         return pack(rows, origin)
 
-    monkeypatch.setattr(publisher, "pack_rows", pack_rows)
+    monkeypatch.setattr(recording_feed, "pack_rows", pack_rows)
     feed(recording)
     first, page = recording.end, Page()
-    view = Publisher(recording, page.send, lambda: None)
-    view.hello(0)
+    view = RecordingFeed(recording, page.send, lambda: None)
+    view.view_ready(0)
     page.wait(lambda: any(TEXT in failure for failure in page.failures))
     if times == 1:
         page.wait(lambda: page.rows == first)
@@ -168,8 +168,8 @@ def test_what_could_not_be_sent_is_sent_again(recording: Recording) -> None:
             broken()
         page.send(message, buffers)
 
-    view = Publisher(recording, send, lambda: None)
-    view.hello(0)
+    view = RecordingFeed(recording, send, lambda: None)
+    view.view_ready(0)
     feed(recording, seed=2)
     page.wait(lambda: page.rows == recording.end)
     page.wait(lambda: page.points == recording.points_end)
@@ -181,8 +181,8 @@ def test_the_table_of_ranks_says_what_failed_and_goes_on(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = threading.Event()
-    monkeypatch.setattr(rank_rows, "summarize", broken)
-    table = ranks.RanksWidget(recording)
+    monkeypatch.setattr(recording_feed, "summarize", broken)
+    table = rank_tables.RanksWidget(recording)
     assert TEXT in table.failed[0]["text"]
     assert "broken" in table.failed[0]["trace"]
     monkeypatch.undo()
@@ -199,13 +199,13 @@ def test_a_picture_that_can_not_be_drawn_says_so(
 ) -> None:
     feed(recording)
     if kind == "ranks":
-        monkeypatch.setattr(ranks.RanksWidget, "_lines", broken)
-        widget: Any = ranks.RanksWidget(recording)
+        monkeypatch.setattr(rank_tables.RanksWidget, "_lines", broken)
+        widget: Any = rank_tables.RanksWidget(recording)
     elif kind == "metrics":
-        monkeypatch.setattr(metrics_picture, "sparks", broken)
+        monkeypatch.setattr(still_charts, "sparks", broken)
         widget = metrics.MetricsWidget(recording)
     else:
-        monkeypatch.setattr(picture, "lanes", broken)
+        monkeypatch.setattr(still_lanes, "lanes", broken)
         widget = timeline.TimelineWidget(recording)
     sent: list[Any] = []
     widget._output.publish = lambda *arguments: sent.append(arguments)

@@ -17,18 +17,18 @@ from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange
-from hvdlab.widgets import membership as widget_module
-from hvdlab.widgets.membership import MembershipWidget
-from hvdlab.widgets.membership_actions import MembershipActions
-from hvdlab.widgets.membership_news import MembershipNews
-from hvdlab.widgets.membership_rows import (
+from hvdlab.widgets import rank_tables as widget_module
+from hvdlab.widgets.panel import Panel
+from hvdlab.widgets.pool_membership import (
+    MembershipActions,
+    MembershipNews,
     headline,
     member_rows,
     membership_html,
     membership_message,
     membership_text,
 )
-from hvdlab.widgets.panel import Panel
+from hvdlab.widgets.rank_tables import MembershipWidget
 from patience import PATIENCE
 
 
@@ -109,7 +109,7 @@ def pool() -> FakePool:
 def do(pool: FakePool, **content: Any) -> dict[str, Any]:
     """Have a button do something and wait for what it says."""
     answers = Answers()
-    MembershipActions(pool, lambda: None).start(content, answers)
+    MembershipActions(pool, lambda: None).begin(content, answers)
     (answer,) = answers.wait()
     return answer
 
@@ -172,12 +172,12 @@ def test_one_thing_is_done_at_a_time(pool: FakePool) -> None:
     actions = MembershipActions(pool, lambda: changed.append(actions.busy))
     first, second = Answers(), Answers()
     pool.go_on.clear()
-    actions.start({"what": "restart", "ranks": [0], "ends": [0]}, first)
-    actions.start({"what": "repair"}, second)
+    actions.begin({"what": "restart", "ranks": [0], "ends": [0]}, first)
+    actions.begin({"what": "repair"}, second)
     assert second.all == [{"error": "wait until this is done: restart of rank 0"}]
     pool.go_on.set()
     first.wait()
-    actions.start({"what": "repair"}, second)
+    actions.begin({"what": "repair"}, second)
     assert "is back" in second.wait(2)[1]["text"]
     assert changed[:2] == ["restart of rank 0", ""]
 
@@ -203,24 +203,24 @@ def test_news_come_when_something_has_changed(pool: FakePool) -> None:
     recording = Recording()
     actions = MembershipActions(pool, recording.notify)
     news = MembershipNews(pool, actions, recording)
-    first = news.take()
+    first = news.next_message()
     assert first is not None
     assert [one["state"] for one in first["members"]] == ["here"] * 4
-    assert news.take() is None
+    assert news.next_message() is None
     version = recording.version
     pool.states[2] = "lost: killed"
     pool.change(2, "died", "killed")
     assert recording.version > version  # those who wait for news look at once
-    second = news.take()
+    second = news.next_message()
     assert second is not None
     assert second["history"][-1]["what"] == "died"
     news.forget()
-    again = news.take()
+    again = news.next_message()
     assert again is not None
     assert again["history"] == second["history"]
     pool.state = "stopped"
     pool.change(0, "left", "")
-    last = news.take()
+    last = news.next_message()
     assert last is not None
     assert (last["ended"], last["members"]) == (True, again["members"])
     news.close()
@@ -229,7 +229,7 @@ def test_news_come_when_something_has_changed(pool: FakePool) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widget_module, "INTERVAL", 0.01)
+    monkeypatch.setattr(widget_module, "MEMBERSHIP_INTERVAL", 0.01)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -307,7 +307,7 @@ class Desk:
     def pools(self) -> list[dict[str, Any]]:
         return []
 
-    def do(self, what: str, content: Any) -> dict[str, Any]:
+    def run_command(self, what: str, content: Any) -> dict[str, Any]:
         raise AssertionError(what)
 
 
@@ -344,7 +344,7 @@ def test_an_action_that_fails_in_any_way_is_answered() -> None:
     actions = MembershipActions(pool, lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakePool, "elastic", lambda self: 1 // 0)
-        actions.start({"what": "repair"}, replies.append)
+        actions.begin({"what": "repair"}, replies.append)
     assert replies == [{"error": "integer division or modulo by zero"}]
     assert actions.busy == ""
 
@@ -358,6 +358,6 @@ def test_an_action_is_answered_even_if_its_news_cannot_be_announced(monkeypatch:
             raise ZeroDivisionError("made to fail")
 
     actions = MembershipActions(FakePool(), announce)
-    actions.start({"what": "repair"}, replies.put)
+    actions.begin({"what": "repair"}, replies.put)
     assert "text" in replies.get(timeout=PATIENCE)
     assert raised.get(timeout=PATIENCE).exc_type is ZeroDivisionError

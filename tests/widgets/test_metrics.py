@@ -11,9 +11,18 @@ import pytest
 
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, CellEndEvent, Event, Metric, encode
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets.metrics_picture import as_html, as_text
-from hvdlab.widgets.picture import png, seconds
-from hvdlab.widgets.sparklines import RANKS, _apart, characters, draw, quantity, sparks, title
+from hvdlab.widgets.still_charts import (
+    RANKS,
+    _apart,
+    as_html,
+    as_text,
+    characters,
+    draw,
+    quantity,
+    sparks,
+    title,
+)
+from hvdlab.widgets.still_lanes import png, seconds
 from timeline_traces import steps
 
 START = 5_000_000_000
@@ -179,4 +188,4 @@ def test_the_widget_ends_and_knows_its_table() -> None:
         assert "data:image/png" in view._still()["text/html"]
     finally:
         view.close()
-    assert not view._publisher._thread.is_alive()
+    assert not view._feed._thread.is_alive()

@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import panel as panel_module
-from hvdlab.widgets import publisher, rank_rows
+from hvdlab.widgets import recording_feed
 from hvdlab.widgets.panel import Panel
 from patience import PATIENCE
 from protocol_fuzz import run
@@ -38,7 +38,7 @@ class Desk:
     def pools(self) -> list[dict[str, Any]]:
         return [{"id": name} for name in self.recordings]
 
-    def do(self, what: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    def run_command(self, what: str, content: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError(f"can't {what}")
 
 
@@ -77,9 +77,9 @@ def page() -> Page:
 
 @pytest.fixture
 def panel(desk: Desk, page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Panel]:
-    monkeypatch.setattr(publisher, "INTERVAL", 0.005)
-    monkeypatch.setattr(publisher, "QUIET", 0.05)
-    monkeypatch.setattr(rank_rows, "INTERVAL", 0.01)
+    monkeypatch.setattr(recording_feed, "INTERVAL", 0.005)
+    monkeypatch.setattr(recording_feed, "QUIET", 0.05)
+    monkeypatch.setattr(recording_feed, "ACTIVITY_INTERVAL", 0.01)
     one = Panel(page.send, desk)
     yield one
     one.close()

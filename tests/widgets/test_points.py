@@ -11,9 +11,8 @@ import pytest
 
 from hvdlab.collectives.tracing.record_format import Metric, encode
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets import publisher
-from hvdlab.widgets.points import POINT_BYTES
-from hvdlab.widgets.publisher import Publisher
+from hvdlab.widgets import recording_feed
+from hvdlab.widgets.recording_feed import POINT_BYTES, RecordingFeed
 from patience import PATIENCE
 
 START = 5_000_000_000
@@ -56,8 +55,8 @@ class Browser:
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    monkeypatch.setattr(publisher, "INTERVAL", 0.005)
-    monkeypatch.setattr(publisher, "POINTS_PER_MESSAGE", 100)
+    monkeypatch.setattr(recording_feed, "INTERVAL", 0.005)
+    monkeypatch.setattr(recording_feed, "POINTS_PER_MESSAGE", 100)
     return Recording()
 
 
@@ -67,9 +66,9 @@ def browser() -> Browser:
 
 
 @pytest.fixture(params=[True, False], ids=["with rows", "without rows"])
-def sender(request: pytest.FixtureRequest, recording: Recording, browser: Browser) -> Iterator[Publisher]:
-    one = Publisher(recording, browser.send, lambda: None, rows=request.param)
-    one.hello(0, rows=request.param)
+def sender(request: pytest.FixtureRequest, recording: Recording, browser: Browser) -> Iterator[RecordingFeed]:
+    one = RecordingFeed(recording, browser.send, lambda: None, rows=request.param)
+    one.view_ready(0, rows=request.param)
     yield one
     one.close()
 
@@ -79,7 +78,7 @@ def feed(recording: Recording, rank: int, begin: int, end: int) -> None:
 
 
 def test_a_view_gets_all_points_also_in_parts(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     feed(recording, 0, 0, 250)
     browser.wait(250)
@@ -90,14 +89,14 @@ def test_a_view_gets_all_points_also_in_parts(
 
 
 def test_a_view_that_comes_back_gets_what_it_has_not(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     feed(recording, 0, 0, 250)
     browser.wait(250)
     browser.points.clear()
-    sender.hello(0, rows=sender._with_rows, points=220)
+    sender.view_ready(0, rows=sender._with_rows, points=220)
     browser.wait(30)
     assert min(browser.points) == 220
-    sender.hello(0, rows=sender._with_rows)
+    sender.view_ready(0, rows=sender._with_rows)
     browser.wait(250)
     assert len(browser.series) == 1

@@ -8,7 +8,7 @@ from typing import Any
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.record_format import Span, encode
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets.publisher import Publisher
+from hvdlab.widgets.recording_feed import RecordingFeed
 from patience import PATIENCE
 
 
@@ -25,7 +25,7 @@ def test_a_view_gets_the_line_of_each_name() -> None:
         messages.append(message)
         came.set()
 
-    publisher = Publisher(recording, send, lambda: None)
+    publisher = RecordingFeed(recording, send, lambda: None)
     try:
         assert came.wait(PATIENCE)
     finally:

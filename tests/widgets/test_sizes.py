@@ -10,8 +10,7 @@ import pytest
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.record_format import Span, encode
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets.messages import pack_rows
-from hvdlab.widgets.publisher import ROWS_PER_MESSAGE
+from hvdlab.widgets.recording_feed import ROWS_PER_MESSAGE, pack_rows
 
 SPANS, RANKS, PER_BATCH = 1_000_000, 8, 1000
 RANK_AT = 8  # where a batch says whose it is

@@ -28,9 +28,8 @@ from hvdlab.collectives.tracing.record_format import (
     encode,
 )
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.widgets import picture, publisher, rank_rows, source
-from hvdlab.widgets.messages import ROW_BYTES
-from hvdlab.widgets.publisher import Publisher
+from hvdlab.widgets import recording_feed, still_lanes, views
+from hvdlab.widgets.recording_feed import ROW_BYTES, RecordingFeed
 from patience import PATIENCE
 from timeline_traces import START_NS, steps
 
@@ -113,20 +112,22 @@ def browser() -> Browser:
 
 
 @pytest.fixture
-def sender(recording: Recording, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
-    monkeypatch.setattr(publisher, "ROWS_PER_MESSAGE", 1000)
-    monkeypatch.setattr(publisher, "INTERVAL", 0.005)
-    monkeypatch.setattr(publisher, "QUIET", 0.1)
-    one = Publisher(recording, browser.send, browser.be_quiet)
+def sender(
+    recording: Recording, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RecordingFeed]:
+    monkeypatch.setattr(recording_feed, "ROWS_PER_MESSAGE", 1000)
+    monkeypatch.setattr(recording_feed, "INTERVAL", 0.005)
+    monkeypatch.setattr(recording_feed, "QUIET", 0.1)
+    one = RecordingFeed(recording, browser.send, browser.be_quiet)
     yield one
     one.close()
 
 
 def test_a_view_gets_all_rows_once_and_in_order(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     feed(recording)
     browser.wait(lambda: len(browser.rows) == 4 * 20 * 40)
     _, rows = recording.rows_since(0)
@@ -140,7 +141,7 @@ def test_a_view_gets_all_rows_once_and_in_order(
 
 
 def test_a_view_that_listens_late_gets_it_again(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     feed(recording, count=5)
     browser.wait(lambda: browser.messages)
@@ -152,24 +153,24 @@ def test_a_view_that_listens_late_gets_it_again(
 
 
 def test_a_view_that_comes_back_gets_what_it_has_not(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     feed(recording, count=5)
     browser.wait(lambda: len(browser.rows) == 800)
     with browser.changed:
         del browser.rows[300:]
-    sender.hello(300)
+    sender.view_ready(300)
     browser.wait(lambda: len(browser.rows) == 800)
     assert [row[1] for row in browser.rows] == recording.rows_since(0)[1]["op"].tolist()
 
 
 def test_cells_are_told_when_they_begin_and_again_when_they_end(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     recording.feed(0, encode(0, [CellBeginEvent("7", START_NS)]))
     browser.wait(lambda: 0 in browser.marks)
     assert browser.marks[0]["end"] is None
@@ -178,10 +179,10 @@ def test_cells_are_told_when_they_begin_and_again_when_they_end(
 
 
 def test_what_was_cleared_is_told_to_open_views_and_not_sent_to_others(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     recording.feed(0, encode(0, [CellBeginEvent("6", START_NS), CellEndEvent("6", START_NS + 500, True)]))
     feed(recording, count=5)
     browser.wait(lambda: len(browser.rows) == 800 and len(browser.marks) == 5)
@@ -195,7 +196,7 @@ def test_what_was_cleared_is_told_to_open_views_and_not_sent_to_others(
     assert browser.lost == 0
     with browser.changed:
         browser.rows, browser.marks = [], {}
-    sender.hello(0)  # the page was loaded again
+    sender.view_ready(0)  # the page was loaded again
     browser.wait(lambda: len(browser.rows) == 960)
     assert [row[0] for row in browser.rows].count(-1) == 800
     assert {mark["text"] for mark in browser.marks.values()} == {"7"}
@@ -203,10 +204,10 @@ def test_what_was_cleared_is_told_to_open_views_and_not_sent_to_others(
 
 
 def test_the_end_of_the_recording_ends_the_thread_after_all_is_sent(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     feed(recording, count=5)
     recording.close()
     browser.wait(lambda: browser.quiet == 1)
@@ -214,15 +215,15 @@ def test_the_end_of_the_recording_ends_the_thread_after_all_is_sent(
     sender._thread.join(PATIENCE)
     assert not sender._thread.is_alive()
     browser.rows.clear()
-    sender.hello(0)  # the page was loaded again
+    sender.view_ready(0)  # the page was loaded again
     browser.wait(lambda: len(browser.rows) == 800)
 
 
 def test_the_picture_is_renewed_while_ranks_only_say_how_they_are(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     feed(recording, count=5)
     browser.wait(lambda: len(browser.rows) == 800)
     deadline, at = time.monotonic() + 10, START_NS
@@ -238,16 +239,16 @@ def test_what_was_dropped_before_it_could_be_sent_is_told(browser: Browser) -> N
     recording = Recording(limit=16384)
     feed(recording, count=150)
     assert recording.dropped
-    with_all = Publisher(recording, browser.send, browser.be_quiet)
+    with_all = RecordingFeed(recording, browser.send, browser.be_quiet)
     browser.listening = True
-    with_all.hello(0)
+    with_all.view_ready(0)
     browser.wait(lambda: len(browser.rows) == recording.end)
     assert browser.lost == recording.dropped == [row[0] for row in browser.rows].count(-1)
     with_all.close()
 
 
 def test_a_tensor_that_was_given_no_name_has_none_in_views(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     names = ["barrier.noname", "grouped_allreduce.noname.3", "loss", "my.noname.net"]
     spans: list[Event] = [
@@ -255,7 +256,7 @@ def test_a_tensor_that_was_given_no_name_has_none_in_views(
         for number, name in enumerate(names)
     ]
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     recording.feed(0, encode(0, spans))
     browser.wait(lambda: len(browser.rows) == len(names))
     assert browser.names == ["", "", "tensor 3", "loss", "my.noname.net"]
@@ -267,27 +268,27 @@ def test_a_tensor_that_was_given_no_name_has_none_in_views(
 def test_the_still_picture_is_small_and_names_the_slow_rank() -> None:
     recording = Recording()
     feed(recording, ranks=64, count=8, slow_rank=5)
-    text = picture.as_html(recording)
+    text = still_lanes.as_html(recording)
     assert len(text) < 100_000
-    assert text.count("<img") == picture.RANKS_DRAWN
+    assert text.count("<img") == still_lanes.RANKS_DRAWN
     assert "48 more ranks" in text
     assert re.search(r"others waited .* for rank 5, last in", text)
-    assert [row["rank"] for row in rank_rows.rank_rows(recording) if row["slowest"]] == [5]
+    assert [row["rank"] for row in recording_feed.rank_rows(recording) if row["slowest"]] == [5]
 
 
 def test_no_rank_is_named_where_any_is_slow_at_times() -> None:
     recording = Recording()
     feed(recording)
-    assert picture.as_text(recording).split("\n")[0] == "Timeline: 4 ranks, 3,200 spans"
-    assert not any(row["slowest"] for row in rank_rows.rank_rows(recording))
+    assert still_lanes.as_text(recording).split("\n")[0] == "Timeline: 4 ranks, 3,200 spans"
+    assert not any(row["slowest"] for row in recording_feed.rank_rows(recording))
 
 
 def test_pictures_are_valid_png_files() -> None:
     recording = Recording()
     feed(recording)
-    lane = picture.lanes(recording, 100)[0][0]
-    drawn = picture.draw(lane)
-    data = picture.png(drawn)
+    lane = still_lanes.lanes(recording, 100)[0][0]
+    drawn = still_lanes.draw(lane)
+    data = still_lanes.png(drawn)
     width, height = struct.unpack(">II", data[16:24])
     length = struct.unpack(">I", data[33:37])[0]
     lines = np.frombuffer(zlib.decompress(data[41 : 41 + length]), np.uint8).reshape(height, 1 + 4 * width)
@@ -301,14 +302,14 @@ def test_shares_of_columns_are_those_of_the_intervals() -> None:
     covered = np.zeros(100)
     for a, b in zip(begin, end, strict=True):
         covered[a:b] = 1
-    assert picture._covered(begin, end, edges).tolist() == covered.reshape(10, 10).mean(1).tolist()
+    assert still_lanes._covered(begin, end, edges).tolist() == covered.reshape(10, 10).mean(1).tolist()
 
 
 def test_a_terminal_gets_text() -> None:
     recording = Recording()
-    assert picture.as_text(recording) == "Timeline: no collectives were recorded yet"
+    assert still_lanes.as_text(recording) == "Timeline: no collectives were recorded yet"
     feed(recording, slow_rank=1)
-    lines = picture.as_text(recording).split("\n")
+    lines = still_lanes.as_text(recording).split("\n")
     assert lines[0].startswith("Timeline: 4 ranks, 3,200 spans; others waited ")
     assert [line[:10] for line in lines[1:5]] == [f"rank   {rank} |" for rank in range(4)]
 
@@ -318,9 +319,9 @@ def test_a_terminal_gets_text() -> None:
 
 def test_without_ranks_it_says_how_to_start_some() -> None:
     with pytest.raises(InvalidRequestError, match="%hvd_pool start"):
-        source.recording_of()
+        views.recording_of()
     with pytest.raises(TypeError, match="not str"):
-        source.recording_of("pool")
+        views.recording_of("pool")
 
 
 def test_the_pool_that_the_notebook_knows_is_found() -> None:
@@ -329,11 +330,11 @@ def test_the_pool_that_the_notebook_knows_is_found() -> None:
     def finder() -> Recording:
         return recording
 
-    source.add_finder(finder)
+    views.add_finder(finder)
     try:
-        assert source.recording_of() is recording
+        assert views.recording_of() is recording
     finally:
-        source.remove_finder(finder)
+        views.remove_finder(finder)
 
 
 def test_widgets_end_with_their_recording() -> None:
@@ -354,8 +355,8 @@ def test_widgets_end_with_their_recording() -> None:
 def test_a_view_is_told_about_the_ranks_when_they_change(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "QUIET", 0.05)
-    monkeypatch.setattr(rank_rows, "INTERVAL", 0.02)
+    monkeypatch.setattr(recording_feed, "QUIET", 0.05)
+    monkeypatch.setattr(recording_feed, "ACTIVITY_INTERVAL", 0.02)
     changed, told = threading.Condition(), []
 
     def take(message: dict[str, Any], buffers: list[bytes]) -> None:
@@ -368,9 +369,9 @@ def test_a_view_is_told_about_the_ranks_when_they_change(
             assert changed.wait_for(condition, PATIENCE)
 
     recording.take_membership(Membership(expected=(0, 1)))
-    one = Publisher(recording, take, lambda: None)
+    one = RecordingFeed(recording, take, lambda: None)
     try:
-        one.hello(0)
+        one.view_ready(0)
         wait(lambda: any("ranks" in message for message in told))
         first = next(message for message in told if "ranks" in message)
         assert first["heading"] == "0/2 ranks · idle"
@@ -379,7 +380,7 @@ def test_a_view_is_told_about_the_ranks_when_they_change(
         # Also if nothing follows these rows: what there is to tell is told when it is quiet.
         wait(lambda: sum(row["spans"] for message in told for row in message.get("ranks", ())) > 0)
         before = len(told)
-        one.hello(0)
+        one.view_ready(0)
         wait(lambda: any("ranks" in message for message in told[before:]))
     finally:
         one.close()
@@ -391,12 +392,12 @@ def test_the_plane_in_use_is_shown_and_not_the_one_asked_for(recording: Recordin
 
     members = tuple(Member(rank, pid=100 + rank, host="host", plane="auto") for rank in range(3))
     recording.take_membership(Membership(members=members, expected=(0, 1, 2, 3)))
-    assert [row["plane"] for row in rank_rows.rank_rows(recording)] == [""] * 4
+    assert [row["plane"] for row in recording_feed.rank_rows(recording)] == [""] * 4
     for rank in range(2):
         sets = [Members(number, 1, 2, START_NS, plane) for number, plane in enumerate(("shm", "shm", "gloo"))]
         recording.feed(rank, encode(rank, [*sets, Members(7, 1, 2, START_NS, "gloo")][: 4 - rank]))
     recording.feed(3, encode(3, [Members(0, 1, 2, START_NS, "shm")]))
-    planes = [row["plane"] for row in rank_rows.rank_rows(recording)]
+    planes = [row["plane"] for row in recording_feed.rank_rows(recording)]
     assert planes == ["shm; sets 2, 7: gloo", "shm; set 2: gloo", "", ""]
     table = ranks(recording)
     table.close()
@@ -406,7 +407,7 @@ def test_the_plane_in_use_is_shown_and_not_the_one_asked_for(recording: Recordin
 def test_a_rank_that_was_released_is_said_to_leave_while_it_still_runs(recording: Recording) -> None:
     members = tuple(Member(rank, pid=100 + rank, host="host") for rank in range(2))
     recording.take_membership(Membership((0, 1), members, leaving=(1,)))
-    rows = rank_rows.rank_rows(recording)
+    rows = recording_feed.rank_rows(recording)
     assert [(row["state"], row["reason"]) for row in rows] == [
         ("idle", ""),
         ("idle", "leaves at the next commit"),
@@ -414,20 +415,22 @@ def test_a_rank_that_was_released_is_said_to_leave_while_it_still_runs(recording
 
 
 def test_a_rank_that_waits_for_its_user_is_said_to(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     # The first ranks of all are on this machine.
     recording.feed(0, encode(0, [Metric("hvdlab/cpu", 3.0, None, time.monotonic_ns())], clock=clock_domain()))
     members = tuple(Member(rank, pid=100 + rank, host="host") for rank in range(3))
     recording.take_membership(Membership(members=members, expected=(0, 1, 2)))
     recording.take_paused({1: "at a prompt", 2: "at a prompt"})
-    rows = rank_rows.rank_rows(recording)
+    rows = recording_feed.rank_rows(recording)
     assert [row["paused"] for row in rows] == ["", "at a prompt", "at a prompt"]
-    assert rank_rows.heading(rows) == "3/3 ranks · idle · ranks 1, 2 are at a prompt"
+    assert recording_feed.heading(rows) == "3/3 ranks · idle · ranks 1, 2 are at a prompt"
     recording.take_paused({2: "stopped by the debugger"})
-    assert rank_rows.heading(rank_rows.rank_rows(recording)).endswith("rank 2 is stopped by the debugger")
+    assert recording_feed.heading(recording_feed.rank_rows(recording)).endswith(
+        "rank 2 is stopped by the debugger"
+    )
     browser.wait(
         lambda: (
             [m["text"] for m in browser.marks.values() if m["kind"] == "paused" and m["end"] is None]
@@ -441,12 +444,12 @@ def test_a_rank_that_waits_for_its_user_is_said_to(
 
 
 def test_while_a_cell_runs_and_nothing_is_recorded_a_view_hears_that_the_kernel_lives(
-    recording: Recording, browser: Browser, sender: Publisher, monkeypatch: pytest.MonkeyPatch
+    recording: Recording, browser: Browser, sender: RecordingFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(recording_feed, "HEARTBEAT", 0.02)
     recording.take_membership(Membership(members=(Member(0, pid=100, host="host"),)))
     browser.listening = True
-    sender.hello(0)
+    sender.view_ready(0)
     recording.feed(0, encode(0, [CellBeginEvent("7", START_NS)]))
     browser.wait(lambda: browser.quiet >= 1)
     before = browser.messages
@@ -457,17 +460,17 @@ def test_while_a_cell_runs_and_nothing_is_recorded_a_view_hears_that_the_kernel_
     assert browser.quiet == drawn, "nothing is new, so that the picture stays"
     recording.feed(0, encode(0, [CellEndEvent("7", START_NS + 500, True)]))
     browser.wait(lambda: browser.quiet > drawn)
-    assert not rank_rows.cell_runs(recording)
+    assert not recording_feed.cell_runs(recording)
 
 
 def test_a_page_that_was_loaded_again_gets_a_new_picture(
-    recording: Recording, browser: Browser, sender: Publisher
+    recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:
-    sender.hello(0)
+    sender.view_ready(0)
     feed(recording, count=1)
     browser.wait(lambda: browser.quiet >= 1)
     drawn = browser.quiet
-    sender.hello(0)
+    sender.view_ready(0)
     browser.wait(lambda: browser.quiet > drawn)
 
 
@@ -475,10 +478,10 @@ def test_the_table_of_ranks_is_alive_while_a_cell_runs_and_ended_with_the_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("anywidget")
-    from hvdlab.widgets import ranks as ranks_widget
+    from hvdlab.widgets import rank_tables as ranks_widget
 
     monkeypatch.setattr(ranks_widget, "HEARTBEAT", 0.02)
-    monkeypatch.setattr(ranks_widget, "INTERVAL", 0.01)
+    monkeypatch.setattr(ranks_widget, "RANKS_INTERVAL", 0.01)
     recording, sent = Recording(label="[{}]".format), threading.Semaphore(0)
     recording.take_membership(Membership(members=(Member(0, pid=100, host="host"),)))
     recording.feed(0, encode(0, [CellBeginEvent("7", START_NS)]))

@@ -70,7 +70,7 @@ def test_what_agrees_and_what_does_not(pool: Pool) -> None:
 
 def test_an_expression_that_never_returns_is_left_behind(pool: Pool) -> None:
     shorten = (
-        "import itertools, hvdlab.kernel_ext.rank.examining as examining\nexamining.EVALUATED_WITHIN = 0.3\n"
+        "import itertools, hvdlab.kernel_ext.rank.compare as examining\nexamining.EVALUATED_WITHIN = 0.3\n"
     )
     assert pool.run(shorten).ok
     found = pool.diff("sum(1 for _ in itertools.count())")
@@ -148,7 +148,7 @@ def test_states_of_random_numbers_and_the_environment(pool: Pool) -> None:
 
 def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -> None:
     # An examination that is not let go would be kept for a pool that seems to be gone; for so long here that it is seen.
-    assert pool.run(f"import hvdlab.kernel_ext.rank.examining as examining\nexamining.PATIENCE = {HOUR}").ok
+    assert pool.run(f"import hvdlab.kernel_ext.rank.compare as examining\nexamining.PATIENCE = {HOUR}").ok
     handle = pool.start_run("import threading; go = threading.Event(); go.wait()", ranks=[0])
     questions, over = PoolProbe(pool).runs.questions, threading.Event()
 

@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
-from hvdlab.widgets.rank_rows import rank_rows
+from hvdlab.widgets.recording_feed import rank_rows
 from patience import PATIENCE
 from pool_probe import PoolProbe
 

@@ -19,8 +19,8 @@ from hvdlab.kernel_ext.notebook.output.merge import LineMerger
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.compare import SharedRange
 from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
-from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
+from hvdlab.magics.screens.screen import MergingSink
 from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.magics.status_table import StatusTable
+from hvdlab.magics.pool_magics import StatusTable
 from patience import GONE, PATIENCE
 from pool_probe import PoolProbe
 from pool_recorder import Recorder

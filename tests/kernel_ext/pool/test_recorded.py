@@ -13,7 +13,7 @@ from IPython.core.error import UsageError
 
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.magics import replay
+from hvdlab.magics import variable_magics
 
 StartPool = Callable[..., Pool]
 
@@ -60,17 +60,17 @@ def test_the_batch_that_made_the_nan_is_shown_and_brought(pool: Pool) -> None:
     assert "rank 1: step 7  loss nan  gradient norm nan  [0] float32[3, 4] #" in text
     assert "`%hvd_replay` brings such a batch" in text
 
-    suspects = pool.pull(f"{replay._RECORD}.suspects()")
-    assert replay._first_wrong(suspects) == 1
-    found: Any = pool.pull(f"{replay._RECORD}.replay(None)", [1])[1]
+    suspects = pool.pull(f"{variable_magics._RECORD}.suspects()")
+    assert variable_magics._first_wrong(suspects) == 1
+    found: Any = pool.pull(f"{variable_magics._RECORD}.replay(None)", [1])[1]
     assert (found.rank, found.step) == (1, 7)
     assert torch.isnan(found.args[0]).nonzero().tolist() == [[0, 3]]
     with pytest.raises(LookupError, match="step 99 is not kept; steps 1 to 7 are"):
-        pool.pull(f"{replay._RECORD}.replay(99)")
+        pool.pull(f"{variable_magics._RECORD}.replay(99)")
 
 
 def test_nothing_recorded_is_said() -> None:
     with pytest.raises(UsageError, match="nothing was recorded"):
-        replay._first_wrong({0: None, 1: None})
+        variable_magics._first_wrong({0: None, 1: None})
     late, near = (9, 0, "late"), (3, 2, "the sum over all ranks")
-    assert replay._first_wrong({0: late, 1: near, 2: (3, 0, "the batch"), 3: None}) == 2
+    assert variable_magics._first_wrong({0: late, 1: near, 2: (3, 0, "the batch"), 3: None}) == 2

@@ -10,7 +10,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.rank.shell_setup import NOTEBOOKS_MAGICS
 from hvdlab.magics.extension import MAGICS
-from hvdlab.widgets.source import recording_of
+from hvdlab.widgets.views import recording_of
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Rank

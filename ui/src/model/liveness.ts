@@ -4,7 +4,7 @@ export type Link = 'here' | 'away' | 'ended';
 /** State of a view's kernel: it speaks, has not spoken for too long, can't be reached now, or has ended. */
 export type Standing = 'live' | 'silent' | 'away' | 'ended';
 
-/** While a cell runs, the kernel sends something at least every two seconds (`HEARTBEAT` in widgets/rank_rows.py). */
+/** While a cell runs, the kernel sends something at least every two seconds (`HEARTBEAT` in widgets/recording_feed.py). */
 export const SILENCE = 5000; // ms
 
 /** Monitor of the kernel's messages, by which a view knows whether it is up to date. */

@@ -31,7 +31,7 @@ export interface ElasticCell {
   ranks: number[];
 }
 
-/** State of a pool's ranks as the kernel sends it, made by `widgets/membership_rows.py`. */
+/** State of a pool's ranks as the kernel sends it, made by `widgets/pool_membership.py`. */
 export interface MembershipState {
   headline: string;
   generation: number;

@@ -32,7 +32,7 @@ export interface RankRow {
   bandwidth: number;
 }
 
-/** Return the row of a rank whose kernel has ended: the rank has, too. A living kernel sends this itself (widgets/rank_rows.py). */
+/** Return the row of a rank whose kernel has ended: the rank has, too. A living kernel sends this itself (widgets/recording_feed.py). */
 export function endedRow(row: RankRow): RankRow {
   const there = ['starting', 'running', 'idle'].includes(row.state);
   return there ? { ...row, state: 'ended', cell: '', paused: '' } : row;

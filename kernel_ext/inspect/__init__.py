@@ -1,1 +1,0 @@
-"""Values of a rank, taken apart into leaves that can be compared and shown."""

@@ -1,0 +1,64 @@
+"""What is written after the end of a cell: when ranks get room for more."""
+
+from __future__ import annotations
+
+import threading
+
+from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
+from hvdlab.magics.cell_view import LateOutputView
+from patience import PATIENCE
+
+
+class SlowSink(OutputSink):
+    """Holds back what it was given until it may show it."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.shown: list[str] = []
+        self.may = threading.Event()
+        self.ticked = threading.Event()
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        for chunk in chunks:
+            assert isinstance(chunk, Stream)
+            self.held += len(chunk.text)
+            self.shown.append(chunk.text)
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        raise AssertionError("the cell has ended already")
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        raise AssertionError(text)
+
+    def tick(self, now: float) -> float | None:
+        if self.may.is_set():
+            self.held = 0
+        self.ticked.set()
+        return now + 0.01 if self.held else None
+
+    def backlog(self) -> int:
+        return self.held
+
+    def hurry(self) -> None:
+        raise AssertionError("the user has not interrupted anything")
+
+
+def test_a_rank_may_write_on_once_the_sink_holds_little_back() -> None:
+    sink, first, second = SlowSink(), threading.Event(), threading.Event()
+    late = LateOutputView(lambda: sink, [0, 1])
+    late(0, (Stream("stdout", "a" * BACKLOG),), first.set)
+    assert first.wait(PATIENCE)
+    late(1, (Stream("stdout", "b"),), second.set)
+    for _ in range(3):
+        sink.ticked.clear()
+        assert sink.ticked.wait(PATIENCE)
+    assert not second.is_set()
+    sink.may.set()
+    assert second.wait(PATIENCE)
+    assert "".join(sink.shown) == "a" * BACKLOG + "b"
+    thread = late._thread
+    if thread is not None:
+        thread.join(PATIENCE)
+    assert late._thread is None

@@ -158,7 +158,7 @@ def test_what_is_known_of_a_death_is_told(kernel: LiveKernel, code: str, said: s
     assert re.fullmatch(r"  peak memory \d+ MiB", report[1])
     number = cell.reply["execution_count"]
     assert report[2 : 2 + len(lines)] == [f"  Cell In[{number}], {line}" for line in lines]
-    assert report[-3] == "ranks 0,2: stopped in allreduce `loss` because rank 1 died"
+    assert "ranks 0,2: stopped in allreduce `loss` because rank 1 died" in report
     # After a while it is also told while the others go on, on a slow machine before they have ended.
     assert [line for line in cell.lines("stderr") if "died" not in line] == (
         ["[1] bye"] if "bye" in code else []

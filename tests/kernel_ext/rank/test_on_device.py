@@ -207,7 +207,7 @@ class RanksHere:
         question = make(self._tickets)
         return {rank: self._answer(rank, question) for rank in ranks}
 
-    def tell(self, message: Payload, ranks: Sequence[int]) -> None: ...
+    def send(self, message: Payload, ranks: Sequence[int]) -> None: ...
 
     def _answer(self, rank: int, question: Any) -> Any:
         self.rank = rank

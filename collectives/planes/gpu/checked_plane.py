@@ -346,6 +346,8 @@ def chosen_plane(
     """
     size, hosts = context.size, len(set(context.hosts))
     are_apart = len(set(identities)) == size
+    if tuple(candidates) == (NcclPlane.name,) and hosts == 1:
+        return NcclPlane.name, ""  # the user asks for it, and if ranks share a GPU, NCCL says so itself
     # A single member needs no library to be connected with itself.
     connects = size > 1 or CudaPlane.name not in candidates
     if NcclPlane.name in candidates and are_apart and connects and size <= NcclPlane.most_members:

@@ -184,6 +184,7 @@ def left_over() -> list[str]:
         ("xyz", "aab", "auto", "cuda/nccl", NCCL),
         ("xxx", "aaa", "auto", "cuda/auto", IPC),
         ("xyz", "aaa", "nccl", "cuda/nccl", NCCL),
+        ("xxx", "aaa", "nccl", "cuda/nccl", NCCL),  # the real one refuses that in its check
         ("xxx", "aaa", "ipc", "cuda/ipc", IPC),
     ],
 )

@@ -191,8 +191,8 @@ def left_over() -> list[str]:
 def test_the_gpus_of_the_ranks_make_the_plane_and_no_variable_does(
     three: Ranks, gpus: str, hosts: str, choice: str, given: str, plane: str
 ) -> None:
-    assert three.run(join, gpus, hosts, choice) == [given] * 3
-    assert three.run(total) == [3.0] * 3
+    assert three.run(join, gpus, hosts, choice, timeout=PATIENCE) == [given] * 3
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
     for planes, _, lines in three.run(shown):
         assert planes == (plane,)
         assert lines == []
@@ -208,8 +208,8 @@ def test_the_gpus_of_the_ranks_make_the_plane_and_no_variable_does(
 def test_ranks_of_which_some_share_a_gpu_go_through_the_host_where_no_plane_connects_them(
     three: Ranks, gpus: str, hosts: str, why: str
 ) -> None:
-    three.run(join, gpus, hosts)
-    assert three.run(total) == [3.0] * 3
+    three.run(join, gpus, hosts, timeout=PATIENCE)
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
     found = three.run(shown)
     for rank, (planes, links, lines) in enumerate(found):
         assert planes == ("",)
@@ -222,8 +222,8 @@ def test_ranks_of_which_some_share_a_gpu_go_through_the_host_where_no_plane_conn
 
 def test_ranks_that_share_some_gpus_work_in_place_where_the_gpus_reach_each_other(three: Ranks) -> None:
     three.run(reaching)
-    three.run(join, "xxy")
-    assert three.run(total) == [3.0] * 3
+    three.run(join, "xxy", timeout=PATIENCE)
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
     assert three.run(shown)[0][0] == (IPC,)
 
 
@@ -254,9 +254,9 @@ def reaching() -> None:
 def test_after_a_check_that_fails_all_ranks_go_through_the_host_and_one_sentence_says_why(
     three: Ranks, rank: int, how: str, words: str
 ) -> None:
-    three.run(join, "xyz")
+    three.run(join, "xyz", timeout=PATIENCE)
     three.run(break_check, rank, how)
-    assert three.run(total) == [3.0] * 3
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
     found = three.run(shown)
     assert [planes for planes, _, _ in found] == [("",)] * 3
     assert [links for _, links, _ in found] == [[THROUGH_HOST]] * 3
@@ -273,9 +273,9 @@ def test_after_a_check_that_fails_all_ranks_go_through_the_host_and_one_sentence
 
 
 def test_a_group_of_gpus_that_failed_is_not_checked_again(three: Ranks, tmp_path: Path) -> None:
-    three.run(join, "xyz")
+    three.run(join, "xyz", timeout=PATIENCE)
     three.run(break_check, 1, "raises")
-    assert three.run(total) == [3.0] * 3
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
     three.run(end_epoch, ranks=[2])
     three.catch_up()
     assert three.run(next_total) == [3.0] * 3
@@ -287,14 +287,14 @@ def test_a_group_of_gpus_that_failed_is_not_checked_again(three: Ranks, tmp_path
 
 @pytest.mark.parametrize("how", ["never", "raises", "apart"])
 def test_a_check_that_fails_leaves_no_thread_behind(three: Ranks, how: str) -> None:
-    three.run(join, "xyz")
+    three.run(join, "xyz", timeout=PATIENCE)
     three.run(break_check, 1, how)
-    three.run(total)
+    three.run(total, timeout=PATIENCE)
     assert three.run(left_over) == [[]] * 3
 
 
 def test_a_rank_that_dies_within_the_check_ends_the_collective_and_the_others_go_on(three: Ranks) -> None:
-    three.run(join, "xyz")
+    three.run(join, "xyz", timeout=PATIENCE)
     three.run(break_check, 1, "SIGKILL")
     outcomes = three.start(total).outcomes(PATIENCE)
     assert [type(outcome) for outcome in outcomes] == [AbortedError, RankGone, AbortedError]
@@ -306,11 +306,11 @@ def test_a_rank_that_dies_within_the_check_ends_the_collective_and_the_others_go
 def test_an_interrupt_within_the_check_ends_the_collective_and_the_next_is_checked_again(
     three: Ranks, rank: int
 ) -> None:
-    three.run(join, "xyz")
+    three.run(join, "xyz", timeout=PATIENCE)
     found = three.start(interrupted_total, rank).outcomes(PATIENCE)
     assert found == ["interrupted" if other == rank else "aborted" for other in range(3)]
     three.catch_up()
-    assert three.run(total) == [3.0] * 3
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
     assert [(planes, lines) for planes, _, lines in three.run(shown)] == [((NCCL,), [])] * 3
 
 
@@ -318,9 +318,9 @@ def test_an_interrupt_within_the_check_ends_the_collective_and_the_next_is_check
 
 
 def test_ranks_that_all_stay_on_the_first_of_several_gpus_are_told_the_line_once(three: Ranks) -> None:
-    three.run(join, "xxx", "aaa", "auto", 4)
-    assert three.run(total) == [3.0] * 3
-    three.run(total)
+    three.run(join, "xxx", "aaa", "auto", 4, timeout=PATIENCE)
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
+    three.run(total, timeout=PATIENCE)
     found = three.run(shown)
     assert [len(lines) for _, _, lines in found] == [1, 0, 0]
     assert (

@@ -65,7 +65,10 @@ _CANDIDATES = {
 _VERDICT = "verdict"
 
 _failed: dict[tuple[str, ...], str] = {}
-"""Groups of GPUs whose plane failed its check in this process, and why. The plane's name is the first of each."""
+"""Groups whose plane failed its check, and why: the plane's name, and of each member its GPU and its process.
+
+A group with another process is another one: a rank that was replaced may be what mends it.
+"""
 
 
 class MemberGpu(NamedTuple):
@@ -73,12 +76,14 @@ class MemberGpu(NamedTuple):
 
     Attributes:
         identity: The GPU's UUID, equal in all processes that see it.
+        owner: Random number of the member's process.
         ordinal: Its number in the member's process.
         gpus: Number of GPUs that the member's process sees.
-        failed: Groups of GPUs that failed their check before, with the reason.
+        failed: Groups that failed their check before, with the reason.
     """
 
     identity: str
+    owner: int
     ordinal: int
     gpus: int
     failed: dict[tuple[str, ...], str]
@@ -86,13 +91,13 @@ class MemberGpu(NamedTuple):
     def encode(self) -> bytes:
         """Return the description for the rendezvous store."""
         failed = [[list(group), why] for group, why in self.failed.items()]
-        return json.dumps([self.identity, self.ordinal, self.gpus, failed]).encode()
+        return json.dumps([self.identity, self.owner, self.ordinal, self.gpus, failed]).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> MemberGpu:
         """Return the description that a member has published."""
-        identity, ordinal, gpus, failed = json.loads(value)
-        return cls(identity, ordinal, gpus, {tuple(group): why for group, why in failed})
+        identity, owner, ordinal, gpus, failed = json.loads(value)
+        return cls(identity, owner, ordinal, gpus, {tuple(group): why for group, why in failed})
 
 
 class CheckedPlane(Plane):
@@ -155,7 +160,7 @@ class CheckedPlane(Plane):
         name, why = chosen_plane(identities, self.context, self._candidates)
         if not name:
             return self._through_host(device, self._sentence(why))
-        group = (name, *identities)
+        group = (name, *(f"{one.identity}/{one.owner}" for one in members))
         known = next((one.failed[group] for one in members if group in one.failed), "")
         if known:
             return self._through_host(device, known, is_new=False)
@@ -168,7 +173,7 @@ class CheckedPlane(Plane):
         failure = self._check.decision(self._timeout, members)
         if failure:
             self._discard(plane)
-            text = self._sentence(f"`{name}` failed its check {failure}", " until the ranks are restarted")
+            text = self._sentence(f"`{name}` failed its check {failure}", " until one of them is restarted")
             _failed[group] = text
             return self._through_host(device, text)
         if links:
@@ -178,7 +183,7 @@ class CheckedPlane(Plane):
 
     def _exchange(self, device: Device) -> list[MemberGpu]:
         me, deadline = self.context, time.monotonic() + self._timeout
-        mine = MemberGpu(device.identity, self._ordinal, gpu_plane.gpus().count(), _failed)
+        mine = MemberGpu(device.identity, device.owner, self._ordinal, gpu_plane.gpus().count(), _failed)
         self._store.set(f"member/{me.index}", mine.encode())
         return [
             MemberGpu.decode(self._store.get(f"member/{i}", max(0.0, deadline - time.monotonic())))

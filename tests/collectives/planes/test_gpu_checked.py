@@ -262,7 +262,7 @@ def test_after_a_check_that_fails_all_ranks_go_through_the_host_and_one_sentence
     assert [links for _, links, _ in found] == [[THROUGH_HOST]] * 3
     assert [len(lines) for _, _, lines in found] == [1, 0, 0]
     assert words in found[0][2][0]
-    assert "until the ranks are restarted: `cuda/nccl` failed its check" in found[0][2][0]
+    assert "until one of them is restarted: `cuda/nccl` failed its check" in found[0][2][0]
     assert three.run(total, 10) == [3.0] * 3
     everywhere = three.run(everything)
     assert everywhere[0][0] == [[float(number + 2)] for number in range(6)]
@@ -283,6 +283,17 @@ def test_a_group_of_gpus_that_failed_is_not_checked_again(three: Ranks, tmp_path
     found = three.run(shown)
     assert [planes for planes, _, _ in found] == [("",)] * 3
     assert [len(lines) for _, _, lines in found] == [1, 0, 0]
+
+
+def test_a_group_is_checked_again_once_a_rank_has_been_replaced(three: Ranks) -> None:
+    three.run(join, "xyz", timeout=PATIENCE)
+    three.run(break_check, 1, "raises")
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
+    three.kill(1)
+    three.respawn(1)
+    three.run(join, "xyz", ranks=[1], timeout=PATIENCE)
+    assert three.run(next_total, timeout=PATIENCE) == [3.0] * 3
+    assert [planes for planes, _, _ in three.run(shown)] == [(NCCL,)] * 3
 
 
 @pytest.mark.parametrize("how", ["never", "raises", "apart"])
@@ -330,9 +341,9 @@ def test_ranks_that_all_stay_on_the_first_of_several_gpus_are_told_the_line_once
 
 
 def test_what_a_member_publishes_is_read_as_it_was() -> None:
-    mine = checked_plane.MemberGpu("ab" * 16, 3, 8, {("cuda/nccl", "x", "y"): "why"})
+    mine = checked_plane.MemberGpu("ab" * 16, 7, 3, 8, {("cuda/nccl", "x", "y"): "why"})
     assert checked_plane.MemberGpu.decode(mine.encode()) == mine
-    assert json.loads(mine.encode())[1] == 3
+    assert json.loads(mine.encode())[2] == 3
 
 
 class HeldPlane:
@@ -354,7 +365,7 @@ def test_a_report_that_comes_at_the_bound_changes_no_decision(
         plane: Any = HeldPlane(PlaneContext(0, 0, 0, 1, (0,), ("here",), store))
         monkeypatch.setattr(checked_plane, "CHECK_WITHIN", 0.0 if is_late else PATIENCE)
         check = checked_plane.PlaneCheck(plane, store, gpu, 0)
-        members = [checked_plane.MemberGpu("xyz", 0, 1, {})]
+        members = [checked_plane.MemberGpu("xyz", 7, 0, 1, {})]
         if not is_late:
             plane.may_go.set()
         first = check.decision(PATIENCE, members)

@@ -126,6 +126,7 @@ test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itse
 	$(PYTHON) -m venv out/gpu
 	out/gpu/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,gpu]' pytest pytest-timeout pytest-xdist hypothesis
 	out/gpu/bin/python -m pytest -rs tests/gpu $(PYTEST_ARGS)
+	out/gpu/bin/python -m hvdlab check-gpus --json out/hvdlab-check-gpus.json
 
 test-engines: mxnet engines ## tests in environments of their own: MXNet's, and that of Ray and Spark
 

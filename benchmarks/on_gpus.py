@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -172,7 +171,6 @@ def main() -> None:
     parser.add_argument("--sizes", default="4K,64K,1M,16M,64M,256M", help="bytes of the reduced tensor")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
-    os.environ["HVDLAB_CUDA"] = "1"
     if reason := why_unavailable("cuda/ipc"):
         sys.exit(reason)
     sizes = [size_of(text) for text in options.sizes.split(",")]

@@ -272,13 +272,21 @@ def run_kernel(it: KernelLaunch) -> None:
 
 
 class FakeGpus:
-    """See :class:`hvdlab.collectives.planes.gpu.gpu_plane.Gpus`: one GPU."""
+    """See :class:`hvdlab.collectives.planes.gpu.gpu_plane.Gpus`: one GPU.
+
+    Attributes:
+        gpus: How many GPUs there seem to be.
+    """
 
     def __init__(self) -> None:
+        self.gpus = 1
         self.device = FakeCuda()
 
     def why_unusable(self) -> str | None:
         return None
+
+    def count(self) -> int:
+        return self.gpus
 
     def open(self, ordinal: int) -> FakeCuda:
         assert ordinal == 0, "there is one GPU"

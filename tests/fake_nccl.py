@@ -31,6 +31,8 @@ _LOOK_AGAIN = 0.0005  # seconds
 class FakeNccl:
     """See :class:`hvdlab.collectives.planes.gpu.nccl_library.Nccl`."""
 
+    version_text = "2.28.9"
+
     def __init__(self, device: FakeCuda) -> None:
         self.device = device
 

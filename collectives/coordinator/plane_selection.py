@@ -13,7 +13,9 @@ SHM_LIMIT = 1024
 CUDA_IPC, CUDA_IPC_LIMIT = "cuda/ipc", 64
 """The plane for GPUs of one host, and how many ranks it has room for: its kernels take that many addresses."""
 CUDA_NCCL, CUDA_NCCL_LIMIT = "cuda/nccl", 127
-"""The plane for GPUs of several hosts, and how many ranks it has room for."""
+"""The plane for ranks that have a GPU each, and how many ranks it has room for."""
+CUDA_AUTO = "cuda/auto"
+"""Either of these: the ranks choose it at their first collective of CUDA tensors, once they know which GPUs these are on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,19 @@ def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) ->
 
 
 def _device_planes(members: Sequence[Member]) -> dict[str, str]:
-    """For each device class the first plane that the first member offers, that all others offer, too, and that can connect them."""
-    found: dict[str, str] = {}
+    """For each device class the first plane that the first member offers, that all others offer, too, and that can connect them.
+
+    Where both planes for CUDA tensors can, it is :data:`CUDA_AUTO`.
+    """
+    found: dict[str, list[str]] = {}
     for plane in members[0].planes if members else ():
         device, separator, _ = plane.partition("/")
-        if separator and device not in found and _all_offer(plane, members) and _suits(plane, members):
-            found[device] = plane
-    return found
+        if separator and _all_offer(plane, members) and _suits(plane, members):
+            found.setdefault(device, []).append(plane)
+    return {
+        device: CUDA_AUTO if {CUDA_IPC, CUDA_NCCL} <= {*planes} else planes[0]
+        for device, planes in found.items()
+    }
 
 
 def _suits(plane: str, members: Sequence[Member]) -> bool:

@@ -31,7 +31,7 @@ from hvdlab.collectives.engine.entries import (
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot, WorkQueue
 from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.locked_state import LockedState, complete
-from hvdlab.collectives.engine.process_set_view import BoardMember
+from hvdlab.collectives.engine.process_set_view import BoardMember, device_plane_names
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.engine.span_log import SpanLog
@@ -441,7 +441,9 @@ class ControlHandlers:
                 context,
                 store=ScopedStore(store, f"{device}/"),
                 memory_fd=-1,
+                options={**effect.options, "host_plane": effect.plane},
                 on_links=partial(self._linked, effect.process_set, effect.epoch),
+                on_chosen=partial(self._plane_chosen, effect.process_set, effect.epoch, device),
             )
             self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
 
@@ -450,6 +452,15 @@ class ControlHandlers:
 
         def record(state: RankState) -> None:
             state.linked(process_set, epoch, links)
+            self._record_planes(state, process_set, epoch)
+
+        self._locked.update(record)
+
+    def _plane_chosen(self, process_set: int, epoch: int, device: str, name: str) -> None:
+        """Keep and record the name of the plane that is used for a device class. Executor thread."""
+
+        def record(state: RankState) -> None:
+            state.plane_chosen(process_set, epoch, device, name)
             self._record_planes(state, process_set, epoch)
 
         self._locked.update(record)
@@ -468,7 +479,7 @@ class ControlHandlers:
         group = state.sets.get(process_set)
         if group is not None and group.epoch == epoch:
             host = plane_text(group.plane, group.chunk_bytes)
-            planes = planes_text((host, *group.device_planes.values()), group.links)
+            planes = planes_text((host, *device_plane_names(group)), group.links)
             self._spans.members(process_set, epoch, len(group.members), planes)
 
     def _open_board(self, effect: NewEpoch, memory: int) -> None:

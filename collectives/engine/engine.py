@@ -21,6 +21,7 @@ from hvdlab.collectives.engine.handles import CompletionHooks, Handle
 from hvdlab.collectives.engine.hosts import Place, host_key, place
 from hvdlab.collectives.engine.inline_execution import HandleWaiter, InlineExecutor
 from hvdlab.collectives.engine.locked_state import BatchOutcomes, LockedState
+from hvdlab.collectives.engine.process_set_view import device_plane_names
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.requests import PendingCollective, Request, Result
@@ -225,9 +226,12 @@ class Engine:
         return group.device_planes.get(device, "") if group is not None else ""
 
     def device_planes(self, process_set: int = 0) -> tuple[str, ...]:
-        """Return the names of the data planes for tensors that are not on the host."""
+        """Return the names of the data planes for tensors that are not on the host, as they are shown.
+
+        An empty name stands for one that was given up: the tensors are copied through the host.
+        """
         group = self._locked.state.sets.get(process_set)
-        return tuple(group.device_planes.values()) if group is not None else ()
+        return device_plane_names(group) if group is not None else ()
 
     def links(self, process_set: int = 0) -> Links:
         """Return the connections to the GPUs of the other ranks; empty until these have joined the plane for CUDA tensors."""

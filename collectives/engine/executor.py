@@ -25,9 +25,9 @@ from hvdlab.collectives.engine.entries import RunBatch
 from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.operations import run_batch, run_message, run_small, source_of
 from hvdlab.collectives.engine.requests import Result
+from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
-from hvdlab.collectives.planes.registry import plane_class
 from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.fold import FoldScratch
 
@@ -81,7 +81,7 @@ class PlaneSlot:
         """Return the plane, built and connected at the first call. Blocks; raises as the plane does, ``PlaneAborted`` after an abort."""
         plane = self.plane
         if plane is None:
-            plane = self.plane = plane_class(self.name)(self.context)
+            plane = self.plane = registry.build(self.name, self.context)
         if not self._connected:
             # The plane is stored before the flag is read, and abort() sets the flag before it reads the plane: one of them sees it.
             if self.aborted:

@@ -47,6 +47,7 @@ class SetState:
         plane: Name of the data plane for tensors of the host.
         options: Options of that plane.
         device_planes: Names of the data planes of other device classes.
+        shown_planes: Names to show in place of those, where the plane of this epoch has chosen one itself.
         links: Connections between GPUs that the plane for CUDA tensors has found in this epoch.
         chunk_bytes: Size in bytes of the chunks that the plane of this epoch has measured as the best, or 0.
         ranks: Rank of each member, by position.
@@ -62,7 +63,7 @@ class SetState:
 
     __slots__ = (
         "board_member", "chunk_bytes", "configured", "device_planes", "epoch", "given_up", "id", "index", "links",
-        "members", "names", "options", "past_board_members", "pending", "plane", "ranks", "withdrawn",
+        "members", "names", "options", "past_board_members", "pending", "plane", "ranks", "shown_planes", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -73,6 +74,7 @@ class SetState:
         self.index = -1
         self.plane = ""
         self.device_planes: dict[str, str] = {}
+        self.shown_planes: dict[str, str] = {}
         self.links: Links = {}
         self.chunk_bytes = 0
         self.options: dict[str, str] = {}
@@ -96,6 +98,11 @@ class SetState:
         if member is not None and member.board.epoch <= epoch:
             past[member.board.epoch], self.board_member = member, None
         return {past.pop(old).abort() for old in list(past) if old <= epoch}
+
+
+def device_plane_names(group: SetState) -> tuple[str, ...]:
+    """Return the names to show of the planes for tensors that are not on the host; an empty one stands for none."""
+    return tuple(group.shown_planes.get(device, name) for device, name in group.device_planes.items())
 
 
 # -- checks of requests -------------------------------------------------------------------------------------------

@@ -448,6 +448,12 @@ class RankState:
         if group is not None and group.epoch == epoch:
             group.links = links
 
+    def plane_chosen(self, set_id: int, epoch: int, device: str, name: str) -> None:
+        """Keep the name to show of the plane that an epoch uses for a device class."""
+        group = self.sets.get(set_id)
+        if group is not None and group.epoch == epoch:
+            group.shown_planes[device] = name
+
     def chunks_measured(self, set_id: int, epoch: int, chunk_bytes: int) -> None:
         """Keep the size of chunks that the plane of an epoch has measured as the best."""
         group = self.sets.get(set_id)
@@ -802,7 +808,8 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
     group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
     group.index = ranks.index(state.rank) if state.rank in ranks else -1
     group.plane, group.options = message.plane, message.options
-    group.device_planes, group.links, group.chunk_bytes = message.device_planes, {}, 0
+    group.device_planes, group.shown_planes = message.device_planes, {}
+    group.links, group.chunk_bytes = {}, 0
     group.configured, group.withdrawn = True, -1
     if group.id == 0:
         state.failover.restored()

@@ -25,8 +25,7 @@ from hvdlab.collectives.knobs.kinds import (
 
 PLANES = ("auto", "shm", "gloo", "mpi", "hierarchical", "local")
 ABSENT_PLANES = {
-    "nccl": "NCCL moves CUDA tensors only, beside a plane for the others (HVDLAB_CUDA=1 has them reduced on their GPUs: by NCCL where the "
-    "ranks are on several hosts, or where HVDLAB_CUDA_PLANE=nccl asks for it)"
+    "nccl": "NCCL moves CUDA tensors only, beside a plane for the others, and needs no setting where each rank has a GPU of its own"
 }
 """Planes that one may expect, and why they are not there."""
 CUDA_PLANES = ("auto", "ipc", "nccl")
@@ -84,8 +83,8 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", SECONDS, _C, "0", "after how long it fails on the ranks that wait, with an error that names the missing ones; 0 never", "stall_shutdown"),
     # -- planes ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_PLANE", choice(*PLANES, absent=ABSENT_PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
-    Knob("HVDLAB_CUDA", FLAG, _R, "-", "1 has collectives [work on CUDA tensors where they are](../how-to/gpus.md) if all ranks of a process set have it, 0 copies them through the host; unset is 1 where the machine has one GPU, else 0: not tried on several GPUs yet"),
-    Knob("HVDLAB_CUDA_PLANE", choice(*CUDA_PLANES), _R, "auto", "the plane that this rank offers for CUDA tensors with `HVDLAB_CUDA=1`: [`ipc`](../design/planes.md#cudaipc), for ranks of one host, or [`nccl`](../design/planes.md#cudanccl), for ranks with a GPU each; `auto` offers both, and `ipc` is chosen on one host, `nccl` on several"),
+    Knob("HVDLAB_CUDA", FLAG, _R, "-", "0 copies CUDA tensors through the host; otherwise collectives [work on them where they are](../how-to/gpus.md) if all ranks of a process set can"),
+    Knob("HVDLAB_CUDA_PLANE", choice(*CUDA_PLANES), _R, "auto", "the plane that this rank offers for CUDA tensors: [`ipc`](../design/planes.md#cudaipc), for ranks of one host, or [`nccl`](../design/planes.md#cudanccl), for ranks with a GPU each; `auto` offers both, and `nccl` is chosen where no two ranks share a GPU, else `ipc`"),
     Knob("HVDLAB_DIRECT", FLAG, _R, "1", "0 has the coordinator order also the small collectives that a rank waits for, on which ranks of one host agree [in shared memory](../design/overview.md#the-direct-way) otherwise; set it on all ranks alike", "direct"),
     Knob("HVDLAB_HOST", TEXT, _R, "-", "name that ranks have in common which share memory, if it can't be found out, as between containers ([what it is for](../how-to/planes-and-launchers.md#several-hosts))"),
     Knob("HOROVOD_HIERARCHICAL_ALLREDUCE", FLAG, _C, "-", "ranks on several hosts: 1 reduces within each host first, 0 does not; unset chooses", "hierarchical_allreduce"),

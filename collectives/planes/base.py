@@ -41,7 +41,7 @@ class KeyValue(ABC):
         """Wait until the key exists. Raises ``TimeoutError`` after ``timeout`` seconds, ``PlaneAborted`` on abort."""
 
 
-def _nothing_to_do(known: object) -> None: ...
+def _nothing_to_do(known: object, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class PlaneContext:
         address: Address that this rank's data-plane sockets bind to; never a wildcard.
         options: Settings of the plane, such as ``chunk_bytes``; equal on all members.
         on_links: A plane of GPUs calls it, on the executor thread, once it knows what its data goes over.
+        on_chosen: A plane that chooses among others calls it with the name to show, on the executor thread, once it has; an empty name stands for none.
         on_chunks: A plane that measures which size of chunks suits the machine calls it with the bytes, on the executor thread, once it has.
     """
 
@@ -74,6 +75,7 @@ class PlaneContext:
     address: str = "127.0.0.1"
     options: dict[str, str] = field(default_factory=dict)
     on_links: Callable[[Links], None] = _nothing_to_do
+    on_chosen: Callable[[str], None] = _nothing_to_do
     on_chunks: Callable[[int], None] = _nothing_to_do
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import os
 
 from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.collectives.planes.base import Plane
+from hvdlab.collectives.planes.base import Plane, PlaneContext
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.rendezvous import backends
@@ -47,7 +47,7 @@ def missing(name: str) -> str | None:
     if name == "mpi" and not under_mpi():
         return "the plane `mpi` needs ranks that an MPI launcher (mpiexec, srun --mpi) started"
     if name.startswith("cuda/"):
-        reason = gpu_plane.why_off(name)
+        reason = gpu_plane.why_off()
         return f"the plane `{name}` can't be used: {reason}" if reason else None
     if importlib.util.find_spec(module) is None:
         return f"the plane `{name}` is not part of this installation"
@@ -69,6 +69,15 @@ def plane_class(name: str) -> type[Plane]:
     if reason is not None:
         raise UnsupportedError(reason)
     return cls
+
+
+def build(name: str, context: PlaneContext) -> Plane:
+    """Return a plane of a process set; of CUDA tensors it is one that is checked before it is used. Raises what :func:`plane_class` does."""
+    if name.startswith(f"{gpu_plane.CUDA}/"):
+        module = importlib.import_module("hvdlab.collectives.planes.gpu.checked_plane")
+        checked: Plane = module.CheckedPlane(context, name)
+        return checked
+    return plane_class(name)(context)
 
 
 def host_plane_class(name: str) -> type[HostPlane]:

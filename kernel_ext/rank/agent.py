@@ -13,6 +13,7 @@ from typing import Any
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.planes.links import planes_text
 from hvdlab.kernel_ext.rank import completion, output, status, sync, values
 from hvdlab.kernel_ext.rank.cell_executor import CellExecutor
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler
@@ -371,7 +372,7 @@ class RankAgent:
             state=self._state,
             cell=self._cell,
             device=self._device,
-            plane=", ".join((self._engine.plane_text(), *self._engine.device_planes())),
+            plane=planes_text((self._engine.plane_text(), *self._engine.device_planes()), {}),
             pending=status.pending_now(self._engine.pending()),
             servers=status.servers_now(self._engine),
             links=status.links_now(self._engine),

@@ -232,7 +232,6 @@ class Campaign:
             # The import of torch's compiler makes it.
             "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
             "HVDLAB_PRELOAD": self._preloaded(),
-            **({"HVDLAB_CUDA": "1"} if self.device else {}),
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL),
             "OMP_NUM_THREADS": "1",
         }

@@ -22,6 +22,7 @@ from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, StreamMark
 from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
+from hvdlab.collectives.planes.gpu.staged_plane import StagedPlane
 from hvdlab.collectives.planes.host import HostPlane
 
 
@@ -45,6 +46,11 @@ def fake_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
 def real_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
     """`cuda/nccl` on the first GPU. Where members share it, each needs an ``NCCL_HOSTID`` of its own."""
     return PlaneActor(ThroughNccl(NcclPlane(context), RealMemory()))
+
+
+def fake_staged_actor(target: str, context: PlaneContext) -> CollectiveActor:
+    """The way through the host, on the simulated GPU."""
+    return PlaneActor(ThroughGpu(StagedPlane(context, fake_cuda.install(), 0), FakeMemory()))
 
 
 class FakeMemory:

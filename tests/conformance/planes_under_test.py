@@ -110,6 +110,15 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         launcher=LIGHT,
         every=12,
     ),
+    PlaneUnderTest(
+        "cuda-staged",
+        "hvdlab.collectives.planes.shm:ShmPlane",  # by which its data goes
+        actor="conformance.cuda_actor:fake_staged_actor",
+        lacks=frozenset({"messages"}),
+        options={"chunk_bytes": str(CHUNK)},
+        launcher=LIGHT,
+        every=12,
+    ),
     PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True, normally=2),
     PlaneUnderTest(
         "mpi",

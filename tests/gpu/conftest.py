@@ -14,4 +14,4 @@ from real_gpu import why_no_gpu
 def real_gpu() -> None:
     if reason := why_no_gpu():
         pytest.skip(reason)
-    os.environ[gpu_plane.SWITCH] = "1"  # for all processes that the tests start
+    os.environ.pop(gpu_plane.SWITCH, None)  # in all processes that the tests start

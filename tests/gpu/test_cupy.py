@@ -37,7 +37,7 @@ def sums() -> tuple[str, list[tuple[str, float, bool]]]:
         total = hvd().allreduce(array, op=hvd().Sum)
         expected = SIZE * (cupy.arange(1000).astype(kind) % 7) + 3
         found.append((str(total.dtype), float(total[5]), bool((total == expected).all())))
-    return context.engine().device_plane(0, "cuda"), found
+    return context.engine().device_planes(), found
 
 
 def in_place() -> tuple[list[float], list[float], list[float]]:
@@ -76,7 +76,7 @@ def moved() -> tuple[list[int], list[int], list[int]]:
 
 def test_sums_have_the_arrays_type_and_stay_on_the_gpu(three: Ranks) -> None:
     expected = [(kind, 18.0, True) for kind in TYPES]
-    assert three.run(sums, timeout=60) == [("cuda/ipc", expected)] * SIZE
+    assert three.run(sums, timeout=60) == [(("cuda/ipc, checked",), expected)] * SIZE
 
 
 def test_arrays_are_changed_in_place_whatever_their_layout(three: Ranks) -> None:

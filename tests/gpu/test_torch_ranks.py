@@ -44,10 +44,11 @@ def hvd() -> Any:
     return hvdlab.torch
 
 
-def plane() -> tuple[bool, str]:
+def plane() -> tuple[bool, tuple[str, ...]]:
     from hvdlab.collectives import context
 
-    return hvd().cuda_built(), context.engine().device_plane(0, "cuda")
+    total()
+    return hvd().cuda_built(), context.engine().device_planes()
 
 
 def links() -> dict[str, tuple[int, ...]]:
@@ -179,7 +180,7 @@ def in_sets_by_turns() -> list[float]:
         for each in sets:
             if hvd().rank() in each.ranks:
                 found.append(float(hvd().allreduce(value, op=hvd().Sum, process_set=each)[-1]))
-                assert context.engine().device_plane(each.process_set_id, "cuda") == "cuda/ipc"
+                assert context.engine().device_planes(each.process_set_id) == ("cuda/ipc, checked",)
         del value
         torch.cuda.empty_cache()
     hvd().remove_process_set(pair)
@@ -217,7 +218,7 @@ mine: torch.Tensor
 
 
 def test_eight_ranks_share_a_gpu(eight: Ranks) -> None:
-    assert eight.run(plane, timeout=60) == [(True, "cuda/ipc")] * SIZE
+    assert eight.run(plane, timeout=60) == [(True, ("cuda/ipc, checked",))] * SIZE
     assert eight.run(total, timeout=60) == [float(SIZE)] * SIZE
     others = [tuple(rank for rank in range(SIZE) if rank != mine) for mine in range(SIZE)]
     assert eight.run(links, timeout=60) == [{"same GPU": ranks} for ranks in others]

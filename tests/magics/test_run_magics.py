@@ -218,7 +218,7 @@ BAD = [
     ),
     (
         "%%hvd_run --plane nccl\n1",
-        "%%hvd_run: --plane: NCCL moves CUDA tensors only, beside a plane for the others (HVDLAB_CUDA=1 ",
+        "%%hvd_run: --plane: NCCL moves CUDA tensors only, beside a plane for the others, and needs no setting",
     ),
     ("%%hvd_run --plane x\n1", "%%hvd_run: --plane: there is no data plane 'x'; choose one of auto, shm, "),
     ("%hvd_pool resize", "%hvd_pool resize: say how many ranks"),

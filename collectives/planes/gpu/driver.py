@@ -73,6 +73,9 @@ class CudaGpus:
             return f"CUDA's driver can't be used: {error}"
         return None
 
+    def count(self) -> int:
+        return int(_checked(driver.cuInit(0), driver.cuDeviceGetCount()))
+
     def open(self, ordinal: int) -> CudaDevice:
         with self._guard:
             found = self._opened.get(ordinal)

@@ -28,16 +28,11 @@ from hvdlab.collectives.planes.links import NVLINK, PCIE, PEER, SAME_GPU, UNKNOW
 CUDA = "cuda"
 """The device class of the memory of NVIDIA's GPUs."""
 SWITCH = "HVDLAB_CUDA"
-"""The variable that, at 1, has this rank work on CUDA tensors where they are, and at 0 keeps it from that."""
+"""The variable that, at 0, keeps this rank from working on CUDA tensors where they are."""
 CHOICE = "HVDLAB_CUDA_PLANE"
 """The variable that says which of the planes for CUDA tensors this rank offers."""
-IPC = "cuda/ipc"
-"""The plane for ranks that share a GPU."""
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")
 """One of these is there where NVIDIA's driver is: on Linux, and on Linux under Windows."""
-GPUS = "/proc/driver/nvidia/gpus"
-"""On Linux the driver has a folder here for each GPU of the machine."""
-
 
 _KINDS = ("GPU", "MIG")
 
@@ -47,6 +42,10 @@ class Gpus(Protocol):
 
     def why_unusable(self) -> str | None:
         """Why this process can't use a GPU, in one sentence; ``None`` if it can."""
+        ...
+
+    def count(self) -> int:
+        """How many GPUs there are."""
         ...
 
     def open(self, ordinal: int) -> Device:
@@ -62,29 +61,11 @@ class Gpus(Protocol):
         ...
 
 
-def why_off(plane: str) -> str | None:
-    """Why this process does not work on CUDA tensors in place by a plane, found out without loading the driver; ``None`` if it may be able to."""
-    setting = os.environ.get(SWITCH, "").strip()
-    if setting == "0":
+def why_off() -> str | None:
+    """Why this process does not work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
+    if os.environ.get(SWITCH, "").strip() == "0":
         return f"CUDA tensors are copied through the host: {SWITCH}=0."
-    missing = why_missing()
-    if missing is not None or setting == "1":
-        return missing
-    # No plane was ever run on several GPUs, which is what NCCL is for.
-    if plane != IPC:
-        return f"it has to be asked for by {SWITCH}=1."
-    found = _gpus_of_machine()
-    if found != 1:
-        return (
-            f"CUDA tensors are copied through the host unless {SWITCH}=1 (this machine shows {found} GPUs)."
-        )
-    return None
-
-
-def _gpus_of_machine() -> int:
-    with contextlib.suppress(OSError):
-        return len(os.listdir(GPUS))
-    return 0
+    return why_missing()
 
 
 def is_wanted(plane: str) -> bool:
@@ -271,7 +252,7 @@ class GpuPlane(Plane, Generic[Joined]):
 
     @classmethod
     def unavailable(cls) -> str | None:
-        reason = why_off(cls.name) or gpus().why_unusable()
+        reason = why_off() or gpus().why_unusable()
         return f"The plane `{cls.name}` can't be used: {reason}" if reason else None
 
     def connect(self, timeout: float) -> None:

@@ -62,8 +62,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
         beyond = [r for r, there in zip(me.ranks, identities, strict=True) if not device.reaches(there)]
         if beyond:
             raise PlaneBroken(
-                f"the GPU of rank {me.ranks[me.index]} does not reach the memory of those of ranks {beyond}; "
-                "set HVDLAB_CUDA_PLANE=nccl to use NCCL, or HVDLAB_CUDA=0 to copy through the host"
+                f"the GPU of rank {me.ranks[me.index]} does not reach the memory of those of ranks {beyond}"
             )
         if me.options.get("workers") == "all":
             return list(range(me.size))

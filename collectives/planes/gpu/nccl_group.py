@@ -167,10 +167,7 @@ class NcclGroup:
                 self._until_settled(deadline)
         except (DeviceFailed, TimeoutError) as error:
             self._fail(str(error))
-            raise PlaneBroken(
-                f"{error}. NCCL needs a GPU for each rank: where ranks of one host share one, set HVDLAB_CUDA_PLANE=ipc, or =hierarchical on several hosts. "
-                "HVDLAB_CUDA=0 copies CUDA tensors through the host"
-            ) from error
+            raise PlaneBroken(str(error)) from error
 
     # -- operations -------------------------------------------------------------------------------------------------
 

@@ -104,6 +104,11 @@ class Communicator(Protocol):
 class Nccl(Protocol):
     """The library. Any thread."""
 
+    @property
+    def version_text(self) -> str:
+        """The version, as ``2.28.9``."""
+        ...
+
     def unique_id(self) -> bytes:
         """Begin a group; the other members need what is returned."""
         ...
@@ -222,6 +227,10 @@ class LoadedNccl:
             function.argtypes, function.restype = types, _INT
         library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (_INT,), ctypes.c_char_p
         library.ncclGetLastError.argtypes, library.ncclGetLastError.restype = (_ADDRESS,), ctypes.c_char_p
+
+    @property
+    def version_text(self) -> str:
+        return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
     def unique_id(self) -> bytes:
         found = _UniqueId()

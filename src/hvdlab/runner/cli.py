@@ -37,6 +37,7 @@ HELP = f"""usage: hvdlab COMMAND
   trace          save | summary | top: what ranks did (`hvdlab trace --help`)
   trace check    [--killed] FILE...: check timelines for mistakes
   pools          [stop NAME...]: list the pools that notebooks have left running, or end some
+  check-gpus     [-np N] [--json FILE]: try the GPUs of this machine, and write what is found to a file
   --version      print the version
 """
 WRONG_CALL = 2
@@ -44,6 +45,7 @@ COMMANDS = {
     "trace check": "hvdlab.collectives.tracing.check",
     "trace": "hvdlab.kernel_ext.trace_command",
     "pools": "hvdlab.kernel_ext.pools_command",
+    "check-gpus": "hvdlab.runner.check_gpus",
 }
 """Modules with a command of other packages: a function ``main`` from arguments to an exit code.
 
@@ -79,7 +81,7 @@ def _dispatch(given: list[str]) -> int:
             return run(rest)
         case ["trace", "check", *rest]:
             return _call("trace check", rest)
-        case ["trace" | "pools" as name, *rest]:
+        case ["trace" | "pools" | "check-gpus" as name, *rest]:
             return _call(name, rest)
         case ["--version" | "-v"]:
             print(__version__)

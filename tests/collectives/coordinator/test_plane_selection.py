@@ -137,7 +137,7 @@ def test_members_make_the_memory_that_can_not_be_handed_out() -> None:
         (members((*LOCAL, "cuda/ipc"), (*LOCAL, "cuda/ipc")), {"cuda": "cuda/ipc"}),
         (members((*LOCAL, "cuda/ipc"), (*LOCAL, "cuda/ipc"), hosts="ab"), {}),
         (members(*[(*LOCAL, "cuda/ipc")] * 65), {}),
-        (members(*[(*LOCAL, "cuda/ipc", "cuda/nccl")] * 2), {"cuda": "cuda/ipc"}),
+        (members(*[(*LOCAL, "cuda/ipc", "cuda/nccl")] * 2), {"cuda": "cuda/auto"}),
         (members(*[(*LOCAL, "cuda/ipc", "cuda/nccl")] * 2, hosts="ab"), {"cuda": "cuda/nccl"}),
         (
             members((*LOCAL, "cuda/ipc", "cuda/nccl"), (*LOCAL, "cuda/nccl")),
@@ -147,7 +147,7 @@ def test_members_make_the_memory_that_can_not_be_handed_out() -> None:
         (members(*[(*LOCAL, "cuda/ipc", "cuda/nccl")] * 65), {"cuda": "cuda/nccl"}),
         (members(*[(*LOCAL, "cuda/ipc", "cuda/nccl")] * 128), {}),
         (members(*[(*LOCAL, *CUDA)] * 3, hosts="aab"), {"cuda": "cuda/nccl"}),
-        (members(*[(*LOCAL, *CUDA)] * 3), {"cuda": "cuda/ipc"}),
+        (members(*[(*LOCAL, *CUDA)] * 3), {"cuda": "cuda/auto"}),
     ],
 )
 def test_a_device_class_has_a_plane_that_all_offer(group: list[Member], planes: dict[str, str]) -> None:

@@ -326,7 +326,7 @@ def test_a_lost_connection_ends_what_waits_with_what_nccl_says(two: list[NcclPla
 def test_a_member_that_does_not_come_is_not_awaited_for_ever(gpu: FakeCuda) -> None:
     plane = NcclPlane(PlaneContext(0, 0, 0, 2, (0, 1), ("here",) * 2, Store()))
     plane.connect(0.05)
-    with pytest.raises(PlaneBroken, match=r"in time.*HVDLAB_CUDA_PLANE=ipc"):
+    with pytest.raises(PlaneBroken, match="did not connect all members in time"):
         plane.start_barrier(PhaseTimes())
     plane.close()
 
@@ -451,5 +451,3 @@ def test_it_is_offered_where_nccl_is(gpu: FakeCuda, monkeypatch: pytest.MonkeyPa
     assert "NCCL is missing." in (registry.why_unavailable("cuda/nccl") or "")
     assert not basics.nccl_built()
     assert basics.cuda_built()
-    monkeypatch.delenv(gpu_plane.SWITCH)
-    assert "asked for by HVDLAB_CUDA=1" in (registry.why_unavailable("cuda/nccl") or "")

@@ -1,4 +1,4 @@
-"""Ranks with arrays on a GPU whose plane is `cuda/nccl`, on a simulated GPU with a simulated NCCL: choice, deaths and interrupts."""
+"""Ranks with arrays on a GPU whose plane is `cuda/nccl`, on a simulated GPU with a simulated NCCL: deaths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def arrays() -> Any:
 
 
 def join(hosts: str, choice: str) -> str:
-    """Join as a rank with a GPU and NCCL; returns the plane for CUDA tensors."""
+    """Join as a rank with a GPU of its own and NCCL; returns the plane for CUDA tensors."""
+    arrays().GPU.identity = os.environ["HVDLAB_RANK"] * 32
     os.environ[HOST_VARIABLE] = hosts[int(os.environ["HVDLAB_RANK"])]
     os.environ[gpu_plane.CHOICE] = choice
     fake_nccl.install(arrays().GPU)
@@ -61,23 +62,6 @@ def total_in_which(rank: int, number: int) -> float:
 
 
 # -- tests ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("hosts", "choice", "plane"),
-    [
-        ("aab", "auto", "cuda/nccl"),
-        ("aaa", "nccl", "cuda/nccl"),
-        ("aaa", "auto", "cuda/ipc"),
-        ("aab", "ipc", ""),
-    ],
-)
-def test_several_hosts_or_the_users_wish_make_it_the_plane(
-    three: Ranks, hosts: str, choice: str, plane: str
-) -> None:
-    assert three.run(join, hosts, choice) == [plane] * 3
-    if plane:
-        assert three.run(total) == [3.0] * 3
 
 
 def test_survivors_of_a_rank_that_dies_in_the_middle_of_an_operation_go_on(three: Ranks) -> None:

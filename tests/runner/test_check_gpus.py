@@ -103,3 +103,25 @@ def test_a_machine_without_a_gpu_gets_the_reason(
     assert (
         capsys.readouterr().out == "There is nothing to check: there is no NVIDIA driver on this machine.\n"
     )
+
+
+def test_a_rank_that_is_interrupted_between_two_calls_keeps_no_other_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_gpus, "SIZES", {})
+    between = """
+import time
+work, real = check_gpus.CheckedRank._work, check_gpus.CheckedRank._allreduce
+def held(self, buffer):
+    check_gpus.CheckedRank._allreduce = real
+    time.sleep(3600)
+def first(self, task):
+    check_gpus.CheckedRank._work = work
+    if os.environ["HVDLAB_RANK"] == "0":
+        check_gpus.CheckedRank._allreduce = held
+    return work(self, task)
+check_gpus.CheckedRank._work = first
+"""
+    monkeypatch.setattr(check_gpus, "WORK_SECONDS", 1.0)
+    assert check_gpus.run(2, program("xy", between), tmp_path / "found.json", PATIENCE) == 0
+    assert found_in(tmp_path / "found.json")["interrupt"]["ends"]["1"]["end"] == "AbortedError"

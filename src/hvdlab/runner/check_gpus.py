@@ -28,7 +28,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.errors import AbortedError, HvdlabError
+from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, UnsupportedError
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.gpu import gpu_plane, nccl_library
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, allocated, links_between
@@ -167,11 +167,15 @@ class CheckedRank:
 
     def _work(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Reduce until something ends it; return what did, and when."""
-        buffer = self._buffer(WORK_BYTES)
         try:
+            buffer = self._buffer(WORK_BYTES)
             while True:
                 self._allreduce(buffer)
-        except (KeyboardInterrupt, HvdlabError) as end:
+        except KeyboardInterrupt as end:
+            # Interrupted between two calls, this rank would leave the others waiting for its next one: no cell ends here.
+            self._engine.withdraw("it was interrupted", kind=CauseKind.INTERRUPTED)
+            return {"end": type(end).__name__, "at": time.monotonic()}
+        except HvdlabError as end:
             return {"end": type(end).__name__, "at": time.monotonic()}
 
 
@@ -195,6 +199,8 @@ def _torch_contender(
     import torch
     import torch.distributed as dist
 
+    if not torch.cuda.is_available():
+        raise UnsupportedError("this torch is built without CUDA, or sees no GPU")
     torch.cuda.set_device(ordinal)
     dist.init_process_group(
         "nccl",

@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.tracing.recorder import Recorder
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.widgets.messages import pack_rows
 from hvdlab.widgets.points import SeriesNews
 from hvdlab.widgets.rank_rows import rank_rows

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.link import Door, Link
-from hvdlab.collectives.membership import Membership, Stall
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import Membership, Stall
 
 if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording

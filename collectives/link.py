@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
-from hvdlab.collectives.heartbeat import Heartbeat
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.system import process_state
+from hvdlab.collectives.time_limits import Deadline, Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

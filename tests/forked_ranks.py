@@ -14,8 +14,8 @@ import psutil
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World, rank_environment
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.wire.cells import CellDone, RunCell
 from hvdlab.kernel_ext.wire.channel import READY

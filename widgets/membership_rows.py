@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.text import visible
+from hvdlab.collectives.types import LEAVES
 
 MEMBERS = ("rank", "host", "pid", "state", "since", "by")
 HISTORY = ("time", "rank", "change", "why", "host", "pid")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.tracing.rank_activity import RankSummary, shown_rate, slowest_rank, summarize
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import LEAVES
 
 INTERVAL = 1.0
 LOOKED_AT = 50_000

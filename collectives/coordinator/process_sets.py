@@ -13,7 +13,6 @@ from hvdlab.collectives.coordinator.negotiation import Impossible, Negotiation
 from hvdlab.collectives.coordinator.plane_selection import AUTOMATIC, Hierarchy, choose_plane, without_memory
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import describe
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import (
     Abort,
@@ -26,6 +25,7 @@ from hvdlab.collectives.protocol.messages import (
     Signature,
     StoreValue,
 )
+from hvdlab.collectives.types import OpKind
 
 WORLD = 0
 

@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hvdlab.collectives import logs
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.affinity import bind
 from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
@@ -37,6 +35,8 @@ from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect, own_versions
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.text import call_site
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import DType, OpKind
 
 _monotonic_ns = time.monotonic_ns
 

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
 from hvdlab.collectives.engine.operations import SMALL_BYTES, Folds
 from hvdlab.collectives.engine.requests import Request
@@ -23,6 +22,7 @@ from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.integers import needs_width
+from hvdlab.collectives.types import OpKind, ReduceOp
 
 LAYOUTS = 1024
 """Layouts of requests that a rank keeps per board."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hvdlab.collectives import system
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.encryption import require_sealed_rendezvous
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
@@ -28,6 +27,7 @@ from hvdlab.collectives.rendezvous.backends import DirectoryBackend, RendezvousB
 from hvdlab.collectives.rendezvous.launchers import Launched, Meeting, detect, job_key
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.system import require_own_peer
+from hvdlab.collectives.time_limits import Deadline
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import common, threads_per_rank
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel

@@ -15,7 +15,6 @@ from dataclasses import replace
 from hvdlab.collectives import system
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, settings_from
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import (
@@ -25,7 +24,8 @@ from hvdlab.collectives.errors import (
     compact_ranks,
     format_ranks,
 )
-from hvdlab.collectives.membership import LEAVES
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion

@@ -21,10 +21,10 @@ from hvdlab._version import __version__
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers.names import LOCAL
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
-from hvdlab.collectives.membership import LEAVES
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.notebook import checks
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.wire.cells import RetainedCells
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode

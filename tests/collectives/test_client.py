@@ -15,12 +15,12 @@ import pytest
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership, Stall
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
+from hvdlab.collectives.time_limits import Deadline
 from patience import GONE, PATIENCE
 
 M = TypeVar("M", bound=m.Message)

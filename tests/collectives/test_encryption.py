@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import introduction
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.knobs import read
@@ -19,6 +18,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.time_limits import Deadline
 from patience import PATIENCE
 
 NETWORK = "10.8.0.0/24"

@@ -7,9 +7,9 @@ import tracemalloc
 
 import pytest
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.record_format import Span, encode
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.widgets.messages import pack_rows
 from hvdlab.widgets.publisher import ROWS_PER_MESSAGE
 

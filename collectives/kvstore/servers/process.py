@@ -30,7 +30,6 @@ import numpy as np
 
 from hvdlab.collectives.coordinator.connections import RejectionLog
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.servers import messages as m
@@ -54,6 +53,7 @@ from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.system import name_process, require_own_peer
 from hvdlab.collectives.text import visible
+from hvdlab.collectives.time_limits import Deadline
 
 STRANGERS = 256
 """Connections over the network without a token at a time, beyond those of workers. Each costs some 50 KiB."""

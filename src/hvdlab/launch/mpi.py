@@ -19,11 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.environment import common, thread_counts
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.settings import TOKEN, TOKEN_FILE
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.by_connection import LACKS, MembershipRanks
 from hvdlab.launch.environment import default_python, excluded_by_user
 from hvdlab.launch.host_agent.connection import ShellReach, remote_command

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import IO, cast
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.environment import default_python, exported
 from hvdlab.launch.host_agent.connection import AgentConnection, ProgramConnection, agent_command
 from hvdlab.launch.host_agent.starter import ExecStarter

@@ -22,6 +22,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.recovery import Recovery
+from hvdlab.collectives.time_limits import RestartLimit
 from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.launch.host_agent.rank_process import STDERR
 from hvdlab.launch.host_source import HostAsker, HostSource
@@ -333,10 +334,6 @@ class JobRun:
                 self._client.rank_lost(effect.rank, self._news.last_pid.get(effect.rank, 0), effect.reason)
 
 
-_OFTEN = 5
-"""Deaths within a minute after which no other coordinator is started: whatever ends them would end it as well."""
-
-
 class CoordinatorSupervisor:
     """Watches the coordinator of a job.
 
@@ -357,7 +354,7 @@ class CoordinatorSupervisor:
         self._client = client
         self._recovery = Recovery(coordinator, client)
         self._say, self._lost = say, lost
-        self._deaths: deque[float] = deque(maxlen=_OFTEN)
+        self._restarts = RestartLimit()
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
         self._closing = False
@@ -388,10 +385,10 @@ class CoordinatorSupervisor:
 
     def _recover(self, reason: str) -> None:
         began = time.monotonic()
-        if len(self._deaths) == _OFTEN and began < self._deaths[0] + 60:
-            self._lost(f"{reason}; it has ended {_OFTEN} times within a minute")
+        if self._restarts.reached:
+            self._lost(f"{reason}; it has ended {self._restarts.most} times within a minute")
             return
-        self._deaths.append(began)
+        self._restarts.add()
         try:
             recovered = self._recovery.run()
         except CoordinatorLostError:
@@ -407,7 +404,7 @@ class CoordinatorSupervisor:
                     "that moment has failed; those that can, go on"
                 )
             else:
-                self._deaths.pop()  # the coordinator lives, so this was no death
+                self._restarts.forget_last()  # the coordinator lives, so this was no death
                 self._say(
                     f"{reason}; it lives, and was connected to again within {seconds:.1f} s. The ranks did not notice"
                 )

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest

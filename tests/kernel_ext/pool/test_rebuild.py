@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Death
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.types import Membership
 from hvdlab.kernel_ext.notebook import coordinator_recovery
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery

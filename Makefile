@@ -103,7 +103,8 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/strangers.py --json benchmarks/results/strangers.json
 	$(BIN)/python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
 
-tables: $(INSTALLED) ## write docs/reference/horovod.md and horovod-attributes.md from the code
+tables: $(INSTALLED) ## write the tables of docs/reference (settings, Horovod's names and attributes) from the code
+	$(BIN)/python docs/reference/settings_table.py
 	$(BIN)/python docs/reference/horovod/table.py
 	$(BIN)/python docs/reference/horovod/attributes.py
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from hvdlab.collectives.environment import data_plane_address, host_directory_from
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.rendezvous.launchers import detect
+from hvdlab.collectives.variables import Reader, for_reader
 
 __all__ = ["TOKEN", "TOKEN_FILE", "Settings"]
 
@@ -101,7 +101,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read the variables that a launcher sets for a rank, and those that users set (:mod:`hvdlab.collectives.knobs`).
+        """Read the variables that a launcher sets for a rank, and those that users set (:mod:`hvdlab.collectives.variables`).
 
         Args:
             environ: The variables; by default those of this process.
@@ -110,9 +110,9 @@ class Settings:
             InvalidRequestError: Variables do not hold what they should; the text names them.
         """
         env = os.environ if environ is None else environ
-        knobs: dict[str, Any] = for_reader(Reader.RANK, env)
-        if knobs.get("timeline") == "DYNAMIC":  # Horovod's word for: when the script calls start_timeline()
-            del knobs["timeline"]
+        values: dict[str, Any] = for_reader(Reader.RANK, env)
+        if values.get("timeline") == "DYNAMIC":  # Horovod's word for: when the script calls start_timeline()
+            del values["timeline"]
         rank, local_rank = _integer(env, "HVDLAB_RANK"), _integer(env, "HVDLAB_LOCAL_RANK")
         if rank is None and env.get(
             "HVDLAB_COORDINATOR"
@@ -132,7 +132,7 @@ class Settings:
             cross_size=_integer(env, "HVDLAB_CROSS_SIZE"),
             certificate=_certificate(env.get("HVDLAB_CERT")),
             address=data_plane_address(env, env.get("HVDLAB_COORDINATOR") or ""),
-            **knobs,
+            **values,
         )
 
 

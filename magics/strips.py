@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hvdlab.collectives.knobs import read
+from hvdlab.collectives.variables import read_variables
 from hvdlab.magics.screens.publisher import ParentPublisher, Watched
 from hvdlab.magics.screens.strip import Strip, View
 
@@ -24,7 +24,9 @@ def wanted(environ: Mapping[str, str]) -> bool:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return read(environ).get("HVDLAB_STRIP", True) is not False and find_spec("anywidget") is not None
+    return (
+        read_variables(environ).get("HVDLAB_STRIP", True) is not False and find_spec("anywidget") is not None
+    )
 
 
 class Strips:

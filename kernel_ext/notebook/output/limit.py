@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.knobs import read
+from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import EndingSink, OutputSink, TimedSink, began, settle, status_of
 from hvdlab.kernel_ext.notebook.output.merge import lasting, shown_lines
@@ -227,7 +227,7 @@ def shown_limit(environ: Mapping[str, str]) -> int:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return int(read(environ).get("HVDLAB_OUTPUT_SHOWN", SHOWN))  # type: ignore[arg-type]  # it is a number
+    return int(read_variables(environ).get("HVDLAB_OUTPUT_SHOWN", SHOWN))  # type: ignore[arg-type]  # it is a number
 
 
 def _amount(size: int) -> str:

@@ -15,8 +15,6 @@ from dataclasses import replace
 from hvdlab.collectives import system
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, settings_from
-from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import (
     HvdlabError,
     InvalidRequestError,
@@ -24,6 +22,8 @@ from hvdlab.collectives.errors import (
     compact_ranks,
     format_ranks,
 )
+from hvdlab.collectives.settings import WorldEnvironment, free_port
+from hvdlab.collectives.system import host_key
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
@@ -395,7 +395,7 @@ class PoolParts:
     def _request(self, options: Mapping[str, object]) -> PoolRequest:
         coordinator = self._base.coordinator
         far = self.launch.is_far(self.hosts)
-        world = World(
+        world = WorldEnvironment(
             coordinator=(coordinator.tls_address or "") if far else coordinator.address,
             token=coordinator.token,
             certificate=coordinator.certificate if far else None,

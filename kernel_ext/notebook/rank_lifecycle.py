@@ -12,8 +12,8 @@ from dataclasses import replace
 import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
-from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
+from hvdlab.collectives.settings import sizes
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.output.crash import last_lines
 from hvdlab.kernel_ext.notebook.rank_states import (

@@ -306,7 +306,7 @@ def look_at_option(names: Iterable[str]) -> Seen:
 
 def look_at_variable(name: str, default: str) -> Seen:
     """Compare a variable with those that hvdlab declares."""
-    from hvdlab.collectives.environment import sizes
+    from hvdlab.collectives.settings import sizes
     from hvdlab.collectives.variables import VARIABLES, Reader
 
     variable = next((variable for variable in VARIABLES if variable.name == name), None)

@@ -19,9 +19,9 @@ import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.recovery import Recovery
+from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.time_limits import RestartLimit
 from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.launch.host_agent.rank_process import STDERR
@@ -134,7 +134,7 @@ class JobRun:
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def _make_world(self, coordinator: CoordinatorProcess, address: str | None) -> World:
+    def _make_world(self, coordinator: CoordinatorProcess, address: str | None) -> WorldEnvironment:
         # Where hosts come and go, no rank's host is sure to stay, so the rendezvous is on the launcher's.
         first = "" if self._job.source is not None else self._job.host_of(0)
         master = (address or "127.0.0.1") if not first or is_local(first) else first
@@ -143,9 +143,11 @@ class JobRun:
         assert where is not None
         if self._verbose:
             self._say(f"coordinator {where} (pid {coordinator.pid}); rendezvous at {master}:{port}")
-        return World(where, coordinator.token, coordinator.certificate, self._job.plane, master, port)
+        return WorldEnvironment(
+            where, coordinator.token, coordinator.certificate, self._job.plane, master, port
+        )
 
-    def _request(self, world: World, client: Client, options: dict[str, object]) -> LaunchRequest:
+    def _request(self, world: WorldEnvironment, client: Client, options: dict[str, object]) -> LaunchRequest:
         job = self._job
         return LaunchRequest(
             world,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
 from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Topology
+from hvdlab.collectives.system import HOST_VARIABLE
 from ranks import Ranks
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)

@@ -112,7 +112,7 @@ def test_with_a_coordinator() -> None:
         client.on_lost(lost.put)
         recovery = Recovery(coordinator, client)
         first = coordinator.pid
-        client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
+        client._connection._endpoint._sock.shutdown(socket.SHUT_RDWR)
         lost.get(timeout=GONE)
         assert not recovery.run().replaced
         assert (coordinator.pid, client.generation, recovery.ending) == (first, 0, "")

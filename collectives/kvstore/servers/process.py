@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hvdlab.collectives.client import CoordinatorAddress
 from hvdlab.collectives.coordinator.connections import RejectionLog
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
 from hvdlab.collectives.errors import ProtocolError, StartError
@@ -45,7 +46,6 @@ from hvdlab.collectives.kvstore.servers.state import (
     WorkerDied,
     WorkerDisconnected,
 )
-from hvdlab.collectives.link import Door
 from hvdlab.collectives.protocol import messages as jobs
 from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint, server_context
@@ -134,7 +134,7 @@ class JobObserver:
     """Connection of the server to the coordinator, which reports which ranks have died, and when the job is over."""
 
     def __init__(self, launch: ServerLaunch, news: deque[Event | None], wake: int) -> None:
-        self._door = Door(
+        self._coordinator = CoordinatorAddress(
             launch.coordinator, launch.coordinator_token, launch.coordinator_certificate or None, "observer"
         )
         self._reattach, self._events, self._wake = launch.reattach, news, wake
@@ -150,7 +150,7 @@ class JobObserver:
         threading.Thread(target=self._follow, name="hvdlab-job", daemon=True).start()
 
     def _connect(self, deadline: Deadline) -> None:
-        self._endpoint, welcome = self._door.enter(self._generation, deadline)
+        self._endpoint, welcome = self._coordinator.connect(self._generation, deadline)
         self._generation = welcome.generation
 
     def _follow(self) -> None:

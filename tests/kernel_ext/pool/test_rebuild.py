@@ -175,7 +175,7 @@ def test_only_the_connection_to_the_coordinator_is_lost(start_pool: StartPool) -
     assert out.started.wait(30)
     again = threading.Event()
     watched.pool.client.on_reconnected(lambda world: again.set())
-    watched.pool.client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
+    watched.pool.client._connection._endpoint._sock.shutdown(socket.SHUT_RDWR)
     assert again.wait(30)
     results = run.wait(60)
     assert (results.errors, list(results)) == ({}, [40, 41])

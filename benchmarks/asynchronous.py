@@ -63,12 +63,12 @@ class Ways:
         hvd.grouped_allreduce_(self._tensors, "gradients", op=hvd.Max)
 
     def unasked(self) -> None:
-        from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
         from hvdlab.collectives.engine.entries import EXECUTING, RunBatch
         from hvdlab.collectives.engine.handles import Handle
         from hvdlab.collectives.engine.rank_state import RankState
         from hvdlab.collectives.engine.requests import Request
         from hvdlab.collectives.text import call_site
+        from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
         handles: list[Handle] = []
 
@@ -87,9 +87,9 @@ class Ways:
             handle.wait()
 
     def plane(self) -> None:
-        from hvdlab.collectives.dtypes import DType, ReduceOp
         from hvdlab.collectives.planes.base import PhaseTimes
         from hvdlab.collectives.planes.buffers import buffer_of
+        from hvdlab.collectives.types import DType, ReduceOp
 
         buffers = [buffer_of(tensor, DType.F32) for tensor in self._tensors]
         self._with_plane(

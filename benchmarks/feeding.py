@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.tracing.recorder import Recorder
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.widgets.recording_feed import SeriesNews, pack_rows, rank_rows
 
 SECOND = 1_000_000_000

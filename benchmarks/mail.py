@@ -22,11 +22,11 @@ from pathlib import Path
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.handshake import connect
+from hvdlab.collectives.time_limits import Deadline
 
 BATCH = struct.Struct("<4sHHIIIQQQ").pack(b"HVDS", 2, 0, 0, 0, 1000, 0, 0, 0) + bytes(64_000)
 PAUSE = 0.02

@@ -70,7 +70,7 @@ def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
 
     import hvdlab.torch as hvd
     from hvdlab.bindings.operations import Binding, Operation
-    from hvdlab.collectives.dtypes import OpKind, ReduceOp
+    from hvdlab.collectives.types import OpKind, ReduceOp
     from hvdlab.torch.adapter import ADAPTER, BINDING
 
     hvd.init()

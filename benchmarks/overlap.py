@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
+from hvdlab.collectives.system import HOST_VARIABLE
 from ranks import Ranks
 
 HOSTS = "aabb"

@@ -33,12 +33,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.registry import plane_class
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import layout_from
+from hvdlab.collectives.types import DType, ReduceOp
 
 Array = npt.NDArray[Any]
 OPS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")

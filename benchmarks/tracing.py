@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.tracing.chrome_trace import ChromeTrace
 from hvdlab.collectives.tracing.record_format import decode
 from hvdlab.collectives.tracing.recorder import Recorder
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
+from hvdlab.collectives.types import DType, OpKind
 
 TENSORS = 161
 """Gradients of a ResNet-50, the usual number of names in flight."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 _STORAGE: dict[DType, np.dtype[Any]] = {
     DType.BOOL: np.dtype(np.bool_),

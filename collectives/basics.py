@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.numbering import own_number, shown_number
@@ -21,6 +20,7 @@ from hvdlab.collectives.process_sets import (
     set_id,
     world_ranks,
 )
+from hvdlab.collectives.types import OpKind
 
 _DYNAMIC = "dynamic"
 

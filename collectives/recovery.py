@@ -10,23 +10,22 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hvdlab.collectives.client import CoordinatorLostError
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.system import process_state
+from hvdlab.collectives.time_limits import RestartLimit
+from hvdlab.collectives.types import Membership
 
 END_WITHIN = 1.0
 """Seconds that a process may take to end after its connections."""
 ANSWER_WITHIN = 5.0
 """Seconds that a coordinator which lives has for its answer."""
-OFTEN = 5
-"""Times within a minute that the client may connect again to the same coordinator; after more losses that must be the reason."""
+SUCCESSORS = 5
+"""Successors that are started one after the other if each dies before it answers."""
 
 Cells = Mapping[str, Sequence[int]]
 
@@ -95,7 +94,7 @@ class Recovery:
     ) -> None:
         self._coordinator, self._client, self._cells = coordinator, client, cells
         self._respawn_within, self._reconnect_within = respawn_within, reconnect_within
-        self._returns: deque[float] = deque(maxlen=OFTEN)
+        self._returns = RestartLimit()
         self.ending = ""
 
     def run(self) -> Recovered:
@@ -120,12 +119,11 @@ class Recovery:
 
     def _return(self) -> Recovered | None:
         """Go on with the same coordinator, if it answers."""
-        now = time.monotonic()
         if self.ending or process_state(self._coordinator.pid) in ("T", "t"):
             return None
-        if len(self._returns) == OFTEN and now < self._returns[0] + 60:
+        if self._returns.reached:
             return None
-        self._returns.append(now)
+        self._returns.add()
         cells = self._cells()
         try:
             world = self._client.reconnect(cells, ANSWER_WITHIN)
@@ -137,7 +135,7 @@ class Recovery:
 
     def _replace(self) -> Recovered:
         """Start successors until one answers: also one that has just come up may be killed before it has taken this client in."""
-        for attempt in range(OFTEN):
+        for attempt in range(SUCCESSORS):
             self._coordinator.respawn(self._respawn_within)
             cells = self._cells()
             try:
@@ -146,7 +144,7 @@ class Recovery:
                 raise
             except (StartError, TimeoutError, OSError):
                 ending = self._find_ending()
-                if not ending or attempt == OFTEN - 1:
+                if not ending or attempt == SUCCESSORS - 1:
                     raise
                 self.ending = ending
             else:

@@ -1,19 +1,18 @@
-"""A rank's settings, which it reads from its environment before it joins a world."""
+"""Settings of a rank, which it reads from its environment before it joins a world; and that environment, as launchers set it."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdlab.collectives.environment import data_plane_address, host_directory_from
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.rendezvous.launchers import detect
-
-__all__ = ["TOKEN", "TOKEN_FILE", "Settings"]
+from hvdlab.collectives.system import LOOPBACK, HostPosition, address_towards, chosen_address
+from hvdlab.collectives.variables import Reader, for_reader
 
 TOKEN = "HVDLAB_TOKEN"
 """The variable that holds a rank's secret until the rank has read it."""
@@ -24,14 +23,14 @@ _LONGEST_TOKEN = 4096
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to reach the coordinator, and which rank to be.
+    """Settings of a rank: how it reaches the coordinator, which rank it is, and the options that users set.
 
     Attributes:
         coordinator: ``unix:/path`` or ``tls:host:port``; ``None`` for a world of this process alone.
         token: Secret that the coordinator asks ranks for.
         rank: Rank to be, or -1 to let the coordinator choose one.
         size: Number of ranks of the world at its start, or ``None`` if the coordinator knows it.
-        local_rank, local_size, cross_rank, cross_size: Place on the host and among hosts, or ``None`` to derive
+        local_rank, local_size, cross_rank, cross_size: Position on the host and among hosts, or ``None`` to derive
             them from the hosts of all ranks.
         plane: Data plane to use, or ``auto``.
         direct: Whether ranks of one host agree on small blocking collectives in shared memory.
@@ -101,7 +100,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read the variables that a launcher sets for a rank, and those that users set (:mod:`hvdlab.collectives.knobs`).
+        """Read the variables that a launcher sets for a rank, and those that users set (:mod:`hvdlab.collectives.variables`).
 
         Args:
             environ: The variables; by default those of this process.
@@ -110,9 +109,9 @@ class Settings:
             InvalidRequestError: Variables do not hold what they should; the text names them.
         """
         env = os.environ if environ is None else environ
-        knobs: dict[str, Any] = for_reader(Reader.RANK, env)
-        if knobs.get("timeline") == "DYNAMIC":  # Horovod's word for: when the script calls start_timeline()
-            del knobs["timeline"]
+        values: dict[str, Any] = for_reader(Reader.RANK, env)
+        if values.get("timeline") == "DYNAMIC":  # Horovod's word for: when the script calls start_timeline()
+            del values["timeline"]
         rank, local_rank = _integer(env, "HVDLAB_RANK"), _integer(env, "HVDLAB_LOCAL_RANK")
         if rank is None and env.get(
             "HVDLAB_COORDINATOR"
@@ -132,7 +131,7 @@ class Settings:
             cross_size=_integer(env, "HVDLAB_CROSS_SIZE"),
             certificate=_certificate(env.get("HVDLAB_CERT")),
             address=data_plane_address(env, env.get("HVDLAB_COORDINATOR") or ""),
-            **knobs,
+            **values,
         )
 
 
@@ -147,7 +146,7 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
 
 
 def _token(env: Mapping[str, str]) -> str:
-    """The secret; empty if neither variable has one, or its file is gone."""
+    """Return the secret; empty if neither variable has one, or its file is gone."""
     given, path = env.get(TOKEN, ""), env.get(TOKEN_FILE, "")
     if given or not path:
         return given
@@ -166,7 +165,153 @@ def _token(env: Mapping[str, str]) -> str:
 
 
 def _certificate(value: str | None) -> str | None:
-    """PEM text itself, or a path to a file that holds it."""
+    """Return the PEM text of a variable that holds it, or a path to a file with it."""
     if not value or "BEGIN CERTIFICATE" in value:
         return value or None
     return Path(value).read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class WorldEnvironment:
+    """Environment of a job, as far as it is the same for all ranks of a job.
+
+    Attributes:
+        coordinator: Address of the coordinator, ``unix:/path`` or ``tls:host:port``.
+        token: The coordinator's secret for ranks.
+        certificate: PEM text (``tls`` only).
+        plane: Data plane to use, or ``auto``.
+        master_address, master_port: Where ``torch.distributed`` of a rank's code may rendezvous.
+    """
+
+    coordinator: str
+    token: str
+    certificate: str | None = None
+    plane: str = "auto"
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+
+
+_HOST_DIRECTORY = "HVDLAB_HOST_DIRECTORY"
+
+
+def host_directory_variable(directory: str, coordinator: str) -> dict[str, str]:
+    """Return the variable by which ranks know their host's directory, bound to the job's coordinator.
+
+    A process that a rank starts inherits the variable, and may belong to another job.
+
+    Args:
+        directory: A private directory, which the agent of the host removes after the ranks.
+        coordinator: Address of the job's coordinator.
+    """
+    return {_HOST_DIRECTORY: f"{coordinator} {directory}"}
+
+
+def host_directory_from(environ: Mapping[str, str]) -> str | None:
+    """Return the directory of this host that these variables name for their coordinator, or ``None``."""
+    coordinator, _, directory = environ.get(_HOST_DIRECTORY, "").partition(" ")
+    return directory if directory and coordinator == environ.get("HVDLAB_COORDINATOR") else None
+
+
+def data_plane_address(environ: Mapping[str, str], coordinator: str) -> str:
+    """Return the address that this rank's data plane binds to.
+
+    That is the one that the environment chooses; without a choice, the one from which a coordinator of another host
+    (``tls:host:port``) is reached, or the loopback interface's.
+
+    Raises:
+        InvalidRequestError: The environment chooses an address that this host does not have, or the coordinator's can't be read.
+    """
+    chosen = chosen_address(environ)
+    if chosen or not coordinator.startswith("tls:"):
+        return chosen or LOOPBACK
+    # Agents of hosts and fork servers import this module; few of them come here, and the handshake brings TLS along.
+    from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
+
+    where = parse_address(coordinator)
+    assert isinstance(where, TlsAddress)
+    return address_towards(where.host) or LOOPBACK
+
+
+def sizes(rank: int, size: int, where: HostPosition | None = None) -> dict[str, str]:
+    """Return the variables that depend on the number of ranks; all are on one host unless ``where`` is given."""
+    here = where or HostPosition(rank, size, 0, 1)
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": here.local_rank,
+        "LOCAL_WORLD_SIZE": here.local_size,
+        "HVDLAB_SIZE": size,
+        "HOROVOD_RANK": rank,
+        "HOROVOD_SIZE": size,
+        "HOROVOD_LOCAL_RANK": here.local_rank,
+        "HOROVOD_LOCAL_SIZE": here.local_size,
+        "HOROVOD_CROSS_RANK": here.cross_rank,
+        "HOROVOD_CROSS_SIZE": here.cross_size,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def restore_world_size() -> None:
+    """Set ``WORLD_SIZE`` again if of the variables for other libraries only that is missing.
+
+    Lightning's Trainer removes it when a training ends, as if it were its own. Without it, what looks for these variables next takes
+    this rank for one of a single process.
+    """
+    if "WORLD_SIZE" not in os.environ and os.environ.keys() >= {"RANK", "LOCAL_RANK", "HVDLAB_SIZE"}:
+        os.environ["WORLD_SIZE"] = os.environ["HVDLAB_SIZE"]
+
+
+def common(world: WorldEnvironment) -> dict[str, str]:
+    """Return the variables that are the same on all ranks."""
+    values = {
+        "HVDLAB_COORDINATOR": world.coordinator,
+        "HVDLAB_TOKEN": world.token,
+        "HVDLAB_PLANE": world.plane,
+        "MASTER_ADDR": world.master_address,
+        "MASTER_PORT": str(world.master_port),
+    }
+    if world.certificate:
+        values["HVDLAB_CERT"] = world.certificate
+    return values
+
+
+def own_environment(
+    world: WorldEnvironment, rank: int, size: int, where: HostPosition | None = None
+) -> dict[str, str]:
+    """Return the variables that make a process this rank."""
+    return {"HVDLAB_RANK": str(rank), **common(world), **sizes(rank, size, where)}
+
+
+def rank_environment(
+    base: Mapping[str, str], world: WorldEnvironment, rank: int, size: int
+) -> dict[str, str]:
+    """Return the whole environment of a rank on this host. Variables of ``base`` about threads stay as they are."""
+    return {**base, **thread_counts(base, size), **own_environment(world, rank, size)}
+
+
+def thread_counts(base: Mapping[str, str], size: int) -> dict[str, str]:
+    """Return the variables with the number of threads of a rank's libraries: its share of a host with ``size`` ranks; those in ``base`` stay.
+
+    TensorFlow does not follow OpenMP's number. Between operations it gets two threads at least, so that an operation that computes
+    for long does not hold up the input of the next step.
+    """
+    threads = base.get("OMP_NUM_THREADS") or str(threads_per_rank(size))
+    between = str(max(2, int(threads))) if threads.isdecimal() else "2"
+    wanted = {
+        "OMP_NUM_THREADS": threads,
+        "TF_NUM_INTRAOP_THREADS": threads,
+        "TF_NUM_INTEROP_THREADS": between,
+    }
+    return {name: base.get(name, value) for name, value in wanted.items()}
+
+
+def threads_per_rank(size: int) -> int:
+    """Return the number of usable cores divided by ranks, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, size))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port of an address of this host (the loopback interface) that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])

@@ -1,4 +1,4 @@
-"""This host: processes and their status, directories that only the user may enter, and addresses at which others reach it.
+"""This host: its processes, its private directories, its addresses, and the position of ranks on it.
 
 Besides, the few calls to Linux for which Python has no function, and NVIDIA's management library.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import hashlib
 import importlib
 import ipaddress
 import logging
@@ -17,7 +19,9 @@ import socket
 import stat
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,8 +82,6 @@ def _write_title(title: bytes) -> None:
 
 def raise_on_hangup(descriptor: int, wanted: bool) -> None:
     """Have SIGIO, which ends the process, sent when the other end of this pipe is closed; or no longer."""
-    import fcntl
-
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC if wanted else flags & ~os.O_ASYNC)
@@ -381,3 +383,97 @@ def outward_address(hints: Iterable[str] = ()) -> str:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+HOST_VARIABLE = "HVDLAB_HOST"
+
+
+def host_key() -> str:
+    """Return a name that processes have in common if and only if they can share memory.
+
+    ``HVDLAB_HOST`` in the environment, if set, is that name: for cases that a process can't see, such as containers that do
+    share memory, or processes that should behave as if they were on different hosts.
+    """
+    return os.environ.get(HOST_VARIABLE, "").strip() or _found_host_key()
+
+
+@cache
+def _found_host_key() -> str:
+    """Return the host's name with a digest of the boot (two machines may have one name) and of the namespaces of memory and sockets."""
+    parts = [boot_id()]
+    for namespace in ("ipc", "mnt", "pid"):
+        try:
+            parts.append(str(os.stat(f"/proc/self/ns/{namespace}").st_ino))
+        except OSError:
+            parts.append("")
+    digest = hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()
+    return f"{socket.gethostname()}#{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class HostPosition:
+    """Position of a rank among the ranks of its host, and among the hosts."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def host_position(rank: int, ranks: Sequence[int], hosts: Sequence[str]) -> HostPosition:
+    """Derive the position from the host of each rank; both are given by position. Hosts are ordered by their first rank.
+
+    ``cross`` counts the hosts that have a rank with this local rank, as Horovod does.
+    """
+    by_host: dict[str, list[int]] = {}
+    for other, host in zip(ranks, hosts, strict=True):
+        by_host.setdefault(host, []).append(other)
+    own = next((here for here in by_host.values() if rank in here), [rank])
+    local_rank = own.index(rank)
+    column = [here for here in by_host.values() if len(here) > local_rank] or [own]
+    return HostPosition(local_rank, len(own), column.index(own), len(column))
+
+
+def bind_threads(cores: Sequence[int], local_rank: int, threads: Iterable[threading.Thread]) -> None:
+    """Bind threads to the core of this local rank, and with them the threads that they start.
+
+    Raises:
+        InvalidRequestError: There is no core for this rank in ``cores``, or the machine has none of that number.
+    """
+    if local_rank >= len(cores):
+        raise InvalidRequestError(
+            f"HOROVOD_THREAD_AFFINITY names {len(cores)} cores, and this is local rank {local_rank}; name one for each."
+        )
+    core = cores[local_rank]
+    for thread in threads:
+        if thread.native_id is None or not thread.is_alive():
+            continue
+        try:
+            os.sched_setaffinity(thread.native_id, {core})
+        except OSError as error:
+            raise InvalidRequestError(
+                f"HOROVOD_THREAD_AFFINITY: core {core} can't be used by local rank {local_rank}: {error.strerror}."
+            ) from None
+
+
+def create_memory(name: str, size: int) -> int:
+    """Return a descriptor of nameless shared memory: ``size`` zero bytes that can neither shrink nor grow. The caller closes it.
+
+    Without a name nothing is left behind, however the processes that use it end.
+
+    Raises:
+        OSError: No descriptors, no memory, or no such thing on this system.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd")
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        # Without the seals a member that truncates it would make the others die of SIGBUS.
+        fcntl.fcntl(
+            descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

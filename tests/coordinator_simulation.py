@@ -21,8 +21,8 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 CLIENT = 1_000_000
 

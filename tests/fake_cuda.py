@@ -22,8 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.coordinator.memory import create_memory
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import (
     HANDLE_BYTES,
@@ -33,6 +31,8 @@ from hvdlab.collectives.planes.gpu.device import (
     OpenedPieces,
 )
 from hvdlab.collectives.reduce.fold import make_fold
+from hvdlab.collectives.system import create_memory
+from hvdlab.collectives.types import DType, ReduceOp
 
 _ALIGNED = 1 << 63
 

@@ -14,8 +14,8 @@ import psutil
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.environment import World, rank_environment
+from hvdlab.collectives.settings import WorldEnvironment, rank_environment
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.wire.cells import CellDone, RunCell
 from hvdlab.kernel_ext.wire.channel import READY
@@ -77,7 +77,7 @@ class ForkedRanks:
 
     def fork(self, ranks: Sequence[int], *, expect: Sequence[int] = ()) -> None:
         """Fork these ranks, and wait until they take cells."""
-        world = World(self.coordinator.address, self.coordinator.token)
+        world = WorldEnvironment(self.coordinator.address, self.coordinator.token)
         self.client.expect(tuple(expect or ranks))
         before = len(self.ready)
         for rank in ranks:

@@ -22,13 +22,12 @@ from unittest import mock
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.restoring import EPOCHS
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.elastic.training_loop import run_fn
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, ReleasedError, StartError
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.numbering import CONSECUTIVE, core_rank, own_number
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import Membership, OpKind, ReduceOp
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.host_table import HostsAsked, HostsFound, HostTick, NotFound
 from hvdlab.launch.starter import Ended, Started

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.operations import source_of
+from hvdlab.collectives.types import OpKind
 from joint_ranks import Operation, SimEntry, SimRank
 
 

@@ -22,7 +22,6 @@ from hvdlab.bindings.elastic import state as bindings_state
 from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.elastic import training_loop
 from hvdlab.collectives.elastic.state import News, NotificationManager
 from hvdlab.collectives.engine.rank_state import RankState
@@ -31,6 +30,7 @@ from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
 from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from joint_ranks import SimEntry, SimRank
 from joint_simulation import Simulation
 

@@ -25,11 +25,11 @@ from pathlib import Path
 import numpy as np
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.entries import ANNOUNCED, EXECUTING, POSTED, UNANNOUNCED, Entry
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import DType, OpKind
 from joint_ranks import SimEntry, SimRank
 from joint_simulation import Simulation, allreduce, message
 

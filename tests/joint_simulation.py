@@ -26,7 +26,6 @@ from hvdlab.collectives.coordinator.events import (
     Tick,
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import ANNOUNCED, AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
 from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
 from hvdlab.collectives.engine.rank_state import RankState
@@ -34,6 +33,7 @@ from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers, SentMembers
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from joint_boards import AtBoard, Boards
 from joint_planes import Planes
 from joint_ranks import Scope, SimEntry, SimRank

@@ -16,13 +16,13 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.servers import messages as kv
 from hvdlab.collectives.kvstore.servers.connection import ServerLink
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
 from hvdlab.collectives.kvstore.servers.starting import ServerAddress, ServerStarter
+from hvdlab.collectives.time_limits import Deadline
 from protocol_fuzz import make, run, spoil
 
 TO_WORKER: tuple[type[Any], ...] = get_args(kv.ToWorker)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdlab.collectives.client import Membership
-from hvdlab.collectives.engine.hosts import Place
-from hvdlab.collectives.environment import own_environment
+from hvdlab.collectives.settings import own_environment
+from hvdlab.collectives.system import HostPosition
 from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.starter import (
     Capabilities,
@@ -116,7 +116,7 @@ class PopenStarter:
     def signal(self, rank: int, number: int) -> None:
         self._processes[rank].send_signal(number)
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         return None
 
     def close(self, timeout: float) -> None:

@@ -32,7 +32,6 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CLIENT_HANDLERS, RANK_HANDLERS, CoordinatorState
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.kvstore.optimizers import SGD, Adam, portable
 from hvdlab.collectives.kvstore.servers import messages as kv
@@ -41,6 +40,7 @@ from hvdlab.collectives.kvstore.servers.memory import SharedFile
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import FrameDecoder
+from hvdlab.collectives.types import OpKind
 
 LIMIT = 4096
 """Largest frame that is accepted here."""

@@ -14,7 +14,7 @@ from typing import Any, Self
 import psutil
 
 from debian_packages import Unavailable, libraries, unpacked
-from hvdlab.collectives.environment import free_port
+from hvdlab.collectives.settings import free_port
 from patience import PATIENCE, eventually
 
 PACKAGES = (

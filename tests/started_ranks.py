@@ -11,8 +11,8 @@ from typing import Any
 from forked_ranks import PATIENCE, living
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.environment import World
+from hvdlab.collectives.settings import WorldEnvironment
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
@@ -56,7 +56,7 @@ class StartedRanks:
         self.client.on_mail(READY, lambda rank, body: self._note(self.ready, rank))
         self.fork_server = ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": ""})
         self.companion = Companion(self.fork_server, dict, lambda information: None)
-        world = World(
+        world = WorldEnvironment(
             self.coordinator.tls_address or self.coordinator.address,
             self.coordinator.token,
             certificate=self.coordinator.certificate if far else None,

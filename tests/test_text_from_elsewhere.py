@@ -21,7 +21,6 @@ import torch
 from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.coordinator.connections import RejectionLog
 from hvdlab.collectives.coordinator.server import log_to_file, log_to_stderr
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,
@@ -38,12 +37,12 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.collectives.failures import Failure
 from hvdlab.collectives.logs import aborted, set_up
-from hvdlab.collectives.membership import Stall
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.collectives.tracing import check, text_report
 from hvdlab.collectives.tracing.record_format import Members, Metric, Span, encode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
+from hvdlab.collectives.types import DType, OpKind, Stall
 from hvdlab.kernel_ext.notebook import registry
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     CollectiveStalled,

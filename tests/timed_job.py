@@ -27,13 +27,13 @@ from hvdlab.collectives.coordinator.events import (
     Tick,
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry, Fail, NewEpoch, RunBatch
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello, encode
 from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 
 @dataclass(frozen=True)

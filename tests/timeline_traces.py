@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.record_format import (
     CellBeginEvent,
     CellEndEvent,
@@ -15,6 +14,7 @@ from hvdlab.collectives.tracing.record_format import (
     Span,
     encode,
 )
+from hvdlab.collectives.types import DType, OpKind
 
 START_NS = 5_000_000_000
 

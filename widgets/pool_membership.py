@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
-from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import LEAVES
 
 MEMBERS = ("rank", "host", "pid", "state", "since", "by")
 HISTORY = ("time", "rank", "change", "why", "host", "pid")

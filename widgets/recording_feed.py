@@ -12,10 +12,10 @@ import numpy as np
 
 from hvdlab.collectives.errors import shown_name
 from hvdlab.collectives.failures import Failures, as_messages
-from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.tracing.columns import Points, Rows, distance
 from hvdlab.collectives.tracing.rank_activity import RankSummary, shown_rate, slowest_rank, summarize
 from hvdlab.collectives.tracing.recording import Annotation, Recording
+from hvdlab.collectives.types import LEAVES
 from hvdlab.widgets.pool_membership import MembershipNews
 
 Send = Callable[[dict[str, Any], list[bytes]], None]

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.tracing.collective_matching import collective_arrivals
 from hvdlab.collectives.tracing.columns import NOT_READY, NOT_STARTED, Rows, distance
 from hvdlab.collectives.tracing.rank_activity import RankSummary, summarize
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import OpKind
 from hvdlab.widgets.recording_feed import slowest_of
 
 ROWS_DRAWN = 200_000

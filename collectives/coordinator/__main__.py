@@ -23,7 +23,7 @@ from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorReady, state_options
 from hvdlab.collectives.coordinator.server import CoordinatorServer, log_to_file, log_to_stderr
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.knobs.kinds import LEVELS
+from hvdlab.collectives.variables import LEVELS
 
 
 def main() -> int:

@@ -19,9 +19,9 @@ from hvdlab.collectives.coordinator.priorities import have_priority
 from hvdlab.collectives.coordinator.process_sets import EpochAbort, ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import Batch, Execute, Signature, Tune
+from hvdlab.collectives.types import OpKind
 
 
 class Fusion:

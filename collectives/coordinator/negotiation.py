@@ -24,7 +24,6 @@ from hvdlab.collectives.coordinator.point_to_point import MessageChannels, give_
 from hvdlab.collectives.coordinator.priorities import PriorityQueue
 from hvdlab.collectives.coordinator.rounds import Extra, Item, NegotiationRound, parties_of
 from hvdlab.collectives.coordinator.signatures import InternedSignature, LocalDefinition, kind_label
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 from hvdlab.collectives.protocol.messages import (
     AbortedCollective,
@@ -36,6 +35,7 @@ from hvdlab.collectives.protocol.messages import (
     RejectDuplicate,
     Signature,
 )
+from hvdlab.collectives.types import OpKind, ReduceOp
 
 SITES_LIMIT = 4096
 """Call sites that one report of pending collectives carries at most."""

@@ -32,11 +32,11 @@ from hvdlab.collectives.coordinator.options import (
     SCHEDULING_CREDIT,
     CoordinatorOptions,
 )
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.protocol.handshake import UNIX_PATH_LIMIT, TlsAddress, UnixAddress
 from hvdlab.collectives.system import process_state
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.variables import Reader, for_reader
 
 SOCKET_NAME = "coordinator"
 

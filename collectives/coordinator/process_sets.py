@@ -20,7 +20,6 @@ from hvdlab.collectives.coordinator.plane_selection import (
 )
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import describe
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import (
     Abort,
@@ -35,6 +34,7 @@ from hvdlab.collectives.protocol.messages import (
     Signature,
     StoreValue,
 )
+from hvdlab.collectives.types import OpKind
 
 WORLD = 0
 

@@ -37,7 +37,6 @@ from hvdlab.collectives.coordinator.events import (
     Tuned,
 )
 from hvdlab.collectives.coordinator.liveness import Liveness
-from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE
 from hvdlab.collectives.coordinator.state import CoordinatorState
@@ -53,7 +52,7 @@ from hvdlab.collectives.protocol.messages import (
     RankEvents,
     Refused,
 )
-from hvdlab.collectives.system import require_own_peer
+from hvdlab.collectives.system import create_memory, require_own_peer
 from hvdlab.collectives.text import visible
 
 LONGEST_LINE = 4000

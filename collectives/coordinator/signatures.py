@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.protocol.messages import Definition, Signature
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 Channel = tuple[str, int]
 """The channel of messages, and the rank that receives them."""

@@ -17,10 +17,10 @@ from hvdlab.collectives.coordinator.membership import MembershipTable
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import LocalDefinition, kind_label
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import AbortedCollective, Stalled
+from hvdlab.collectives.types import OpKind
 
 ANSWER_WITHIN = 1.0
 """Seconds that members have to answer."""

@@ -49,9 +49,9 @@ from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, Proce
 from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, Successor
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 _PLAIN = frozenset(
     kind

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 
 class HostUpdateResult(IntFlag):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.elastic.state import HostsUpdatedInterrupt, State, notification_manager
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
@@ -20,6 +19,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
     ReleasedError,
 )
+from hvdlab.collectives.types import OpKind
 
 P = ParamSpec("P")
 R = TypeVar("R")

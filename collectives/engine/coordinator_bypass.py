@@ -23,7 +23,6 @@ from time import monotonic_ns
 
 import numpy as np
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.handles import Handle
@@ -36,6 +35,7 @@ from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.planes.buffers import host_view
+from hvdlab.collectives.types import OpKind
 
 PATIENCE = 0.02
 """Seconds that a rank waits at the board before it has the coordinator ask the others to decline, with :data:`FEW` members or fewer."""

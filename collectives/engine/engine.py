@@ -10,15 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hvdlab.collectives import logs
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.affinity import bind
 from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
 from hvdlab.collectives.engine.entries import EXECUTING
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.handles import CompletionHooks, Handle
-from hvdlab.collectives.engine.hosts import Place, host_key, place
 from hvdlab.collectives.engine.inline_execution import HandleWaiter, InlineExecutor
 from hvdlab.collectives.engine.locked_state import BatchOutcomes, LockedState
 from hvdlab.collectives.engine.process_set_view import device_plane_names
@@ -37,7 +33,10 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect, own_versions
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.system import HostPosition, bind_threads, host_key, host_position
 from hvdlab.collectives.text import call_site
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import DType, OpKind
 
 _monotonic_ns = time.monotonic_ns
 
@@ -67,7 +66,7 @@ class Engine:
         locked = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
         self.rank, self.settings = rank, settings
         self._locked = locked
-        self._place: tuple[int, Place] | None = None
+        self._place: tuple[int, HostPosition] | None = None
         self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
         self.sent_through_native: deque[CollectiveError] = deque(maxlen=8)
@@ -147,7 +146,9 @@ class Engine:
         settings = self.settings
         self._handlers.world.wait_complete(timeout, self.rank, settings.elastic_timeout, settings.size or 0)
         if settings.thread_affinity:
-            bind(settings.thread_affinity, self.local_rank, [self._control.thread, *self._executor.threads])
+            bind_threads(
+                settings.thread_affinity, self.local_rank, [self._control.thread, *self._executor.threads]
+            )
         self._begin_mpi()
 
     def on_world(self, callback: Callable[[], None]) -> None:
@@ -271,7 +272,7 @@ class Engine:
     def local_rank_in(self, process_set: int) -> int:
         """Return the position among those ranks of this host that are in a process set to which this rank belongs."""
         group = self._locked.state.sets[process_set]
-        return place(self.rank, group.ranks, [member.host for member in group.members]).local_rank
+        return host_position(self.rank, group.ranks, [member.host for member in group.members]).local_rank
 
     @property
     def local_size(self) -> int:
@@ -289,13 +290,13 @@ class Engine:
         """Return the number of hosts that have a rank with this local rank."""
         return self._where().cross_size
 
-    def _where(self) -> Place:
+    def _where(self) -> HostPosition:
         group = self._locked.state.sets.get(0)
         if group is None or group.index < 0:
-            return Place(0, 1, 0, 1)
+            return HostPosition(0, 1, 0, 1)
         if self._place is None or self._place[0] != group.epoch:
             hosts = [member.host for member in group.members]
-            self._place = (group.epoch, place(self.rank, group.ranks, hosts))
+            self._place = (group.epoch, host_position(self.rank, group.ranks, hosts))
         return self._place[1]
 
     def add_process_set(self, ranks: Sequence[int], timeout: float | None = None) -> int:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 UNANNOUNCED, ANNOUNCED, EXECUTING, ENDED, POSTED = range(5)
 

@@ -20,7 +20,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import RunBatch
 from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.operations import run_batch, run_message, run_small, source_of
@@ -30,6 +29,7 @@ from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneA
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.fold import FoldScratch
+from hvdlab.collectives.types import OpKind
 
 CONNECT_TIMEOUT = 30.0
 

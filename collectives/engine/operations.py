@@ -19,7 +19,6 @@ from time import monotonic_ns
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry, RunBatch, Zeros
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane
@@ -37,6 +36,7 @@ from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.adasum import Segment, adasum, combine, levels, narrowed, products, widened
 from hvdlab.collectives.reduce.fold import UFUNCS, FoldScratch, fold_plain
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 Tables = tuple[tuple[int, ...], ...]
 Begun = tuple[Result, Completion | None]

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
@@ -23,6 +22,7 @@ from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoa
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.fold import MANY, FoldScratch, is_direct
 from hvdlab.collectives.reduce.integers import needs_width
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 LAYOUTS = 1024
 """Layouts of requests that a rank keeps per board."""

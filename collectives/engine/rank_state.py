@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import (
     ANNOUNCED,
     ENDED,
@@ -55,6 +54,7 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 OVERDUE_NS = 1_000_000_000
 """Nanoseconds after which an operation counts as taking long."""

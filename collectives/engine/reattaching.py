@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.process_set_view import SetState
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 ENDED_CELLS = 16
 """Ends of cells that a rank tells a successor again: the coordinator may have died before it, or the others, had heard of them."""

@@ -5,28 +5,23 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError, UnreachableError, connect
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.time_limits import Deadline, RestartLimit
 
 LONGER = 3
 """A rank waits this many times as long for a successor as a successor waits for ranks: it has to be started first."""
-OFTEN = 5
-"""Successors that may die before they have answered; after each of them the time to wait for one begins anew."""
-WITHIN = 60.0
-"""A rank that has come back to the same coordinator :data:`OFTEN` times within so many seconds comes back no more: what ends its
-connection would end the next one as well, and each return costs the others an epoch."""
+SUCCESSORS = 5
+"""Successors that may die before they have answered; after each of them the time to wait for one starts again."""
 PAUSE = 0.2
 """Seconds between two attempts, if the first failed although the coordinator's sockets are still kept open."""
 
@@ -58,7 +53,9 @@ class Reconnecting:
     ) -> None:
         self.generation = generation
         self._returns = returns
-        self._returned: deque[float] = deque(maxlen=OFTEN)
+        # What ends this rank's connection to a living coordinator would end the next one as well, and each return costs the others an
+        # epoch.
+        self._returned = RestartLimit()
         self._settings = settings
         self._hello = hello
         self._handlers = handlers
@@ -113,7 +110,7 @@ class Reconnecting:
                 self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
             except StartError as error:
                 why = str(error)
-                if not deadline.expired and died < OFTEN:
+                if not deadline.expired and died < SUCCESSORS:
                     # A successor had come, and has died as well: wait for the next one.
                     died, deadline = died + 1, self._deadline()
                 self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
@@ -125,8 +122,7 @@ class Reconnecting:
         self._control.call(lambda: self._handlers.give_up(f"{reason}; {why}"))
 
     def _may_return(self) -> bool:
-        often = len(self._returned) == OFTEN and time.monotonic() < self._returned[0] + WITHIN
-        return self._returns() and not often
+        return self._returns() and not self._returned.reached
 
     def _deadline(self, at_most: float | None = None) -> Deadline:
         seconds = LONGER * self._settings.reattach
@@ -158,7 +154,7 @@ class Reconnecting:
             endpoint.close()
             return
         if self.generation == welcome.generation:
-            self._returned.append(time.monotonic())
+            self._returned.add()
         self.generation = welcome.generation
         try:
             self._handlers.reconnected(endpoint)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.planes.buffers import HOST, Tensor
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 Allocate = Callable[[tuple[int, ...]], Tensor]
 

@@ -7,12 +7,12 @@ import threading
 import time
 from typing import ClassVar
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.tracing.clocks import ClockSamples
 from hvdlab.collectives.tracing.recorder import Recorder
+from hvdlab.collectives.types import DType, OpKind
 
 UNTIMED_BYTES = 4096
 """Up to this size a member that computes a result by itself spends its time in Python, and no phase is recorded."""

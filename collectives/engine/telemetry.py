@@ -7,12 +7,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.control_thread import ControlHandlers
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.export import Export, Exporter, PointReader, same_target
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
 
 Sink = Callable[[int, bytes], None]

@@ -7,15 +7,11 @@ import os
 import select
 import threading
 import time
-from collections import deque
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.logs import LOG
-
-OFTEN = 5
-"""Deaths within a minute after which no successor is started any more: it would probably die of the same cause."""
-
+from hvdlab.collectives.time_limits import RestartLimit
 
 _LOOK_AGAIN = 1.0
 """Seconds between two looks at a process whose end can't be waited for."""
@@ -34,7 +30,7 @@ class Keeper:
     def __init__(self, coordinator: CoordinatorProcess) -> None:
         self._coordinator = coordinator
         self._end = os.eventfd(0)
-        self._deaths: deque[float] = deque(maxlen=OFTEN)
+        self._restarts = RestartLimit()
         self._thread = threading.Thread(target=self._run, name="hvdlab-keeper", daemon=True)
         self._thread.start()
 
@@ -50,10 +46,10 @@ class Keeper:
         while self._died():
             how = self._coordinator.ending()
             began = time.monotonic()
-            if len(self._deaths) == OFTEN and began < self._deaths[0] + 60:
-                self._give_up(how, f"it has ended {OFTEN} times within a minute")
+            if self._restarts.reached:
+                self._give_up(how, f"it has ended {self._restarts.most} times within a minute")
                 return
-            self._deaths.append(began)
+            self._restarts.add()
             try:
                 self._coordinator.respawn()
             except (StartError, OSError) as error:

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, KVStoreError, Pending
 from hvdlab.collectives.kvstore.arrays import (
@@ -43,6 +42,7 @@ from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
 from hvdlab.collectives.kvstore.workers import Workers, joined, wait_for_handles
 from hvdlab.collectives.process_sets import ProcessSet
+from hvdlab.collectives.types import OpKind
 
 _WAITED_SECONDS = 0.01
 """Seconds from which on a pull counts as having waited for a busy server, which is recorded."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from hvdlab.collectives import context
 from hvdlab.collectives.arrays import dtype_of
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request
@@ -25,6 +24,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 _TEXT_BYTES = 2048
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
 from hvdlab.collectives.tracing.record_format import (
     RECORD_BYTES,

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.buffers import Buffer, Tensor
 from hvdlab.collectives.planes.links import Links
+from hvdlab.collectives.types import DType, ReduceOp
 
 
 class PlaneAborted(Exception):

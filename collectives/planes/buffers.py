@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 HOST = "cpu"
 """The device class of the host's memory."""

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane, Staging
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import DType, ReduceOp
 
 if TYPE_CHECKING:
     import torch

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane, Scratch, Staging, leave_to_library
 from hvdlab.collectives.rendezvous import backends
+from hvdlab.collectives.types import DType, ReduceOp
 
 # While a transfer may be under way the poll only yields the core. Once it takes much longer than the bytes would need, some member
 # is late, and the poll sleeps for short times.

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import secrets
 
-from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
+from hvdlab.collectives.system import create_memory
 
 _KEY = "memory"
 

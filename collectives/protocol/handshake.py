@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
 from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import Endpoint, client_context, require_same_certificate
 from hvdlab.collectives.protocol.messages import Hello, Refused, Welcome
 from hvdlab.collectives.system import require_own_peer
+from hvdlab.collectives.time_limits import Deadline
 
 UNIX_PATH_LIMIT = 107
 """Longest path of a Unix socket on Linux, in bytes."""

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.planes.buffers import HostArrays
 from hvdlab.collectives.reduce.fold import conversion_of
+from hvdlab.collectives.types import DType
 
 Vector = npt.NDArray[Any]
 Products = npt.NDArray[np.float64]

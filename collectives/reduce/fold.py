@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.buffers import HostArray, HostArrays
+from hvdlab.collectives.types import DType, ReduceOp
 
 Wide = npt.NDArray[np.float32]
 """An array of float16 or bfloat16 while it is reduced."""

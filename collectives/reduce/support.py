@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 _REDUCING = (OpKind.ALLREDUCE, OpKind.REDUCESCATTER)
 

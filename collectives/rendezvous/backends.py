@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdlab.collectives import system
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.rendezvous.launchers import Meeting, detect
+from hvdlab.collectives.time_limits import Deadline
 
 
 class RendezvousBackend(Protocol):

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hvdlab.collectives import system
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.encryption import require_sealed_rendezvous
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.protocol.codec import MALFORMED
@@ -27,7 +25,8 @@ from hvdlab.collectives.rendezvous import backends
 from hvdlab.collectives.rendezvous.backends import DirectoryBackend, RendezvousBackend
 from hvdlab.collectives.rendezvous.launchers import Launched, Meeting, detect, job_key
 from hvdlab.collectives.settings import Settings
-from hvdlab.collectives.system import require_own_peer
+from hvdlab.collectives.system import host_key, require_own_peer
+from hvdlab.collectives.time_limits import Deadline
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -42,7 +41,7 @@ class CoordinatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         size: Number of ranks of the job.
-        host: The coordinator's host, as :func:`~hvdlab.collectives.engine.hosts.host_key` has it.
+        host: The coordinator's host, as :func:`~hvdlab.collectives.system.host_key` has it.
         local: Its address for ranks of that host (``unix:/path``).
         remote: Its address for all others (``tls:host:port``), or empty.
         certificate: PEM text that goes with ``remote``.

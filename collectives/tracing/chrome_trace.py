@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.tracing.clocks import Alignment
 from hvdlab.collectives.tracing.record_format import (
     BATCH_RECORDS,
@@ -29,6 +28,7 @@ from hvdlab.collectives.tracing.record_format import (
     Span,
     request_of,
 )
+from hvdlab.collectives.types import OpKind
 
 TraceEvent = dict[str, Any]
 

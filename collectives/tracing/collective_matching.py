@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.tracing.columns import NOT_READY, Rows
 from hvdlab.collectives.tracing.record_format import Members
+from hvdlab.collectives.types import OpKind
 
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.tracing.columns import FAILED, NOT_STARTED, Rows, SeriesStore, distance, joined
 from hvdlab.collectives.tracing.intervals import Times, Union
+from hvdlab.collectives.types import OpKind
 
 SECOND = 1_000_000_000
 SECONDS_KEPT = 600

@@ -40,8 +40,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.types import DType, OpKind
 
 
 @dataclass(frozen=True, slots=True)

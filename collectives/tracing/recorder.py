@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.text import UNKNOWN_SITE
 from hvdlab.collectives.tracing import record_format
 from hvdlab.collectives.tracing.clocks import clock_domain
@@ -27,6 +26,7 @@ from hvdlab.collectives.tracing.record_format import (
     RecordType,
     Span,
 )
+from hvdlab.collectives.types import DType, OpKind
 
 if TYPE_CHECKING:
     from hvdlab.collectives.planes.base import PhaseTimes

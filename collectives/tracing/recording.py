@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError, format_ranks, shown_name
 from hvdlab.collectives.failures import Failures
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
 from hvdlab.collectives.tracing.collective_matching import Epochs, Numbering
@@ -48,6 +46,7 @@ from hvdlab.collectives.tracing.record_format import (
     read_head,
     read_record,
 )
+from hvdlab.collectives.types import DType, Membership, OpKind
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types

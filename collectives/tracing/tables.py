@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.collective_matching import collective_arrivals
 from hvdlab.collectives.tracing.columns import FAILED, NOT_READY, NOT_STARTED, distance
+from hvdlab.collectives.types import DType, OpKind
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types

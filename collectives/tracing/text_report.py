@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import shown_name
 from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.collective_matching import collective_arrivals
 from hvdlab.collectives.tracing.columns import NOT_STARTED, distance
 from hvdlab.collectives.tracing.rank_activity import summarize
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import OpKind
 
 WIDEST = 120
 """Characters of a column."""

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.chrome_trace import (
@@ -48,6 +47,7 @@ from hvdlab.collectives.tracing.record_format import (
     encode,
 )
 from hvdlab.collectives.tracing.recording import Annotation, Recording
+from hvdlab.collectives.types import DType, OpKind
 
 Format = Literal["json", "json.gz"]
 """Chrome's trace format, and the same compressed."""

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.launchers.predecessor import Predecessor
 from hvdlab.launch.forkserver.client import ForkServer

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import Place
-from hvdlab.collectives.environment import common, threads_per_rank
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.settings import common, threads_per_rank
+from hvdlab.collectives.system import HostPosition
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
@@ -124,7 +124,7 @@ class EngineSetStarter:
         """Send a rank of this host the signal. Ranks elsewhere end since the coordinator tells them to, or the launcher stops."""
         self._connected.signal(rank, number)
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """None: only the launcher knows; a rank learns its place from its environment."""
         return None
 

@@ -15,13 +15,13 @@ from dataclasses import replace
 from hvdlab.collectives import system
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, settings_from
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import (
     InvalidRequestError,
     StartError,
     format_ranks,
 )
+from hvdlab.collectives.settings import WorldEnvironment, free_port
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
@@ -347,7 +347,7 @@ class PoolParts:
     def _request(self, options: Mapping[str, object]) -> PoolRequest:
         coordinator = self.processes.coordinator
         far = self.launch.is_far(self.hosts)
-        world = World(
+        world = WorldEnvironment(
             coordinator=(coordinator.tls_address or "") if far else coordinator.address,
             token=coordinator.token,
             certificate=coordinator.certificate if far else None,

@@ -10,8 +10,8 @@ from typing import Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
-from hvdlab.collectives.knobs.table import ABSENT_PLANES, PLANES
 from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.variables import ABSENT_PLANES, PLANES
 from hvdlab.launch.forkserver.children import REMEDIES, why_not
 
 

@@ -16,13 +16,13 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.recovery import Coordinator, Recovered, Recovery
+from hvdlab.collectives.time_limits import RESTARTS, RestartLimit
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN, RankLifecycle
 from hvdlab.launch.processes import open_process, readable, start_time
@@ -32,7 +32,7 @@ RESPAWN_WITHIN = 20.0
 RECONNECT_WITHIN = 40.0
 KILLED_WITHIN = 5.0
 """Seconds that a killed process has to end."""
-OFTEN = 5
+OFTEN = RESTARTS
 """Once this many coordinators have died within a minute, the next ones are started after a pause: they may die for a reason
 that another one does not cure. The rebuilder never gives up for that, since ranks would lose their memory with the pool."""
 LONGEST_PAUSE = 8.0
@@ -77,7 +77,7 @@ class CoordinatorRecovery:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._deaths: deque[float] = deque(maxlen=OFTEN + 8)
+        self._deaths = RestartLimit(OFTEN + 8)  # counted up to the longest pause
         self._cut_off: set[tuple[int, int]] = set()
         self._thread = threading.Thread(target=self._run, name="hvdlab-rebuild", daemon=True)
         self._thread.start()
@@ -167,7 +167,7 @@ class CoordinatorRecovery:
         while self._client.closed and not self._closing.is_set():
             if self._closed_in_pause(how):
                 return
-            self._deaths.append(time.monotonic())
+            self._deaths.add()
             try:
                 recovered = self._recovery.run()
                 how = self._recovery.ending or how
@@ -184,7 +184,7 @@ class CoordinatorRecovery:
 
     def _closed_in_pause(self, how: str) -> bool:
         """Wait a while if coordinators die often. Returns whether this was closed meanwhile."""
-        lately = sum(time.monotonic() - then < 60 for then in self._deaths)
+        lately = self._deaths.recent
         seconds = pause(lately)
         if seconds:
             self._runs.notice(
@@ -195,7 +195,7 @@ class CoordinatorRecovery:
 
     def _go_on(self, recovered: Recovered) -> None:
         if not recovered.replaced:
-            self._deaths.pop()  # only the connection was lost
+            self._deaths.forget_last()  # only the connection was lost
         self._group.reconnected()
         self._runs.resync(recovered.membership.ranks, recovered.cells)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
-from hvdlab.collectives.membership import LEAVES
+from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange, MembershipHistory
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle

@@ -22,10 +22,10 @@ from hvdlab._version import __version__
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.settings import WorldEnvironment
+from hvdlab.collectives.system import host_key
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers.names import LOCAL
 from hvdlab.kernel_ext.notebook.prestart import PoolCoordinator, PoolProcesses, Prestart
@@ -489,7 +489,7 @@ class LauncherKeptPool:
         return cls(keeper.claim(name, this_process()))
 
     @property
-    def world(self) -> World:
+    def world(self) -> WorldEnvironment:
         """Return the part of its environment that is the same for all ranks."""
         return self._job.access.world
 

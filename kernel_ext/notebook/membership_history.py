@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.failures import Failures
-from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.types import Membership
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 
 KEPT = 1000

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.decision_log import line_of
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
-from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.protocol.messages import Decision
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.notebook import checks
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached

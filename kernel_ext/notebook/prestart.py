@@ -13,8 +13,8 @@ from typing import Protocol
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.launch.forkserver.client import ForkServer

@@ -12,10 +12,10 @@ from dataclasses import replace
 import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
+from hvdlab.collectives.settings import sizes
+from hvdlab.collectives.system import host_key
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.output.crash import last_lines
 from hvdlab.kernel_ext.notebook.rank_states import (
     AgentReady,

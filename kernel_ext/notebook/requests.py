@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.wire.channel import Payload, RankReply, RankRequest
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 

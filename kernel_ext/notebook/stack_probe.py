@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
 from hvdlab.collectives.system import process_state
 from hvdlab.collectives.text import visible
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.notebook.output.crash import called
 from hvdlab.kernel_ext.notebook.output.stack_text import short_path

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.system import process_state
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, PoolNews
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle

@@ -1,6 +1,6 @@
 """``python -m hvdlab.kernel_ext.rank``: a rank that a launcher of ipyparallel's (MPI, SSH, Slurm, …) starts.
 
-Takes the options of ``ipengine``. Rank and size come from the launcher's environment (:mod:`hvdlab.collectives.environment` has
+Takes the options of ``ipengine``. Rank and size come from the launcher's environment (:mod:`hvdlab.collectives.settings` has
 the variables that our own launchers set) unless ``HVDLAB_RANK`` names the rank; without either the coordinator gives out the ranks.
 """
 

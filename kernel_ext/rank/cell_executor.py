@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from hvdlab.bindings import framework_hooks
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.environment import restore_world_size
+from hvdlab.collectives.settings import restore_world_size
 from hvdlab.collectives.uncaught import with_own_errors
 from hvdlab.kernel_ext.rank import output
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler, cell_number, without_blank_head

@@ -22,10 +22,10 @@ import numpy.typing as npt
 from IPython.core.getipython import get_ipython
 
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.rank.completion import user_items
 from hvdlab.kernel_ext.rank.errors import one_line

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives.failures import Failures
-from hvdlab.collectives.knobs import read
+from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.sink import ForwardingSink, OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.magics.screens.publishers import FixedCellChannel, LineTracking
@@ -245,7 +245,9 @@ def strips_enabled(environ: Mapping[str, str]) -> bool:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return read(environ).get("HVDLAB_STRIP", True) is not False and find_spec("anywidget") is not None
+    return (
+        read_variables(environ).get("HVDLAB_STRIP", True) is not False and find_spec("anywidget") is not None
+    )
 
 
 class Strips:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import ray
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.ray import ElasticRayExecutor, RayExecutor
 from hvdlab.ray.elastic import RayHostDiscovery

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import ray
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere, this_process
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell

@@ -15,9 +15,9 @@ from hvdlab.bindings.compression import Compressor, NoneCompressor
 from hvdlab.bindings.gradient_hooks import bucketed
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import DuplicateNameError, MismatchError
 from hvdlab.collectives.process_sets import global_process_set
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.numpy.adapter import BINDING, Array
 from ranks import Ranks
 

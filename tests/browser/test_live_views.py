@@ -274,7 +274,7 @@ import hvdlab
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.record_format import Members, Span
 from hvdlab.collectives.tracing.record_format import encode
-from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.types import DType, OpKind
 recording = Recording()
 for rank in range(3):
     spans = [Members(0, 1, 3, 0)]

@@ -29,7 +29,7 @@ MOST_BYTES = 100_000
 
 RECORDING = """\
 import hvdlab
-from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.record_format import Members, Span
 from hvdlab.collectives.tracing.record_format import encode

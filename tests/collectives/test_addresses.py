@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.collectives import system
-from hvdlab.collectives.environment import data_plane_address
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.settings import Settings, data_plane_address
 
 
 @pytest.mark.parametrize("text", ["10.9.8.7", "lo", "127.0.0.0/8", "nothing0,lo"])

@@ -15,12 +15,12 @@ import pytest
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership, Stall
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
+from hvdlab.collectives.time_limits import Deadline
 from patience import GONE, PATIENCE
 
 M = TypeVar("M", bound=m.Message)
@@ -210,7 +210,7 @@ def test_who_asks_too_late_is_told_of_the_loss_at_once(
 ) -> None:
     """The coordinator may end between connecting and the first question."""
     coordinator.close()
-    client._link.thread.join(PATIENCE)
+    client._connection.thread.join(PATIENCE)
     assert client.closed
     reasons: list[str] = []
     client.on_lost(reasons.append)
@@ -343,7 +343,7 @@ def test_cells_of_a_pool_go_on(kept: CoordinatorProcess) -> None:
 
 def cut(client: Client) -> None:
     """End the connection of a client whose coordinator lives."""
-    client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
+    client._connection._endpoint._sock.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_client_goes_on_with_the_same_coordinator(coordinator: CoordinatorProcess) -> None:

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import introduction
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.collectives.knobs import read
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.variables import read_variables
 from patience import PATIENCE
 
 NETWORK = "10.8.0.0/24"
@@ -28,12 +28,12 @@ NETWORK = "10.8.0.0/24"
     ("text", "value"), [("0", ""), ("no", ""), ("1", "1"), ("10.8.0.7/24, fd00::/8", f"{NETWORK},fd00::/8")]
 )
 def test_the_variable_holds_yes_no_or_networks(text: str, value: str) -> None:
-    assert read({encryption.VARIABLE: text})[encryption.VARIABLE] == value
+    assert read_variables({encryption.VARIABLE: text})[encryption.VARIABLE] == value
 
 
 def test_another_text_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="0, 1, or networks such as"):
-        read({encryption.VARIABLE: "wg0"})
+        read_variables({encryption.VARIABLE: "wg0"})
 
 
 def test_an_address_is_encrypted_in_a_tunnel_s_network_only() -> None:

@@ -16,8 +16,9 @@ from hvdlab.collectives import recovery
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.membership import Membership
-from hvdlab.collectives.recovery import OFTEN, Cells, Recovery
+from hvdlab.collectives.recovery import Cells, Recovery
+from hvdlab.collectives.time_limits import RESTARTS
+from hvdlab.collectives.types import Membership
 from patience import GONE, PATIENCE
 
 CELLS = {"cell": (0, 1)}
@@ -99,7 +100,7 @@ def test_a_client_that_was_closed_needs_no_successor(living: int) -> None:
 def test_one_that_loses_its_client_again_and_again_is_replaced(living: int) -> None:
     fakes = Fakes(living, [])
     recovery = recovering(fakes)
-    assert [recovery.run().replaced for _ in range(OFTEN + 1)] == [False] * OFTEN + [True]
+    assert [recovery.run().replaced for _ in range(RESTARTS + 1)] == [False] * RESTARTS + [True]
 
 
 def test_with_a_coordinator() -> None:
@@ -111,7 +112,7 @@ def test_with_a_coordinator() -> None:
         client.on_lost(lost.put)
         recovery = Recovery(coordinator, client)
         first = coordinator.pid
-        client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
+        client._connection._endpoint._sock.shutdown(socket.SHUT_RDWR)
         lost.get(timeout=GONE)
         assert not recovery.run().replaced
         assert (coordinator.pid, client.generation, recovery.ending) == (first, 0, "")

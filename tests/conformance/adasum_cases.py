@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from conformance import inputs
 from conformance.actor import CollectiveActor
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 
 Wide = npt.NDArray[np.float64]
 

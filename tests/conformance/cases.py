@@ -9,7 +9,7 @@ import numpy as np
 from conformance import inputs
 from conformance.actor import CollectiveActor
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 
 
 def allreduce(

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import fake_cuda
 import fake_nccl
 from conformance.actor import Array, CollectiveActor, PlaneActor
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.gpu import gpu_plane
@@ -24,6 +23,7 @@ from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.gpu.staged_plane import StagedPlane
 from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.types import DType, ReduceOp
 
 
 def fake_actor(target: str, context: PlaneContext) -> CollectiveActor:

@@ -10,12 +10,12 @@ from typing import Any
 import fake_device
 from conformance.actor import Array, CollectiveActor
 from conformance.engine_actor import EngineActor
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.reduce.integers import needs_width
+from hvdlab.collectives.types import OpKind, ReduceOp
 
 
 def device_actor(target: str, context: PlaneContext) -> CollectiveActor:

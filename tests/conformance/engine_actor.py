@@ -15,14 +15,14 @@ from dataclasses import replace
 from conformance.actor import Array, CollectiveActor
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.system import HOST_VARIABLE
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 SITE = "conformance"
 

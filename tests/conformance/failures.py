@@ -15,8 +15,8 @@ import numpy as np
 from conformance import cases
 from conformance.actor import CollectiveActor
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
+from hvdlab.collectives.types import DType, ReduceOp
 
 WAITING = ("allreduce", "allreduce-large", "allreduce-fused", "allreduce-bf16", "adasum", "allgather", "broadcast",
            "reducescatter", "alltoall", "barrier")  # fmt: skip

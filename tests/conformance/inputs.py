@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 
 Array = npt.NDArray[Any]
 UFUNC = {

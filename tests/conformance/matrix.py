@@ -12,7 +12,7 @@ from typing import Any
 
 import effort
 from conformance.harness import PlaneUnderTest, WorkerGroup, WorkersHung
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 
 
 class Matrix:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from conformance import inputs
 from conformance.actor import CollectiveActor
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 
 BITS = {DType.F16: 10, DType.BF16: 7}
 """Of the fraction."""

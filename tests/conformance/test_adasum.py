@@ -7,7 +7,7 @@ from conformance.harness import WorkerGroup
 from conformance.matrix import Matrix
 from conformance.planes_under_test import CHUNK
 from conformance.test_planes import same
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 FLOATING = [DType.F32, DType.F64, DType.F16, DType.BF16]
 COUNTS = [[1], [2], [1001], [3 * CHUNK + 1], [5, 3, 0, 2000]]

@@ -15,7 +15,7 @@ from conformance.failures import WAITING
 from conformance.harness import Died, WorkerGroup
 from conformance.matrix import Matrix
 from conformance.planes_under_test import CHUNK
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 
 def works(group: WorkerGroup) -> None:

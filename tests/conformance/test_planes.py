@@ -7,7 +7,7 @@ from conformance.conftest import skip_unless_available
 from conformance.harness import WorkerGroup
 from conformance.matrix import Matrix
 from conformance.planes_under_test import CHUNK
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 
 REDUCIBLE = [d for d in DType if d is not DType.BOOL]
 INTEGERS = [d for d in REDUCIBLE if not d.is_floating]

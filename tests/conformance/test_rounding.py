@@ -17,11 +17,11 @@ from conformance import inputs, rounding_cases
 from conformance.actor import PlaneActor, plane_actor
 from conformance.harness import WorkerGroup
 from conformance.planes_under_test import PLANES, shm_memory
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.operations import run_small
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.base import KeyValue, PlaneContext
 from hvdlab.collectives.reduce.fold import FoldScratch, conversion_of, register_conversion
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from hvdlab.torch.adapter import register_conversions
 
 MEMBERS = 8

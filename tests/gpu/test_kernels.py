@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import KernelLaunch
 from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.reduce.fold import make_fold
+from hvdlab.collectives.types import DType, ReduceOp
 from real_gpu import why_no_gpu
 
 COUNT = 40_003

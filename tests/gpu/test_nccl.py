@@ -17,8 +17,8 @@ from conformance.conftest import group, matrix  # noqa: F401  # fixtures
 from conformance.harness import PlaneUnderTest, WorkerGroup
 from conformance.matrix import Matrix
 from conformance.test_planes import *
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.types import DType
 from interrupting import press_ctrl_c, when_this_thread_waits
 from patience import PATIENCE
 from ranks import Process, Ranks

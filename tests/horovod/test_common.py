@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import hvdlab.torch as hvd
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.horovod.common import basics, exceptions, util
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.knobs.table import KNOBS
+from hvdlab.collectives.variables import VARIABLES
 from hvdlab.runner.flags import FLAGS
 from patience import PATIENCE
 
@@ -310,7 +310,7 @@ def test_attributes_of_optimizers_are_there() -> None:
 
 
 def test_variables_are_settings_or_of_horovods_build() -> None:
-    known = {knob.variable for knob in KNOBS}
+    known = {variable.name for variable in VARIABLES}
     page = (Path(__file__).parents[2] / "docs" / "reference" / "horovod.md").read_text()
     unknown = [
         name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import Membership
 from hvdlab.launch.by_connection import MembershipRanks
 from hvdlab.launch.starter import Ended, Started, Waiting
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlab.collectives.environment import host_directory_from, host_directory_variable
+from hvdlab.collectives.settings import host_directory_from, host_directory_variable
 from hvdlab.launch.environment import excluded_by_user, exported
 
 COORDINATOR = "tls:10.0.0.1:1234"

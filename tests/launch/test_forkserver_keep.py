@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from forked_ranks import ForkedRanks, living, loaded
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Signal
@@ -113,7 +113,7 @@ import os, sys
 sys.path.insert(0, sys.argv[1])
 from forked_ranks import ForkedRanks
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.time_limits import Deadline
 ranks = ForkedRanks()
 if sys.argv[2]:
     ranks.warm.keep(sys.argv[2], Deadline(60))

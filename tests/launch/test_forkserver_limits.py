@@ -12,8 +12,8 @@ import pytest
 
 from effort import examples
 from forked_ranks import ForkedRanks, allow_files, loaded
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver import children
 from hvdlab.launch.forkserver.client import ForkServer

@@ -13,8 +13,8 @@ from typing import IO, Any, cast, get_args
 import pytest
 
 from effort import examples
-from hvdlab.collectives.environment import World
 from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
+from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host
@@ -109,7 +109,7 @@ def ended() -> SimpleQueue[Ended]:
 
 @pytest.fixture
 def starter(reach: Listeners, ended: SimpleQueue[Ended]) -> Iterator[ExecStarter]:
-    request = LaunchRequest(World("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
+    request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
     found = ExecStarter(
         request, SimpleNamespace(handle=ended.put), (Host("far", 4),), reach=reach, python="python"
     )
@@ -180,7 +180,7 @@ def test_a_report_that_the_observer_fails_at_does_not_end_the_starter(
             raise ZeroDivisionError("made to fail")
         heard.put(event)
 
-    request = LaunchRequest(World("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
+    request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
     starter = ExecStarter(
         request, SimpleNamespace(handle=handle), (Host("far", 4),), reach=reach, python="python"
     )
@@ -197,7 +197,7 @@ def test_whatever_an_agent_reports_each_rank_ends_once(
     reach: Listeners, ended: SimpleQueue[Ended | Started]
 ) -> None:
     def one(chance: random.Random) -> None:
-        request = LaunchRequest(World("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
+        request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
         starter = ExecStarter(
             request, SimpleNamespace(handle=ended.put), (Host("far", 4),), reach=reach, python="python"
         )

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.settings import Settings, WorldEnvironment
 from hvdlab.launch import mpi
 from hvdlab.launch.hosts import Host
 from hvdlab.launch.starter import LaunchRequest, Program
@@ -109,7 +108,7 @@ def test_mpiexec_is_not_told_the_secret_of_ranks_on_other_hosts(
     client = SimpleNamespace(on_membership=lambda call: None)
     for hosts, far in (("elsewhere:2", True), ("localhost:2", False)):
         request = LaunchRequest(
-            World("unix:/x", "the secret"),
+            WorldEnvironment("unix:/x", "the secret"),
             client,
             program=None,
             size=2,

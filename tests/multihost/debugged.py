@@ -25,7 +25,7 @@ import os
 import numpy as np
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import ReduceOp
+from hvdlab.collectives.types import ReduceOp
 context.init()
 float(hvd.allreduce(np.full(1, 1.0 + int(os.environ["RANK"])), op=ReduceOp.SUM)[0])
 """

@@ -46,7 +46,7 @@ def server(network: Network) -> Iterator[Host]:
 
 
 def key(host: Host) -> str:
-    code = "from hvdlab.collectives.engine.hosts import host_key; print(host_key())"
+    code = "from hvdlab.collectives.system import host_key; print(host_key())"
     return host.run(sys.executable, "-c", code).strip()
 
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.knobs import KNOBS
 from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.variables import VARIABLES
 from hvdlab.launch.environment import exported
 from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfile
 from hvdlab.runner.cli import parse
@@ -50,7 +50,7 @@ def test_every_flag_of_horovodrun_is_there() -> None:
 
 
 def test_a_flags_variable_is_known_to_those_who_read_variables() -> None:
-    known = {knob.variable for knob in KNOBS}
+    known = {variable.name for variable in VARIABLES}
     launchers = {"HOROVOD_START_TIMEOUT", "HVDLAB_SSH"}
     assert {flag.variable for flag in FLAGS if flag.variable} - known <= launchers
 

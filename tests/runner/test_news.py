@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import Membership
 from hvdlab.runner import events as e
 from hvdlab.runner.job import MOST_HELD, EventQueue, OutputReceived
 

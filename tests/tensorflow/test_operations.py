@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from conformance.bindings.test_arguments import ARGUMENTS
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 from ranks import Ranks
 
 MANY = 40

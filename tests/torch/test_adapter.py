@@ -6,8 +6,8 @@ import torch
 
 from hvdlab.bindings.adapter import HostMemory
 from hvdlab.bindings.handles import OutputAllocator
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.collectives.types import DType
 from hvdlab.torch.adapter import ADAPTER, as_stored
 
 DTYPES = {

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import ordinary_user
 from hvdlab.collectives import context, system
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, host_backend
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.system import host_key
 from hvdlab.torch.c10d import world
 from ranks import Ranks
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import fake_cuda
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.types import DType
 from hvdlab.torch.adapter import BINDING, CudaTensors, TorchAdapter
 from ranks import Ranks
 

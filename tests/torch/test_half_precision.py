@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.reduce import fold
+from hvdlab.collectives.types import DType
 from hvdlab.torch.adapter import register_conversions
 
 EVERY_BIT_PATTERN = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.types import OpKind
 
 UI = Path(__file__).parents[2] / "ui" / "src"
 

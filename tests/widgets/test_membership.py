@@ -13,8 +13,8 @@ pytest.importorskip("anywidget")
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange
 from hvdlab.widgets import rank_tables as widget_module

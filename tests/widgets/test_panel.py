@@ -11,8 +11,8 @@ import pytest
 
 from effort import examples
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import Membership
 from hvdlab.widgets import panel as panel_module
 from hvdlab.widgets import recording_feed
 from hvdlab.widgets.panel import Panel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.record_format import Span, encode
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.widgets.recording_feed import RecordingFeed
 from patience import PATIENCE
 

@@ -7,9 +7,9 @@ import tracemalloc
 
 import pytest
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.record_format import Span, encode
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.widgets.recording_feed import ROWS_PER_MESSAGE, pack_rows
 
 SPANS, RANKS, PER_BATCH = 1_000_000, 8, 1000

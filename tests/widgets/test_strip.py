@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("anywidget")
 
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, CellEndEvent, Metric, encode
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import Membership
 from hvdlab.widgets.strip import StripWidget, cell_begin, summary_html
 from patience import PATIENCE
 from timeline_traces import START_NS, steps

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
@@ -28,6 +26,7 @@ from hvdlab.collectives.tracing.record_format import (
     encode,
 )
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, Membership, OpKind
 from hvdlab.widgets import recording_feed, still_lanes, views
 from hvdlab.widgets.recording_feed import ROW_BYTES, RecordingFeed
 from patience import PATIENCE

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
@@ -40,6 +39,7 @@ from hvdlab.collectives.protocol.endpoint import (
 from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.system import process_state, require_own_peer
+from hvdlab.collectives.time_limits import Deadline
 
 RECOVER_WITHIN = 120.0
 """Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: what it kept is not lost."""

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.collectives.kvstore.servers.connection import ServerLink
 from hvdlab.collectives.kvstore.servers.starting import ServerAddress, ServerStarter
 from hvdlab.collectives.kvstore.workers import Workers, wait_for_handles
 from hvdlab.collectives.planes.base import PlaneAborted
+from hvdlab.collectives.system import host_key
 
 _NAME_BYTES = 16
 

@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hvdlab.collectives.client import CoordinatorAddress
 from hvdlab.collectives.coordinator.connections import RejectionLog
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.servers import messages as m
@@ -46,7 +46,6 @@ from hvdlab.collectives.kvstore.servers.state import (
     WorkerDied,
     WorkerDisconnected,
 )
-from hvdlab.collectives.link import Door
 from hvdlab.collectives.protocol import messages as jobs
 from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint, server_context
@@ -54,6 +53,7 @@ from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.system import name_process, require_own_peer
 from hvdlab.collectives.text import visible
+from hvdlab.collectives.time_limits import Deadline
 
 STRANGERS = 256
 """Connections over the network without a token at a time, beyond those of workers. Each costs some 50 KiB."""
@@ -134,7 +134,7 @@ class JobObserver:
     """Connection of the server to the coordinator, which reports which ranks have died, and when the job is over."""
 
     def __init__(self, launch: ServerLaunch, news: deque[Event | None], wake: int) -> None:
-        self._door = Door(
+        self._coordinator = CoordinatorAddress(
             launch.coordinator, launch.coordinator_token, launch.coordinator_certificate or None, "observer"
         )
         self._reattach, self._events, self._wake = launch.reattach, news, wake
@@ -150,7 +150,7 @@ class JobObserver:
         threading.Thread(target=self._follow, name="hvdlab-job", daemon=True).start()
 
     def _connect(self, deadline: Deadline) -> None:
-        self._endpoint, welcome = self._door.enter(self._generation, deadline)
+        self._endpoint, welcome = self._coordinator.connect(self._generation, deadline)
         self._generation = welcome.generation
 
     def _follow(self) -> None:

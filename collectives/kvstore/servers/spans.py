@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from hvdlab.collectives.arrays import dtype_of
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
@@ -16,6 +15,7 @@ from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.text import call_site
 from hvdlab.collectives.tracing.clocks import ClockSamples
 from hvdlab.collectives.tracing.record_format import group_of, push_batch
+from hvdlab.collectives.types import DType, OpKind
 
 
 class StoreSpans:

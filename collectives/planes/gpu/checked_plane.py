@@ -25,7 +25,6 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.planes.base import (
     Completion,
@@ -45,6 +44,7 @@ from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory, StagedPlane
 from hvdlab.collectives.planes.links import THROUGH_HOST, Links
 from hvdlab.collectives.planes.scoped import ScopedStore
+from hvdlab.collectives.types import DType, ReduceOp
 
 LOG = logging.getLogger("hvdlab")
 

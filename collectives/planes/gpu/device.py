@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 
 HANDLE_BYTES = 64
 """Size of a handle by which another process opens an allocation."""

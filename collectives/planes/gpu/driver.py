@@ -18,8 +18,8 @@ from typing import Any
 
 from cuda.bindings import driver, nvrtc
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.gpu.device import Allocation, DeviceFailed, KernelLaunch, OpenedPieces
+from hvdlab.collectives.types import DType, ReduceOp
 
 _SOON = 60_000
 """Nanoseconds for which a thread that waits for an event offers its core to others before it sleeps: about what sleeping and waking cost."""

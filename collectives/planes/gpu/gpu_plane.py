@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from hvdlab.collectives import system
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.planes.base import Plane, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed
 from hvdlab.collectives.planes.links import NVLINK, PCIE, PEER, SAME_GPU, UNKNOWN, Links
+from hvdlab.collectives.types import DType
 
 CUDA = "cuda"
 """The device class of the memory of NVIDIA's GPUs."""

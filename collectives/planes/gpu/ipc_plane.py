@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer
@@ -26,6 +25,7 @@ from hvdlab.collectives.planes.gpu.jobs import (
     ReducescatterJobs,
 )
 from hvdlab.collectives.planes.links import Links
+from hvdlab.collectives.types import DType, ReduceOp
 
 
 class CudaPlane(GpuPlane[IpcGroup]):

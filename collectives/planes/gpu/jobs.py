@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
+from hvdlab.collectives.types import DType, ReduceOp
 
 Addresses = npt.NDArray[np.uint64]
 

@@ -30,12 +30,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed, KernelLaunch
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
 from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.planes.gpu.nccl_library import Communicator
+from hvdlab.collectives.types import DType, ReduceOp
 
 RING = 8
 """Operations that may be on their way; a member that would be further ahead waits for the end of an earlier one."""

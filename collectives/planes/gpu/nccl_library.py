@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.gpu.device import DeviceFailed
+from hvdlab.collectives.types import DType, ReduceOp
 
 ID_BYTES = 128
 """Size of what :meth:`Nccl.unique_id` returns."""

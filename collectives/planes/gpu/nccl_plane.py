@@ -9,7 +9,6 @@ from functools import partial
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Completion, PhaseTimes
 from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.gpu import nccl_library
@@ -18,6 +17,7 @@ from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, GpuPlane, cuda_b
 from hvdlab.collectives.planes.gpu.jobs import LINE, MOST_ADDRESSES
 from hvdlab.collectives.planes.gpu.nccl_group import NcclGroup
 from hvdlab.collectives.planes.gpu.nccl_library import ID_BYTES, TYPES, NcclPiece
+from hvdlab.collectives.types import DType, ReduceOp
 
 TENSORS = 512
 """Tensors that are packed together; a collective with more becomes several operations."""

@@ -16,14 +16,14 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PhaseTimes, Plane, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer, HostArray
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed
 from hvdlab.collectives.planes.gpu.gpu_plane import CUDA, CudaBuffer, allocated, cuda_buffer
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.subgroups import SubgroupPlanes
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import DType, ReduceOp
 
 HOST_PLANE = "host_plane"
 """The option that names the plane of the host which the process set has."""

@@ -21,8 +21,6 @@ from typing import ClassVar, Self
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
@@ -30,6 +28,8 @@ from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Routing, 
 from hvdlab.collectives.planes.host import HostPlane, Scratch, narrow, widen
 from hvdlab.collectives.planes.shm.layout import slice_bounds
 from hvdlab.collectives.planes.subgroups import SubgroupPlanes
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import DType, ReduceOp
 
 SMALL_BYTES = 16 * 1024
 """Up to this size every carrier sends the whole tensor: a step less within the host, for more bytes between hosts."""

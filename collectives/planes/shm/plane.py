@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
@@ -55,6 +54,7 @@ from hvdlab.collectives.planes.shm.schedules import (
 )
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, YIELDS, Signals
 from hvdlab.collectives.reduce.fold import Fold, is_direct, make_fold
+from hvdlab.collectives.types import DType, ReduceOp
 
 SMALL_BYTES = 16 * 1024
 """Up to this size in bytes every member reduces everything, in one step with one synchronisation."""

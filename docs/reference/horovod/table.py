@@ -306,21 +306,21 @@ def look_at_option(names: Iterable[str]) -> Seen:
 
 def look_at_variable(name: str, default: str) -> Seen:
     """Compare a variable with those that hvdlab declares."""
-    from hvdlab.collectives.environment import sizes
-    from hvdlab.collectives.knobs import KNOBS, Reader
+    from hvdlab.collectives.settings import sizes
+    from hvdlab.collectives.variables import VARIABLES, Reader
 
-    knob = next((knob for knob in KNOBS if knob.variable == name), None)
-    if knob is None and name in sizes(0, 1):
+    variable = next((variable for variable in VARIABLES if variable.name == name), None)
+    if variable is None and name in sizes(0, 1):
         own = name.replace("HOROVOD", "HVDLAB")
         return Seen(
             DIFFERENT, f"set for scripts to read; hvdlab itself reads `{own}`, or what the launcher sets"
         )
-    if knob is None:
+    if variable is None:
         return Seen(DIFFERENT if _is_used(name) else ABSENT)
-    if knob.reader is Reader.NOBODY:
-        return Seen(ABSENT, f"accepted without effect: {knob.meaning}")
-    if default and knob.default != default:
-        return Seen(DIFFERENT, f"{knob.default} if it is unset (Horovod: {default})")
+    if variable.reader is Reader.NOBODY:
+        return Seen(ABSENT, f"accepted without effect: {variable.meaning}")
+    if default and variable.default != default:
+        return Seen(DIFFERENT, f"{variable.default} if it is unset (Horovod: {default})")
     return Seen(SAME)
 
 

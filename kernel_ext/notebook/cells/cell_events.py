@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, PromptRequest
 from hvdlab.kernel_ext.wire.status import Stack
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.membership import Stall
+    from hvdlab.collectives.types import Stall
     from hvdlab.kernel_ext.notebook.cells.results import CellResults
 
 # -- events -----------------------------------------------------------------------------------------------------------

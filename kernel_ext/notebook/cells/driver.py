@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from queue import Empty, SimpleQueue
 from types import FrameType
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.text import visible_lines
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AskStacks,
     AtPrompts,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from hvdlab.collectives.coordinator.signatures import kind_label
 from hvdlab.collectives.errors import call_name, format_ranks
-from hvdlab.collectives.membership import Stall
 from hvdlab.collectives.text import visible
+from hvdlab.collectives.types import Stall
 from hvdlab.kernel_ext.notebook.cells.cell_events import Effect, ShowStatus
 from hvdlab.kernel_ext.notebook.cells.probe_round import ProbeRound
 from hvdlab.kernel_ext.notebook.output.stack_text import collective_of, grouped, waits_in

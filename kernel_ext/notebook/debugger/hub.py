@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
-from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.debugger.dap_state import (
     AskLocal,
     CloseRank,

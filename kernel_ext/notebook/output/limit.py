@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.knobs import read
+from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.sink import ForwardingSink, KeptOutput, OutputSink
 from hvdlab.kernel_ext.notebook.output.merge import lasting, shown_lines
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
@@ -199,7 +199,7 @@ def shown_limit(environ: Mapping[str, str]) -> int:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return int(read(environ).get("HVDLAB_OUTPUT_SHOWN", SHOWN))  # type: ignore[arg-type]  # it is a number
+    return int(read_variables(environ).get("HVDLAB_OUTPUT_SHOWN", SHOWN))  # type: ignore[arg-type]  # it is a number
 
 
 def _amount(size: int) -> str:

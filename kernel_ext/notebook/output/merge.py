@@ -24,7 +24,7 @@ from itertools import islice
 import msgspec
 
 from hvdlab.collectives.errors import compact_ranks
-from hvdlab.collectives.knobs import read
+from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.wire.cells import Chunk, Clear, Display, Stream
 
 
@@ -680,4 +680,4 @@ def hold_time(environ: Mapping[str, str]) -> float:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return float(read(environ).get("HVDLAB_OUTPUT_HOLD", HOLD))  # type: ignore[arg-type]  # it is a number
+    return float(read_variables(environ).get("HVDLAB_OUTPUT_HOLD", HOLD))  # type: ignore[arg-type]  # it is a number

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hvdlab.collectives.knobs import read
+from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
 from hvdlab.kernel_ext.notebook.output.error_report import report
@@ -279,7 +279,7 @@ def kept_limit(environ: Mapping[str, str]) -> int:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return int(read(environ).get("HVDLAB_OUTPUT_KEPT", KEPT_BYTES))  # type: ignore[arg-type]  # it is a number
+    return int(read_variables(environ).get("HVDLAB_OUTPUT_KEPT", KEPT_BYTES))  # type: ignore[arg-type]  # it is a number
 
 
 def _has_any(transcript: Transcript) -> bool:

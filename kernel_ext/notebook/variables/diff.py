@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.collectives.text import visible_lines
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.notebook.variables.overview import Cell, TextTable
 from hvdlab.kernel_ext.wire.channel import RankReply, RankRequest

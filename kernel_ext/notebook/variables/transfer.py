@@ -14,8 +14,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, format_ranks
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.results import ImportDisplay, ValueUnpickler
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.wire.pickling import INLINE, dump_parts

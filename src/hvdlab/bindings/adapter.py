@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.buffers import Buffer, HostArray
 from hvdlab.collectives.planes.buffers import Tensor as CoreTensor
+from hvdlab.collectives.types import DType, OpKind
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from hvdlab.bindings.adapter import Adapter
 from hvdlab.bindings.operations import Operation
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.types import OpKind, ReduceOp
 
 T = TypeVar("T")
 

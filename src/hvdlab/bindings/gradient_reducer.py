@@ -26,10 +26,10 @@ from hvdlab.bindings.gradient_hooks import BackwardPassCounter, HookInstaller, P
 from hvdlab.bindings.handles import FAILURES, Handle, synchronize
 from hvdlab.bindings.operations import Binding, Operation
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
 from hvdlab.collectives.process_sets import ProcessSet, set_id
 from hvdlab.collectives.text import call_site
+from hvdlab.collectives.types import OpKind, ReduceOp
 
 ENOUGH_BYTES = 4 << 20
 """Gradients of this size are worth moving while the backward pass goes on: they take milliseconds, a turn takes some tenths of one."""

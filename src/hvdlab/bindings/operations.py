@@ -10,12 +10,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from hvdlab.bindings.adapter import Adapter, DeviceMemory, HostMemory
 from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Part, delivered, every, only
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum
 from hvdlab.bindings.monitoring import DivergenceError
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.metrics.rank_metrics import metric
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.keras import callbacks, elastic
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import broadcast_global_variables

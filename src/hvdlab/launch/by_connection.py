@@ -7,7 +7,7 @@ import os
 import threading
 
 from hvdlab.collectives.client import Client, Membership
-from hvdlab.collectives.engine.hosts import host_key
+from hvdlab.collectives.system import host_key
 from hvdlab.launch.starter import Capability, Ended, RankObserver, Started
 
 _TOGETHER = "it starts all of them together, as one job"

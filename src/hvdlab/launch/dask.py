@@ -22,9 +22,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Any
 
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.system import HostPosition
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.environment import default_python
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.connection import agent_command
@@ -326,7 +326,7 @@ class DaskStarter:
         else:
             self._exec.signal(rank, number)
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """``None``: only the workers that there are when a rank is started say where it is."""
         return None
 

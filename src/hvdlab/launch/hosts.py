@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdlab.collectives.engine.hosts import Place, place
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.system import HostPosition, host_position
 
 LOCALHOST = "localhost"
 # A name that began with `-` would be an option of ssh or mpiexec.
@@ -46,7 +46,7 @@ class Slot:
 
     rank: int
     host: int
-    where: Place
+    where: HostPosition
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -114,7 +114,7 @@ def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
     taken = names[:size]
     ranks = range(size)
     keys = [str(index) for index in taken]
-    return [Slot(rank, taken[rank], place(rank, ranks, keys)) for rank in ranks]
+    return [Slot(rank, taken[rank], host_position(rank, ranks, keys)) for rank in ranks]
 
 
 def is_local(name: str) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.launch.starter import Ended, RankObserver, Starter
 from hvdlab.launch.tenancy import Tenant
 
@@ -77,7 +77,7 @@ class Access:
         replaced: Whether the coordinator was replaced while no process used the job.
     """
 
-    world: World
+    world: WorldEnvironment
     client_token: str
     size: int
     living: Mapping[int, int] = field(default_factory=dict)

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdlab.collectives.engine.hosts import Place
-from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.settings import WorldEnvironment, rank_environment
+from hvdlab.collectives.system import HostPosition
 from hvdlab.launch.environment import default_python
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import (
@@ -85,7 +85,7 @@ class LocalStarter:
         ranks: Takes what happens to ranks.
     """
 
-    def __init__(self, fork_server: ForkServer, world: World, ranks: RankObserver) -> None:
+    def __init__(self, fork_server: ForkServer, world: WorldEnvironment, ranks: RankObserver) -> None:
         self._fork_server, self._world, self._ranks = fork_server, world, ranks
 
     def start(self, ranks: Sequence[int], size: int) -> None:
@@ -99,7 +99,7 @@ class LocalStarter:
         """Send a signal, by the fork server, which knows whether the process still is that rank."""
         self._fork_server.send(Signal(rank, number))
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """None: all are on this host."""
         return None
 

@@ -19,11 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import Place
-from hvdlab.collectives.environment import common, thread_counts
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.settings import TOKEN, TOKEN_FILE
+from hvdlab.collectives.settings import TOKEN, TOKEN_FILE, common, thread_counts
+from hvdlab.collectives.system import HostPosition
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.by_connection import LACKS, MembershipRanks
 from hvdlab.launch.environment import default_python, excluded_by_user
 from hvdlab.launch.host_agent.connection import ShellReach, remote_command
@@ -217,7 +216,7 @@ class MpiStarter:
         """Send a rank of this host the signal. Others end by the coordinator's order, or with mpiexec."""
         self._connected.signal(rank, number)
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """None: a rank learns its place from MPI's environment."""
         return None
 

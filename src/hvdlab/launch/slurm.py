@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import IO, cast
 
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.system import HOST_VARIABLE, HostPosition
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.environment import default_python, exported
 from hvdlab.launch.host_agent.connection import AgentConnection, ProgramConnection, agent_command
 from hvdlab.launch.host_agent.starter import ExecStarter
@@ -307,7 +307,7 @@ class SlurmStarter:
         elif execs is not None:
             execs.signal(rank, number)
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """Where a rank is, once the job has its nodes."""
         with self._lock:
             return assign(self._nodes, size)[rank].where if self._nodes else None

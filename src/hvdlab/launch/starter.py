@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.hosts import Place
-from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.settings import WorldEnvironment
+from hvdlab.collectives.system import HostPosition
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.options import Option
 
@@ -209,7 +209,7 @@ class LaunchRequest:
         options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
     """
 
-    world: World
+    world: WorldEnvironment
     client: Client
     fork_server: ForkServer | None = None
     module: str = ""
@@ -234,7 +234,7 @@ class Starter(Protocol):
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank's process; does nothing if it has ended, or this launcher can't reach it."""
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """Where a rank is in a job of ``size``; ``None`` if all are on this host, or only the launcher knows."""
         ...
 

@@ -38,7 +38,6 @@ from hvdlab.collectives.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.process_sets import (
     ProcessSet,
     add_process_set,
@@ -46,6 +45,7 @@ from hvdlab.collectives.process_sets import (
     remove_process_set,
     set_id,
 )
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.mxnet.adapter import ADAPTER, BINDING, NDArray
 
 __all__ = [

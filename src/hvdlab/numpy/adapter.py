@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.arrays import dtype_of
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.numpy.device_arrays import ArraysOnDevices, DeviceArray, device_array
 
 Array = npt.NDArray[Any]

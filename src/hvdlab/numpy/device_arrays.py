@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.arrays import dtype_of
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.planes.buffers import HOST, Buffer
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import DeviceFailed
+from hvdlab.collectives.types import DType
 
 Array = npt.NDArray[Any]
 

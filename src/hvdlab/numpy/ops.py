@@ -19,10 +19,10 @@ from hvdlab.bindings.docstrings import documented
 from hvdlab.bindings.handles import Handle
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.numbering import shown_number
 from hvdlab.collectives.process_sets import ProcessSet, set_id
+from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.numpy.adapter import ADAPTER, BINDING, AnyArray, as_array
 from hvdlab.numpy.device_arrays import DeviceArray
 

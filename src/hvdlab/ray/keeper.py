@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from hvdlab._version import __version__
-from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.system import HostPosition
 from hvdlab.launch.kept import Access, KeepRequest, KeptJob, free_name, in_use, none_there
 from hvdlab.launch.processes import open_process, readable
 from hvdlab.launch.starter import Ended, RankObserver, Started
@@ -217,7 +217,7 @@ class HeldStarter:
         with contextlib.suppress(StartError):  # the rank ends with the pool
             _order(self._actor.signal, self._number, rank, int(signal.Signals(number)))
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """``None``: Ray places ranks."""
         return None
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place, host_key, place
-from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
 from hvdlab.collectives.protocol.codec import FrameDecoder
+from hvdlab.collectives.settings import WorldEnvironment, own_environment
+from hvdlab.collectives.system import HOST_VARIABLE, HostPosition, host_key, host_position
 from hvdlab.launch.environment import FOREIGN, default_python, exported
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.connection import agent_command
@@ -218,7 +218,7 @@ class StartRequest(Protocol):
     """Part of a :class:`~hvdlab.launch.starter.LaunchRequest` that :class:`RayStarter` reads."""
 
     @property
-    def world(self) -> World:
+    def world(self) -> WorldEnvironment:
         """As there."""
         ...
 
@@ -337,7 +337,7 @@ class RayStarter:
             elif number in ENDING_SIGNALS:
                 seat.given_up = f"it was ended by {signal.Signals(number).name} before it ran"
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """``None``: Ray places ranks."""
         return None
 
@@ -412,7 +412,7 @@ class RayStarter:
         """The lock is held."""
         program, rank = self._request.program, seat.rank
         placed = {other.rank: other.key for other in self._seats.values() if other.key}
-        where = place(rank, list(placed), list(placed.values()))
+        where = host_position(rank, list(placed), list(placed.values()))
         variables = {**self._surroundings.environment, **(program.environment if program else {})}
         variables[HOST_VARIABLE] = seat.key
         if self._gpus:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from hvdlab._version import __version__
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.launch.kept import Access, KeepRequest, KeptJob
 from hvdlab.launch.processes import readable
 from hvdlab.launch.starter import Ended, Program, Started, Waiting
@@ -73,7 +73,7 @@ class Entered:
 class _Ranks:
     """Request for the pool's ranks; see :class:`~hvdlab.ray.launcher.StartRequest`."""
 
-    world: World
+    world: WorldEnvironment
     module: str
     options: Mapping[str, object]
     program: Program | None = None
@@ -109,7 +109,7 @@ class PoolActor:
             environ=surroundings.environment,
         )
         assert self._coordinator.tls_address is not None
-        self._world = World(
+        self._world = WorldEnvironment(
             self._coordinator.tls_address,
             self._coordinator.token,
             self._coordinator.certificate,

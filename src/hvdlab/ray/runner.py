@@ -18,9 +18,9 @@ import msgspec
 from hvdlab.collectives import system
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE, host_key, place
-from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.settings import WorldEnvironment, own_environment
+from hvdlab.collectives.system import HOST_VARIABLE, host_key, host_position
 from hvdlab.launch.processes import ExitStatus
 from hvdlab.ray.adapter import START_TIMEOUT, Adapter, BaseParams, interfaces, start_timeout
 from hvdlab.ray.elastic_v2 import ElasticParams
@@ -377,7 +377,7 @@ class StaticAdapter(Adapter):
         self._client = Client.connect(self._coordinator.address, self._coordinator.client_token)
         self._client.on_mail(TOPIC, self._on_log)
         where = (self._coordinator.tls_address if address else None) or self._coordinator.address
-        world = World(
+        world = WorldEnvironment(
             where,
             self._coordinator.token,
             self._coordinator.certificate if address else None,
@@ -388,7 +388,7 @@ class StaticAdapter(Adapter):
         hosts = [f"{card.host} {card.node}" for card in cards]
         updates, joins = [], []
         for rank, (worker, host) in enumerate(zip(self.workers, hosts, strict=True)):
-            stands = place(rank, range(size), hosts)
+            stands = host_position(rank, range(size), hosts)
             own = own_environment(world, rank, size, stands)
             environment = {**self._gpus(host, hosts), **extra, **own, HOST_VARIABLE: host}
             updates.append(worker.update_env_vars.remote(environment))

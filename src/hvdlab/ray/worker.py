@@ -15,9 +15,9 @@ import cloudpickle  # type: ignore[import-untyped]  # has no types
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.environment import free_port, thread_counts
 from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.settings import free_port, thread_counts
+from hvdlab.collectives.system import host_key
 from hvdlab.collectives.uncaught import cut_own_frames, describe, with_own_errors
 from hvdlab.runner.function_worker import raised, returned, unpickled_call
 
@@ -31,7 +31,7 @@ class WorkerInfo:
 
     Attributes:
         node: Its Ray node's id.
-        host: What it shares memory with; see :func:`hvdlab.collectives.engine.hosts.host_key`.
+        host: What it shares memory with; see :func:`hvdlab.collectives.system.host_key`.
         user: Its user id.
         pid: Its process id.
         address: An address of its node that the others reach.

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 from hvdlab._version import __version__
 from hvdlab.collectives import context
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, UnsupportedError
 from hvdlab.collectives.planes import registry
@@ -34,6 +33,7 @@ from hvdlab.collectives.planes.gpu import gpu_plane, nccl_library
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, allocated, links_between
 from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory
 from hvdlab.collectives.planes.links import links_text, planes_text
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 FILE = "hvdlab-check-gpus.json"
 SIZES = {"4 KiB": 1 << 12, "1 MiB": 1 << 20, "64 MiB": 1 << 26}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from hvdlab.collectives.knobs import KNOBS, Reader
+from hvdlab.collectives.variables import VARIABLES, Reader
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 MEBIBYTE = 1 << 20
@@ -78,7 +78,7 @@ class Flag:
         return str(value)
 
 
-_IDLE_VARIABLES = {knob.variable: knob.meaning for knob in KNOBS if knob.reader is Reader.NOBODY}
+_IDLE_VARIABLES = {each.name: each.meaning for each in VARIABLES if each.reader is Reader.NOBODY}
 
 JOB, HOSTS, TUNING, AUTOTUNE, ELASTIC = "Job", "Hosts", "Tuning", "Autotuning", "Elastic jobs"
 SEEING, LIBRARY, CONTROLLER = "Seeing what happens", "Libraries", "Who starts the ranks"

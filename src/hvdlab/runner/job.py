@@ -19,9 +19,10 @@ import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.recovery import Recovery
+from hvdlab.collectives.settings import WorldEnvironment, free_port
+from hvdlab.collectives.time_limits import RestartLimit
 from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.launch.host_agent.rank_process import STDERR
 from hvdlab.launch.host_source import HostAsker, HostSource
@@ -133,7 +134,7 @@ class JobRun:
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def _make_world(self, coordinator: CoordinatorProcess, address: str | None) -> World:
+    def _make_world(self, coordinator: CoordinatorProcess, address: str | None) -> WorldEnvironment:
         # Where hosts come and go, no rank's host is sure to stay, so the rendezvous is on the launcher's.
         first = "" if self._job.source is not None else self._job.host_of(0)
         master = (address or "127.0.0.1") if not first or is_local(first) else first
@@ -142,9 +143,11 @@ class JobRun:
         assert where is not None
         if self._verbose:
             self._say(f"coordinator {where} (pid {coordinator.pid}); rendezvous at {master}:{port}")
-        return World(where, coordinator.token, coordinator.certificate, self._job.plane, master, port)
+        return WorldEnvironment(
+            where, coordinator.token, coordinator.certificate, self._job.plane, master, port
+        )
 
-    def _request(self, world: World, client: Client, options: dict[str, object]) -> LaunchRequest:
+    def _request(self, world: WorldEnvironment, client: Client, options: dict[str, object]) -> LaunchRequest:
         job = self._job
         return LaunchRequest(
             world,
@@ -333,10 +336,6 @@ class JobRun:
                 self._client.rank_lost(effect.rank, self._news.last_pid.get(effect.rank, 0), effect.reason)
 
 
-_OFTEN = 5
-"""Deaths within a minute after which no other coordinator is started: whatever ends them would end it as well."""
-
-
 class CoordinatorSupervisor:
     """Watches the coordinator of a job.
 
@@ -357,7 +356,7 @@ class CoordinatorSupervisor:
         self._client = client
         self._recovery = Recovery(coordinator, client)
         self._say, self._lost = say, lost
-        self._deaths: deque[float] = deque(maxlen=_OFTEN)
+        self._restarts = RestartLimit()
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
         self._closing = False
@@ -388,10 +387,10 @@ class CoordinatorSupervisor:
 
     def _recover(self, reason: str) -> None:
         began = time.monotonic()
-        if len(self._deaths) == _OFTEN and began < self._deaths[0] + 60:
-            self._lost(f"{reason}; it has ended {_OFTEN} times within a minute")
+        if self._restarts.reached:
+            self._lost(f"{reason}; it has ended {self._restarts.most} times within a minute")
             return
-        self._deaths.append(began)
+        self._restarts.add()
         try:
             recovered = self._recovery.run()
         except CoordinatorLostError:
@@ -407,7 +406,7 @@ class CoordinatorSupervisor:
                     "that moment has failed; those that can, go on"
                 )
             else:
-                self._deaths.pop()  # the coordinator lives, so this was no death
+                self._restarts.forget_last()  # the coordinator lives, so this was no death
                 self._say(
                     f"{reason}; it lives, and was connected to again within {seconds:.1f} s. The ranks did not notice"
                 )

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.knobs import read as read_knobs
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.variables import read_variables
 from hvdlab.launch.host_source import FixedHosts, HostSource, as_host_source
 from hvdlab.launch.host_table import COOLDOWN, check_cooldown
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
@@ -49,7 +49,7 @@ class RunOptions:
     ) -> None:
         self.said: dict[str, Any] = {**config, **given}
         self._environ = environ
-        read_knobs({**environ, **self.variables()})
+        read_variables({**environ, **self.variables()})
 
     def get(self, dest: str) -> Any:
         """The value of a flag; ``None`` if neither command line nor file nor environment gives one.

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import InvalidRequestError, call_name, format_ranks
-from hvdlab.collectives.membership import Stall
 from hvdlab.collectives.text import visible, visible_coloured
+from hvdlab.collectives.types import OpKind, Stall
 from hvdlab.launch.host_agent.rank_process import STDERR, STDOUT
 from hvdlab.launch.processes import OutputTail
 from hvdlab.runner.events import FailureReport

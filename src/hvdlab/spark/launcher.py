@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlab.collectives.client import Membership
-from hvdlab.collectives.engine.hosts import Place
-from hvdlab.collectives.environment import own_environment
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.settings import own_environment
+from hvdlab.collectives.system import HostPosition
 from hvdlab.launch.environment import default_python, exported
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.options import Option
@@ -220,7 +220,7 @@ class SparkStarter:
         if seat is not None and number in ENDING_SIGNALS:
             self._cancel(seat, f"it was ended by {signal.Signals(number).name}")
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """``None``: Spark places ranks."""
         return None
 

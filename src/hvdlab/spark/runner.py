@@ -16,8 +16,8 @@ from typing import Any, TextIO, TypeVar
 from hvdlab.collectives import system
 from hvdlab.collectives.client import Client, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.runner.function_worker import FunctionRaised
 from hvdlab.runner.job_result import JobResult, origin_of
 from hvdlab.runner.output import ConsoleSink, Writer
@@ -141,7 +141,7 @@ def run_tasks(
         client.on_membership(job.on_membership)
         where = (coordinator.tls_address if address else None) or coordinator.address
         say(f"coordinator {where}; {size} ranks")
-        world = World(where, coordinator.token, coordinator.certificate if address else None)
+        world = WorldEnvironment(where, coordinator.token, coordinator.certificate if address else None)
         job.run(replace(task, world=world, client_token=coordinator.client_token), say)
     return job
 

@@ -15,8 +15,8 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.hosts import host_key, place
-from hvdlab.collectives.environment import World, free_port, own_environment, thread_counts
+from hvdlab.collectives.settings import WorldEnvironment, free_port, own_environment, thread_counts
+from hvdlab.collectives.system import host_key, host_position
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.rank_process import STDERR, Child, SpawnError, spawn
 from hvdlab.launch.processes import ExitStatus
@@ -30,7 +30,7 @@ KEPT = 4 << 20
 LOST = "its task was lost, with its executor or by Spark's word"
 """How a rank has ended if Spark starts its task again."""
 
-_NO_WORLD = World("", "")
+_NO_WORLD = WorldEnvironment("", "")
 """Until there is a coordinator."""
 
 
@@ -70,7 +70,7 @@ class RankTask:
     executable: str = ""
     captured: bool = False
     gpus: bool = False
-    world: World = _NO_WORLD
+    world: WorldEnvironment = _NO_WORLD
     client_token: str = ""
 
     def __call__(self, _: Iterator[Any]) -> Iterator[RankEnd]:
@@ -86,7 +86,7 @@ class RankTask:
         )
         rendezvous = context.allGather(f"{address} {free_port()}")[order[0]].split()
         world = replace(self.world, master_address=rendezvous[0], master_port=int(rendezvous[1]))
-        where = place(rank, range(size), [hosts[task] for task in order])
+        where = host_position(rank, range(size), [hosts[task] for task in order])
         environment = dict(self.environment)
         environment |= thread_counts({**os.environ, **environment}, where.local_size)
         environment |= own_environment(world, rank, size, where)

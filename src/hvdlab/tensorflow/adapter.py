@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.tensorflow.installed import internal, tf
 
 _record = internal("eager.record")

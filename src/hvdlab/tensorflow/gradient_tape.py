@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from hvdlab.bindings.arguments import Average, gradient_operator, predivide_factor
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.horovod.common.util import split_list
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import vars_to_refs

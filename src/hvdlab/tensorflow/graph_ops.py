@@ -27,11 +27,11 @@ import numpy as np
 from hvdlab.bindings.arguments import row_counts
 from hvdlab.bindings.gradients import Differentiable, ForwardPass, own_rows
 from hvdlab.bindings.operations import Operation
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.reduce.adasum import levels
 from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.text import site_of_lines
+from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.tensorflow import kernels
 from hvdlab.tensorflow.adapter import BINDING, as_tensor, core_dtype
 from hvdlab.tensorflow.errors import JIT

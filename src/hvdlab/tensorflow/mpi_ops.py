@@ -1,6 +1,6 @@
 """Collectives on TensorFlow's tensors, and queries, under Horovod's name for their module, ``horovod.tensorflow.mpi_ops``.
 
-Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType``; variables, arrays and numbers are converted. Outside of functions a
+Tensors are of any dtype of ``hvdlab.collectives.types.DType``; variables, arrays and numbers are converted. Outside of functions a
 collective runs at once. In a ``tf.function``, a graph of TensorFlow 1 or a ``tf.data`` pipeline it is an asynchronous
 operation: any number of them may wait, in any order on the ranks.
 
@@ -45,7 +45,6 @@ from hvdlab.collectives.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.metrics.sampler import ask_frameworks
@@ -57,6 +56,7 @@ from hvdlab.collectives.process_sets import (
     remove_process_set,
     set_id,
 )
+from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdlab.tensorflow import errors, interrupts, kernels
 from hvdlab.tensorflow.adapter import ADAPTER

@@ -7,9 +7,9 @@ from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, gradient_operator
 from hvdlab.collectives import basics
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.gradient_tape import DistributedGradients, Groups, TensorFlowReducer, chosen_groups

@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 
 from hvdlab.bindings.operations import Binding
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.planes.buffers import HOST, Buffer
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import DeviceFailed
 from hvdlab.collectives.reduce.fold import Conversion, register_conversion
+from hvdlab.collectives.types import DType, OpKind
 
 DTYPES: dict[torch.dtype, DType] = {
     torch.bool: DType.BOOL,

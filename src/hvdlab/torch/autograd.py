@@ -14,8 +14,8 @@ import torch
 
 from hvdlab.bindings.gradients import Differentiable, ForwardPass
 from hvdlab.bindings.operations import Operation
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.reduce.adasum import levels
+from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.torch.adapter import BINDING
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -1,6 +1,6 @@
 """Collectives on torch tensors, and queries of the world, under Horovod's name for their module, ``horovod.torch.mpi_ops``.
 
-Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType`` and on any device. The core reads and writes contiguous CPU
+Tensors are of any dtype of ``hvdlab.collectives.types.DType`` and on any device. The core reads and writes contiguous CPU
 tensors where they are, and contiguous CUDA tensors if the process set has a data plane for CUDA; it works on copies of others.
 
 The forms that wait and return new tensors are differentiable; every rank must then run the backward pass.
@@ -46,7 +46,6 @@ from hvdlab.collectives.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.metrics.sampler import ask_frameworks
@@ -58,6 +57,7 @@ from hvdlab.collectives.process_sets import (
     remove_process_set,
     set_id,
 )
+from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.horovod.common.util import get_average_backwards_compatibility_fun
 from hvdlab.horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdlab.torch.adapter import ADAPTER, BINDING, register_conversions

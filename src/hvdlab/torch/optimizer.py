@@ -25,9 +25,9 @@ from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.bindings.handles import Handle, wait_for_all
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.context import is_initialized
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
+from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.torch.adapter import ADAPTER, BINDING, as_stored
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.monitoring import meter_of

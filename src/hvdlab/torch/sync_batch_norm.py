@@ -8,8 +8,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdlab.bindings.operations import Operation
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
+from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.torch.autograd import collective
 from hvdlab.torch.dynamo import untraced
 

@@ -11,8 +11,8 @@ from coordinator_simulation import SimulatedRank, Simulation, signature
 from effort import examples
 from hvdlab.collectives.coordinator.events import PeerConnected, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 
 def formed(size: int = 3) -> Simulation:

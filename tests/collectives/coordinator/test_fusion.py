@@ -6,7 +6,7 @@ from coordinator_simulation import signature
 from hvdlab.collectives.coordinator.fusion import fuse
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import InternedSignature
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 
 def rounds(*infos: InternedSignature) -> list[NegotiationRound]:

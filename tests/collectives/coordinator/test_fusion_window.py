@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from coordinator_simulation import Simulation, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 DELAY = 0.005
 

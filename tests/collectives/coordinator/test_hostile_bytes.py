@@ -19,12 +19,12 @@ import pytest
 
 from hvdlab.collectives.coordinator.connections import MOST_STRANGERS
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
+from hvdlab.collectives.time_limits import Deadline
 from protocol_fuzz import KINDS, make, spoil
 
 DOORS = ("unix", "tls")

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from coordinator_simulation import SimulatedRank, Simulation, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 M = TypeVar("M", bound=m.Message)
 JOIN = signature("join.noname", OpKind.JOIN, shape=())

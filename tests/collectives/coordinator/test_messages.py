@@ -8,8 +8,8 @@ import pytest
 from coordinator_simulation import SimulatedRank, Simulation, Submission, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.signatures import describe
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 RING = ("0>1", "1>2", "2>3", "3>0")
 

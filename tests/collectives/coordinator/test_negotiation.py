@@ -7,8 +7,8 @@ import msgspec
 from coordinator_simulation import signature
 from hvdlab.collectives.coordinator.negotiation import DuplicateName, Impossible, Mismatch, Negotiation
 from hvdlab.collectives.coordinator.signatures import LocalDefinition, SignatureTable
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.protocol.messages import Definition
+from hvdlab.collectives.types import OpKind, ReduceOp
 
 
 class Bench:

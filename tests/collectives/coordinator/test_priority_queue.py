@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from coordinator_simulation import Simulation, Submission, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 NBYTES = 16
 """Of each tensor here."""

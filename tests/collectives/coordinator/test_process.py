@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import new_certificate
 from hvdlab.collectives.protocol.handshake import connect
+from hvdlab.collectives.time_limits import Deadline
 from patience import PATIENCE
 
 STARTER = """

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from coordinator_simulation import SimulatedRank, Simulation, Submission, signature
 from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from coordinator_simulation import SimulatedRank, Simulation, signature
 from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 ANONYMOUS, JOIN = "allreduce.noname", "join.noname"
 priorities = st.sampled_from([None, None, None, 0, 0, 3])

@@ -16,16 +16,16 @@ import pytest
 
 from hvdlab.collectives.coordinator import event_history, liveness
 from hvdlab.collectives.coordinator.connections import Connection
-from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer, UnsoundStateError
 from hvdlab.collectives.coordinator.state import RANK_HANDLERS
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint, new_certificate, server_context
 from hvdlab.collectives.protocol.handshake import connect
+from hvdlab.collectives.system import create_memory
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.record_format import HEADER
 from patience import PATIENCE
 

@@ -10,8 +10,8 @@ from coordinator_simulation import CLIENT, SimulatedRank, Simulation, signature
 from hvdlab.collectives.coordinator.events import CloseConnection, PeerConnected, PeerLost, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import RANK_HANDLERS
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 M = TypeVar("M", bound=m.Message)
 

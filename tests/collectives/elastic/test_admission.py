@@ -12,8 +12,8 @@ from coordinator_simulation import SimulatedRank, Simulation, hello, signature
 from effort import examples
 from hvdlab.collectives.coordinator.events import PeerConnected, PeerLost, Tick
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 
 M = TypeVar("M", bound=m.Message)
 

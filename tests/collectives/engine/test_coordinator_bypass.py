@@ -18,11 +18,11 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import coordinator_bypass
 from hvdlab.collectives.engine.requests import Limit, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.tracing.record_format import Span, decode
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from patience import PATIENCE
 from ranks import RankFailed, Ranks, meet
 from threads import in_threads
@@ -541,8 +541,8 @@ class Full:
 
 
 def no_memory() -> str:
-    from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
     from hvdlab.collectives.engine.requests import Request
+    from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
     engine = context.engine()
     x = np.ones(3, np.float32)

@@ -12,10 +12,10 @@ import pytest
 import fake_device
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from patience import PATIENCE
 from ranks import Ranks
 

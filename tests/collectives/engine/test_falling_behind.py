@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry, Fail
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 MEMBERS = tuple(m.Member(rank, "host", 100 + rank) for rank in range(3))
 GONE_ON = m.Outdated("rank 1 was cut off, and the others have gone on without it")

@@ -21,7 +21,6 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import inline_execution
 from hvdlab.collectives.engine.entries import Fail, RunBatch
 from hvdlab.collectives.engine.handles import CompletionHooks, Handle, HandleOwner
@@ -31,6 +30,7 @@ from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from patience import PATIENCE
 from ranks import Ranks
 

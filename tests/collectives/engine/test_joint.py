@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 from joint_ranks import SimEntry
 from joint_simulation import Simulation, allreduce
 

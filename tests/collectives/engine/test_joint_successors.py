@@ -6,10 +6,10 @@ import pytest
 
 from hvdlab.collectives.coordinator.events import PeerLost
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 from joint_ranks import SimEntry
 from joint_simulation import Simulation, allreduce
 

@@ -13,11 +13,11 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine import control_thread
 from hvdlab.collectives.engine.control_thread import SharedMemoryRetry
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.time_limits import Deadline
 from patience import PATIENCE
 from ranks import Ranks
 

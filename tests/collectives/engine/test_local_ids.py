@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry, Locals
 from hvdlab.collectives.engine.requests import Request
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 
 def entry(about: str) -> Entry:

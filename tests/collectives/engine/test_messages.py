@@ -14,10 +14,10 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Limit, PendingCollective, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
+from hvdlab.collectives.types import DType, OpKind
 from patience import PATIENCE, without_heartbeat
 from ranks import RankGone, Ranks, meet
 

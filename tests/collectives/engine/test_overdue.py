@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 SECOND = 1_000_000_000
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine import reconnecting
-from hvdlab.collectives.engine.reconnecting import LONGER, OFTEN, WITHIN, Reconnecting
+from hvdlab.collectives.engine.reconnecting import LONGER, SUCCESSORS, Reconnecting
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError, UnreachableError
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.time_limits import RESTART_WINDOW, RESTARTS, Deadline, RestartLimit
 from patience import PATIENCE
 
 
@@ -55,7 +55,7 @@ class Waiting(Reconnecting):
 def test_it_waits_for_the_next_one_when_a_successor_dies_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Waiting(LONGER * 10.0 - 1, StartError("closed"), monkeypatch)
     assert waiting.run() == "it was killed; closed"
-    assert waiting.attempts == OFTEN + 2  # the last of them comes too late
+    assert waiting.attempts == SUCCESSORS + 2  # the last of them comes too late
 
 
 def test_it_waits_longer_than_a_successor_needs_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,15 +99,14 @@ def test_one_that_loses_its_connection_again_and_again_does_not_come_back(
 ) -> None:
     waiting = Waiting(0.0, StartError("closed"), monkeypatch, returns=True)
     waiting._handlers.reconnected = lambda endpoint: None  # type: ignore[method-assign]
-    clock = SimpleNamespace(monotonic=lambda: waiting.now)
-    monkeypatch.setattr(reconnecting, "time", clock)
+    waiting._returned = RestartLimit(clock=lambda: waiting.now)
     endpoint: Any = None
-    for _ in range(OFTEN):
+    for _ in range(RESTARTS):
         assert waiting._may_return()
         waiting.now += 1.0
         waiting._go_on(endpoint, m.Welcome(0, 0, generation=0))
     assert not waiting._may_return()
-    waiting.now += WITHIN
+    waiting.now += RESTART_WINDOW
     assert waiting._may_return()
     waiting._go_on(endpoint, m.Welcome(0, 0, generation=1))  # a successor
     assert waiting._may_return()

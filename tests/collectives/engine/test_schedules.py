@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.types import OpKind
 from joint_schedules import ACTIONS, Schedule, run_seed, soak
 from joint_simulation import Simulation, allreduce
 

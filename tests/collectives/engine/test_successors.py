@@ -14,11 +14,11 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.process_sets import add_process_set
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import OpKind
 from patience import HOUR, PATIENCE
 from ranks import Ranks, Running
 

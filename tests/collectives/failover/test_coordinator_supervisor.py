@@ -11,7 +11,8 @@ import pytest
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.failover import supervisor
-from hvdlab.collectives.failover.supervisor import OFTEN, Keeper
+from hvdlab.collectives.failover.supervisor import Keeper
+from hvdlab.collectives.time_limits import RESTARTS
 from patience import PATIENCE
 
 
@@ -48,7 +49,7 @@ class FakeCoordinator:
 def test_a_successor_each_time_but_not_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     fake: Any = FakeCoordinator()
     watching = Keeper(fake)
-    for _ in range(OFTEN):
+    for _ in range(RESTARTS):
         fake.process.kill()
         assert fake.did.get(timeout=PATIENCE) == "respawn"
     fake.process.kill()

@@ -13,9 +13,9 @@ import pytest
 
 from hvdlab import kvstore
 from hvdlab.collectives import context
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.logs import LOG
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kvstore import KVStoreError
 from ranks import Ranks
 

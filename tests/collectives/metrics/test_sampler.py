@@ -16,8 +16,8 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.metrics.sampler import ProcessUsage, Sampler, Source, Thinning, Values
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.recording import Recording
 from patience import PATIENCE
 from ranks import Ranks

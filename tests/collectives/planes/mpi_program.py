@@ -9,7 +9,7 @@ import numpy as np
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
+from hvdlab.collectives.system import HOST_VARIABLE
 
 INDEX_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 LARGE = 50_000  # elements: more than travels with the negotiation

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import gloo
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.gloo import GlooPlane, listeners, traffic
+from hvdlab.collectives.types import DType, ReduceOp
 from patience import HOUR, PATIENCE
 
 pytest.importorskip("torch.distributed")

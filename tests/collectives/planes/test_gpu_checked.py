@@ -18,12 +18,12 @@ import fake_nccl
 from fake_cuda import FakeCuda, bytes_at
 from gpu_members import Store, simulated_gpu
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.planes.gpu import checked_plane, gpu_plane
 from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
 from hvdlab.collectives.planes.links import THROUGH_HOST
+from hvdlab.collectives.system import HOST_VARIABLE
 from patience import PATIENCE
 from ranks import RankGone, Ranks
 

@@ -12,7 +12,6 @@ import pytest
 from fake_cuda import FakeCuda, bytes_at
 from gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
 from hvdlab.collectives import basics
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.gpu import gpu_plane
@@ -20,6 +19,7 @@ from hvdlab.collectives.planes.gpu.device import DeviceFailed
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
 from hvdlab.collectives.planes.gpu.ipc_memory import RING, TENSORS
 from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
+from hvdlab.collectives.types import DType, ReduceOp
 from patience import PATIENCE
 
 

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pytest
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.gpu.jobs import chunk_bytes, share, table_of
 from hvdlab.collectives.reduce.fold import make_fold
+from hvdlab.collectives.types import DType, ReduceOp
 
 SOURCE = Path(__file__).parents[3] / "collectives" / "planes" / "gpu" / "kernels.cu"
 COMPILER = shutil.which("g++")

@@ -17,7 +17,6 @@ from fake_cuda import FakeCuda, bytes_at
 from fake_nccl import FakeCommunicator
 from gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
 from hvdlab.collectives import basics
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.gpu import gpu_plane, nccl_library
@@ -29,6 +28,7 @@ from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.planes.gpu.nccl_group import RING, TABLE_BYTES
 from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
 from hvdlab.collectives.planes.gpu.nccl_plane import MOST_BLOCKS, TENSORS, NcclPlane
+from hvdlab.collectives.types import DType, ReduceOp
 from patience import PATIENCE
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.gpu import nccl_library
 from hvdlab.collectives.planes.gpu.nccl_library import (
     ID_BYTES,
@@ -20,6 +19,7 @@ from hvdlab.collectives.planes.gpu.nccl_library import (
     NcclFailed,
     NcclPiece,
 )
+from hvdlab.collectives.types import DType, ReduceOp
 
 IN_PROGRESS, REMOTE_ERROR = 7, 6
 

@@ -13,9 +13,9 @@ import pytest
 
 import fake_nccl
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.system import HOST_VARIABLE
 from patience import PATIENCE
 from ranks import RankGone, Ranks
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
 from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Topology
+from hvdlab.collectives.system import HOST_VARIABLE
 from ranks import Ranks
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
@@ -124,7 +124,7 @@ def join(hosts: str) -> None:
 
 
 def work() -> tuple[str, bool]:
-    """All that the knobs concern; returns the plane and whether memory is shared."""
+    """All that the variables concern; returns the plane and whether memory is shared."""
     e = context.engine()
     count = 30_000  # more than travels with the negotiation
     assert (hvd.allreduce(np.full(count, e.rank + 1.0), op=hvd.Sum) == sum(range(e.size + 1))).all()

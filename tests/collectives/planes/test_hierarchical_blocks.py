@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
+from hvdlab.collectives.types import DType, ReduceOp
 
 BLOCK = 4096
 PATIENCE = 30.0

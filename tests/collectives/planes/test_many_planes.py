@@ -9,7 +9,7 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
+from hvdlab.collectives.system import HOST_VARIABLE
 from ranks import Ranks
 
 SETS = 12

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import numpy as np
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.mpi import MpiPlane
 

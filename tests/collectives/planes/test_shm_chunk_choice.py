@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import part, segment_size, slot_bytes
 from hvdlab.collectives.planes.shm.plane import ROUNDS, TRIAL_BYTES, ChunkChoice
+from hvdlab.collectives.types import DType, ReduceOp
 
 KIB = 1024
 

@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import segment_size
+from hvdlab.collectives.types import DType, ReduceOp
 
 
 def context(index: int, size: int, fd: int, **options: str) -> PlaneContext:

@@ -15,13 +15,13 @@ from hvdlab.collectives import system
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers import starting
 from hvdlab.collectives.protocol.handshake import ForeignPeerError, connect
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
+from hvdlab.collectives.system import host_key
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.forkserver.client import ServerHandle
 from hvdlab.launch.forkserver.server import PoolListener
 from patience import PATIENCE

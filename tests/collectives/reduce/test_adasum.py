@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.adasum_cases import expected
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.reduce.adasum import adasum, levels, products
+from hvdlab.collectives.types import DType
 
 
 @pytest.mark.parametrize("members", range(1, 40))

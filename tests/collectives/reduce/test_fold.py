@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.reduce.fold import (
     BLOCK,
     MANY,
@@ -22,6 +21,7 @@ from hvdlab.collectives.reduce.fold import (
     register_conversion,
     widen_bf16,
 )
+from hvdlab.collectives.types import DType, ReduceOp
 
 Array = npt.NDArray[Any]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
+from hvdlab.collectives.types import DType, ReduceOp
 
 INTEGERS = [DType.U8, DType.I8, DType.I16, DType.I32, DType.I64]
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.reduce.support import check_supported
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.BROADCAST, OpKind.ALLTOALL, OpKind.BARRIER])

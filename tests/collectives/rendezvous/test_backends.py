@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.rendezvous.backends import DirectoryBackend
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, await_info
+from hvdlab.collectives.system import host_key
+from hvdlab.collectives.time_limits import Deadline
 from patience import PATIENCE
 
 

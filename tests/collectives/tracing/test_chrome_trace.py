@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing import chrome_trace
 from hvdlab.collectives.tracing.check import check
 from hvdlab.collectives.tracing.chrome_trace import ARRIVALS_PID, ChromeTrace
@@ -26,6 +25,7 @@ from hvdlab.collectives.tracing.record_format import (
     decode,
     encode,
 )
+from hvdlab.collectives.types import DType, OpKind
 from timeline_traces import steps
 
 TraceEvent = dict[str, Any]

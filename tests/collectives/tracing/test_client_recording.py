@@ -9,10 +9,10 @@ import pytest
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, encode
 from hvdlab.collectives.tracing.recording import Recording

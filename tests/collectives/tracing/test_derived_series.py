@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing import derived_series
 from hvdlab.collectives.tracing.intervals import Union
 from hvdlab.collectives.tracing.record_format import (
@@ -22,6 +21,7 @@ from hvdlab.collectives.tracing.record_format import (
     encode,
 )
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, OpKind
 from timeline_traces import steps
 
 MS = 1_000_000

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.tracing import text_report, trace_file
 from hvdlab.collectives.tracing.chrome_trace import CLOCK_COMPARED
@@ -28,6 +26,7 @@ from hvdlab.collectives.tracing.record_format import (
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
 from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
+from hvdlab.collectives.types import DType, Membership, OpKind
 from timeline_traces import steps
 
 MS = 1_000_000

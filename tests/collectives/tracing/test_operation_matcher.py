@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.chrome_trace import OperationMatcher, Placed, tensor_arrivals
 from hvdlab.collectives.tracing.record_format import Members, Span
+from hvdlab.collectives.types import DType, OpKind
 
 
 def placed(kind: OpKind, sequence: int, submitted: int) -> Placed:

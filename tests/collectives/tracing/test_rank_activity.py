@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing.rank_activity import (
     RecentActivity,
     recent_activity,
@@ -17,6 +16,7 @@ from hvdlab.collectives.tracing.rank_activity import (
 )
 from hvdlab.collectives.tracing.record_format import Event, Members, Metric, Span, encode
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, OpKind
 from timeline_traces import steps
 
 MS = 1_000_000

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.tracing import record_format
 from hvdlab.collectives.tracing.record_format import (
@@ -25,6 +24,7 @@ from hvdlab.collectives.tracing.record_format import (
     decode,
     encode,
 )
+from hvdlab.collectives.types import DType, OpKind
 
 U32 = st.integers(0, 2**32 - 1)
 TIMES = st.integers(0, 2**62)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.text import UNKNOWN_SITE
 from hvdlab.collectives.tracing import recorder as module
@@ -27,6 +26,7 @@ from hvdlab.collectives.tracing.record_format import (
     decode,
 )
 from hvdlab.collectives.tracing.recorder import Recorder
+from hvdlab.collectives.types import DType, OpKind
 
 PHASES = PhaseTimes(pack=10, transfer=20, unpack=30, wait=40)
 

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.tracing import recording as recording_module
 from hvdlab.collectives.tracing.clocks import clock_domain
@@ -32,6 +30,7 @@ from hvdlab.collectives.tracing.record_format import (
 )
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import trace_events
+from hvdlab.collectives.types import DType, Membership, OpKind
 from patience import PATIENCE
 from timeline_traces import steps
 

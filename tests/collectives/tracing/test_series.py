@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.tracing import columns
 from hvdlab.collectives.tracing.columns import SeriesStore, unit_of
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, ClockSample, Event, Metric, Span, encode
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import DType, OpKind
 
 START = 5_000_000_000
 

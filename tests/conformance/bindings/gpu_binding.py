@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.bindings.harness import Values
 from conformance.bindings.numpy_binding import NumpyUnderTest
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 
 class GpuArraysUnderTest(NumpyUnderTest):

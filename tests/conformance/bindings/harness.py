@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives import errors
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 Values = npt.NDArray[Any]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from conformance.bindings.harness import BindingUnderTest, Values
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 _HAS = (DType.F16, DType.F32, DType.F64, DType.I8, DType.U8, DType.I32, DType.I64, DType.BOOL)
 _TYPES = {dtype: storage_type(dtype) for dtype in _HAS}

@@ -9,7 +9,7 @@ import numpy as np
 
 from conformance.bindings.harness import BindingUnderTest, Values
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 _TYPES = {dtype: storage_type(dtype) for dtype in DType if dtype is not DType.BF16}
 _DTYPES = {kind: dtype for dtype, kind in _TYPES.items()}

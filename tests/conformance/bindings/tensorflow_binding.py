@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from conformance.bindings.harness import BindingUnderTest, Values
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 
 class TensorFlowUnderTest(BindingUnderTest):

@@ -12,8 +12,8 @@ import pytest
 
 from conformance.bindings.conftest import World
 from conformance.bindings.harness import BINDINGS, ONLY_IN_RANKS, BindingUnderTest, Problems, binding
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError, UnsupportedError
+from hvdlab.collectives.types import DType
 
 _REDUCTION = ("average", "name", "compression", "op", "prescale_factor", "postscale_factor", "process_set")
 _SCATTER = ("name", "compression", "op", "process_set", "prescale_factor", "postscale_factor")

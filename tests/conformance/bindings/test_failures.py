@@ -14,8 +14,8 @@ from conformance.bindings.harness import BindingUnderTest, Problems, binding
 from conformance.bindings.test_arguments import ones, works
 from hvdlab.bindings.handles import FAILURES
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import AbortedError, DuplicateNameError, MismatchError
+from hvdlab.collectives.types import DType
 from interrupting import press_ctrl_c, when_this_thread_waits
 
 MISMATCHES = ("shape", "dtype", "operator", "root", "row", "kind", "group", "in place", "async")

@@ -10,7 +10,7 @@ import pytest
 
 from conformance.bindings.conftest import World
 from conformance.bindings.harness import BindingUnderTest, Problems, Values, binding, values_of
-from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp
 
 SHAPES = [(), (0,), (1,), (17,), (3, 0, 2), (5, 3), (70_000,)]  # the last one goes over the data plane
 ROUNDING = {DType.BF16: 2.0**-8, DType.F16: 2.0**-11}

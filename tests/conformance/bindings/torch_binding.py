@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from conformance.bindings.harness import BindingUnderTest, Values
-from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.types import DType
 
 _TYPES = {dtype: getattr(torch, dtype.label) for dtype in DType}
 _DTYPES = {kind: dtype for dtype, kind in _TYPES.items()}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
+from hvdlab.collectives.types import Membership
 from hvdlab.kernel_ext.notebook import membership_history as module
 from hvdlab.kernel_ext.notebook.membership_history import ALL, MembershipChange, MembershipHistory
 

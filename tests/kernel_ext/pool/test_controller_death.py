@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from forked_ranks import allow_files
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.launchers import ports
 from hvdlab.kernel_ext.notebook.pool import Pool
 from pool_probe import PoolProbe

@@ -41,7 +41,7 @@ def sums(pool, count=10):
 
 def prepare(pool):
     begin = "import os, subprocess, numpy as np\\nimport hvdlab.numpy as hvd\\nfrom hvdlab.collectives import context\\n"
-    assert pool.run(begin + "from hvdlab.collectives.dtypes import ReduceOp\\ncontext.init()").ok
+    assert pool.run(begin + "from hvdlab.collectives.types import ReduceOp\\ncontext.init()").ok
 
 def kill(pool, rank):
     os.kill(next(s.pid for s in pool.status() if s.rank == rank), signal.SIGKILL)

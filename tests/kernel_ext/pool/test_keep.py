@@ -20,8 +20,8 @@ from hvdlab.collectives import system
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook import kept_pools, takeover
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds

@@ -7,7 +7,7 @@ import signal
 import textwrap
 from collections.abc import Callable
 
-from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import Chunk, Stream

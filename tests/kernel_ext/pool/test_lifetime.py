@@ -49,7 +49,7 @@ def test_everything_ends_when_the_owner_is_killed(words: tuple[str, ...]) -> Non
 
 def test_everything_ends_when_the_owner_is_killed_while_it_starts() -> None:
     source = (
-        "from hvdlab.kernel_ext.notebook.prestart import Prestart; from hvdlab.collectives.deadline import Deadline; "
+        "from hvdlab.kernel_ext.notebook.prestart import Prestart; from hvdlab.collectives.time_limits import Deadline; "
         "base = Prestart.begin().take(Deadline(60)); print('on', flush=True); input()"
     )
     process = subprocess.Popen(

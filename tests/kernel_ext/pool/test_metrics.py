@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hvdlab
-from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.exporters import JsonLines
 from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE

@@ -26,7 +26,7 @@ def test_mpi_ranks_take_cells_and_compute_by_mpi(start_pool: StartPool) -> None:
     results = pool.run(
         "import os, numpy as np\n"
         "import hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\n"
-        "from hvdlab.collectives.dtypes import ReduceOp\n"
+        "from hvdlab.collectives.types import ReduceOp\n"
         "context.init()\n"
         "summed = hvd.allreduce(np.full(3, 1 + int(os.environ['RANK'])), op=ReduceOp.SUM)\n"
         "(os.environ['RANK'], os.environ['WORLD_SIZE'], summed.tolist())"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.settings import WorldEnvironment, rank_environment
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest
@@ -41,7 +41,7 @@ from hvdlab.launch.options import parse
 from hvdlab.launch.processes import OutOfMemoryCounter, describe
 from patience import PATIENCE
 
-WORLD = World("unix:/run/coordinator", "secret", master_port=2345)
+WORLD = WorldEnvironment("unix:/run/coordinator", "secret", master_port=2345)
 
 
 # -- environment ------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_ipyparallel_s_launchers_start_our_ranks(tmp_path: Path) -> None:
     """As far as the command line goes: there is no cluster here to run it on."""
     from ipyparallel import Cluster
 
-    far = World("tls:10.0.0.1:4000", "secret", "PEM")
+    far = WorldEnvironment("tls:10.0.0.1:4000", "secret", "PEM")
     options = parse("slurm", EngineSetLauncher("slurm").options(), {"python": "/opt/python"})
     request = PoolRequest(far, FakeClient(), module="hvdlab.kernel_ext.rank", options=options)  # type: ignore[arg-type]  # not used here
     ranks = EngineSetStarter("slurm", request, Any, Any)  # type: ignore[arg-type]  # not used here

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Death
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.types import Membership
 from hvdlab.kernel_ext.notebook import coordinator_recovery
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
@@ -176,7 +176,7 @@ def test_only_the_connection_to_the_coordinator_is_lost(start_pool: StartPool) -
     assert out.started.wait(30)
     again = threading.Event()
     watched.pool.client.on_reconnected(lambda world: again.set())
-    watched.pool.client._link._endpoint._sock.shutdown(socket.SHUT_RDWR)
+    watched.pool.client._connection._endpoint._sock.shutdown(socket.SHUT_RDWR)
     assert again.wait(30)
     results = run.wait(60)
     assert (results.errors, list(results)) == ({}, [40, 41])

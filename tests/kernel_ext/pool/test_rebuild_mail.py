@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.dispatch import MessageFate, ReceiveWindow
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.rank.output_log import OutputLog

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.record_format import Span, decode
 from hvdlab.collectives.tracing.recording import Recording

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.rank_states import AgentReady
 from hvdlab.launch.hosts import parse_hosts

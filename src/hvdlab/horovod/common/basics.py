@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlab.collectives import basics
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.process_sets import ProcessSet
+from hvdlab.collectives.types import ReduceOp
 
 
 class MPI:

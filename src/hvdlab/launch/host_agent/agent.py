@@ -19,9 +19,9 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.environment import data_plane_address, host_directory_variable, thread_counts
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import FrameDecoder
+from hvdlab.collectives.settings import data_plane_address, host_directory_variable, thread_counts
 from hvdlab.collectives.system import adopt_orphans, interface_address, living_children
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.rank_process import Child, SpawnError, spawn

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
-from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.protocol.codec import FrameDecoder
+from hvdlab.collectives.system import HOST_VARIABLE
 from hvdlab.launch.environment import exported
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.hosts import is_local

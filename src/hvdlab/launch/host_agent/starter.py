@@ -19,9 +19,9 @@ import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hvdlab.collectives.engine.hosts import Place, place
-from hvdlab.collectives.environment import own_environment
 from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.settings import own_environment
+from hvdlab.collectives.system import HostPosition, host_position
 from hvdlab.launch.environment import FOREIGN
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.connection import AgentLink, HostTransport
@@ -122,7 +122,7 @@ class ExecStarter:
             self._most[host] = max(self._most.get(host, 0), len(here))
             link = self._links.get(host) or self._connect(host, here)
             numbers, keys = list(hosts), [self._reach.machine(each) for each in hosts.values()]
-            specs = (self._spec(rank, size, place(rank, numbers, keys), host) for rank in ranks)
+            specs = (self._spec(rank, size, host_position(rank, numbers, keys), host) for rank in ranks)
             link.send(wire.Spawn(tuple(specs)))
             self._host_of = hosts
             self._idle.clear()
@@ -143,7 +143,7 @@ class ExecStarter:
                 link.send(wire.SignalRanks((rank,), number))
         self._wake()
 
-    def place(self, rank: int, size: int) -> Place | None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
         """Where a rank is: hosts are filled one after the other."""
         return assign(self._hosts, size)[rank].where
 
@@ -205,7 +205,7 @@ class ExecStarter:
         self._new.append(link)
         return link
 
-    def _spec(self, rank: int, size: int, where: Place, host: str) -> wire.RankSpec:
+    def _spec(self, rank: int, size: int, where: HostPosition, host: str) -> wire.RankSpec:
         if not self._launches_ranks:
             return wire.RankSpec(rank, {})
         environment = own_environment(self._request.world, rank, size, where)

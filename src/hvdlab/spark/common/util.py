@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.system import host_key
 from hvdlab.spark.common.datamodule import arrays_of
 from hvdlab.spark.common.store import Store, is_databricks
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from hvdlab.bindings.arguments import Average, Sum
 from hvdlab.bindings.monitoring import DivergenceError
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.metrics.rank_metrics import metric
 from hvdlab.collectives.process_sets import (
     ProcessSet,
@@ -17,6 +16,7 @@ from hvdlab.collectives.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.horovod.common.util import is_version_greater_equal_than
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import broadcast_global_variables

@@ -22,10 +22,10 @@ from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
 from hvdlab.collectives import basics
-from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.errors import JIT
 from hvdlab.tensorflow.functions import plain_variable, vars_to_refs

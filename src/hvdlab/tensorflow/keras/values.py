@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlab.bindings.arguments import Average
-from hvdlab.collectives.dtypes import ReduceOp
+from hvdlab.collectives.types import ReduceOp
 from hvdlab.tensorflow import mpi_ops
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import plain_variable

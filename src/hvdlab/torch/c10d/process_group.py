@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import (
     Disagreement,
@@ -28,6 +27,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
+from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
 from hvdlab.torch.c10d.submission import Calls, Messages, Submission
 from hvdlab.torch.c10d.tensors import (

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, HvdlabError
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.text import call_site
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.torch.c10d.call_history import keep_errors
 from hvdlab.torch.c10d.operation_names import renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup

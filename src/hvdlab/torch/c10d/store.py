@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, NotInitializedError, Pending
+from hvdlab.collectives.time_limits import Deadline
 
 _ASK, _ANSWER = "c10d.store.ask", "c10d.store.answer"
 _REMEMBERED = 256

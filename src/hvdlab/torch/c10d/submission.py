@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, InvalidRequestError, MismatchError
 from hvdlab.collectives.text import call_site
+from hvdlab.collectives.types import OpKind
 from hvdlab.torch.c10d.call_history import CallRecord
 from hvdlab.torch.c10d.ddp_buckets import Buckets
 from hvdlab.torch.c10d.operation_names import (

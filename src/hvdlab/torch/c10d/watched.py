@@ -28,7 +28,6 @@ import numpy as np
 import torch.distributed as dist
 
 from hvdlab.collectives import context
-from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request
@@ -45,6 +44,7 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.collectives.text import call_site
+from hvdlab.collectives.types import DType, OpKind
 from hvdlab.torch.c10d.call_history import CallHistoryMessage
 from hvdlab.torch.c10d.inner_groups import InnerGroup, make_inner
 from hvdlab.torch.c10d.launch_ring import (

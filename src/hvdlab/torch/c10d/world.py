@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives import context
-from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handles import Handle
-from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.rendezvous.backends import DirectoryBackend
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, host_backend, require_long_token
 from hvdlab.collectives.rendezvous.launchers import detect
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.system import host_key
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.types import OpKind
 from hvdlab.torch.c10d.call_history import Histories, OptimizerSteps
 from hvdlab.torch.c10d.operation_names import is_local
 from hvdlab.torch.c10d.store import HvdlabStore, StoreLink

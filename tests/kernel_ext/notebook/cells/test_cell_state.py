@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.membership import Stall
+from hvdlab.collectives.types import Stall
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AtPrompts,
     CollectiveStalled,

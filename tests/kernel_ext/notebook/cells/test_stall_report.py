@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.membership import Stall
+from hvdlab.collectives.types import OpKind, Stall
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AskStacks,
     CollectiveStalled,

@@ -10,36 +10,39 @@ import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.knobs import KNOBS, Knob, Reader, read
-from hvdlab.collectives.knobs.markdown import filled
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.variables import VARIABLES, EnvironmentVariable, Reader, read_variables
+from page_scripts import load_script
 
-PAGE = Path(__file__).parents[3] / "docs/reference/settings.md"
+SCRIPT = Path(__file__).parents[2] / "docs/reference/settings_table.py"
+settings_table = load_script(SCRIPT, "settings_table")
 LAUNCH = {field.name: field for field in msgspec.structs.fields(CoordinatorLaunch)}
 SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
 
 
 def test_the_documentation_shows_the_table() -> None:
-    page = PAGE.read_text()
-    assert filled(page) == page, "run python -m hvdlab.collectives.knobs.markdown docs/reference/settings.md"
+    page = settings_table.PAGE.read_text()
+    assert settings_table.filled(page) == page, "run python docs/reference/settings_table.py"
 
 
 def test_every_variable_is_there_once() -> None:
-    variables = [knob.variable for knob in KNOBS]
-    assert len(set(variables)) == len(variables)
+    names = [variable.name for variable in VARIABLES]
+    assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob.field], ids=lambda knob: knob.variable)
-def test_a_field_exists_and_has_the_default_that_is_written_down(knob: Knob) -> None:
-    both = knob.reader is Reader.BOTH
+@pytest.mark.parametrize(
+    "variable", [variable for variable in VARIABLES if variable.field], ids=lambda variable: variable.name
+)
+def test_a_field_exists_and_has_the_default_that_is_written_down(variable: EnvironmentVariable) -> None:
+    both = variable.reader is Reader.BOTH
     for reader, fields in ((Reader.COORDINATOR, LAUNCH), (Reader.RANK, SETTINGS)):
-        if knob.reader is not reader and not both:
+        if variable.reader is not reader and not both:
             continue
-        default = fields[knob.field].default
-        if knob.default == "-":
+        default = fields[variable.field].default
+        if variable.default == "-":
             assert not default
         else:
-            assert default == knob.kind.parse(knob.default)
+            assert default == variable.kind.parse(variable.default)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -49,7 +52,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         "HOROVOD_TIMELINE_MARK_CYCLES": "1",
     }
     with pytest.raises(InvalidRequestError) as caught:
-        read(environ)
+        read_variables(environ)
     text = str(caught.value)
     assert "HOROVOD_CYCLE_TIME='soon': a number of milliseconds from 0 was expected" in text
     assert "HOROVOD_CACHE_CAPACITY='-1': a whole number from 0 was expected" in text
@@ -70,7 +73,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     ],
 )
 def test_texts_become_values(variable: str, text: str, value: object) -> None:
-    assert read({variable: text}) == {variable: value}
+    assert read_variables({variable: text}) == {variable: value}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_texts_become_values(variable: str, text: str, value: object) -> None:
 )
 def test_nonsense_is_refused(variable: str, text: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{variable}='{text}'"):
-        read({variable: text})
+        read_variables({variable: text})
 
 
 def test_a_plane_that_is_not_there_is_refused_with_the_reason() -> None:
@@ -96,7 +99,7 @@ def test_a_plane_that_is_not_there_is_refused_with_the_reason() -> None:
         InvalidRequestError,
         match=r"^HVDLAB_PLANE='NCCL': NCCL moves CUDA tensors only.*; one of auto, shm, .* was expected\.$",
     ):
-        read({"HVDLAB_PLANE": "NCCL"})
+        read_variables({"HVDLAB_PLANE": "NCCL"})
 
 
 def test_ranks_take_their_variables() -> None:

@@ -1,12 +1,17 @@
-"""The table as the documentation shows it: ``python -m hvdlab.collectives.knobs.markdown docs/reference/settings.md``."""
+"""Writes the tables of ``docs/reference/settings.md`` from the variables that the code declares.
+
+::
+
+    python docs/reference/settings_table.py
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from hvdlab.collectives.knobs.table import KNOBS, Reader
+from hvdlab.collectives.variables import VARIABLES, Reader
 
+PAGE = Path(__file__).with_name("settings.md")
 EFFECTIVE = "variables"
 INEFFECTIVE = "accepted"
 _READERS = {
@@ -19,25 +24,29 @@ _READERS = {
 
 
 def effective() -> str:
-    """The variables that do something."""
+    """Return the table of the variables that do something."""
     rows = ["| variable | unit | default | read by | meaning |", "|---|---|---|---|---|"]
-    for knob in KNOBS:
-        if knob.reader is not Reader.NOBODY:
+    for variable in VARIABLES:
+        if variable.reader is not Reader.NOBODY:
             rows.append(
-                f"| `{knob.variable}` | {knob.kind.unit} | {knob.default} | {_READERS[knob.reader]} | {knob.meaning} |"
+                f"| `{variable.name}` | {variable.kind.unit} | {variable.default} | {_READERS[variable.reader]} | {variable.meaning} |"
             )
     return "\n".join(rows)
 
 
 def ineffective() -> str:
-    """The variables that are accepted and change nothing."""
+    """Return the table of the variables that are accepted and change nothing."""
     rows = ["| variable | why it changes nothing |", "|---|---|"]
-    rows += [f"| `{knob.variable}` | {knob.meaning} |" for knob in KNOBS if knob.reader is Reader.NOBODY]
+    rows += [
+        f"| `{variable.name}` | {variable.meaning} |"
+        for variable in VARIABLES
+        if variable.reader is Reader.NOBODY
+    ]
     return "\n".join(rows)
 
 
 def filled(page: str) -> str:
-    """The page with its tables as they ought to be. Raises ``ValueError`` if it has no place for one."""
+    """Return the page with the present tables. Raises ``ValueError`` if it has no place for one."""
     for name, table in ((EFFECTIVE, effective()), (INEFFECTIVE, ineffective())):
         begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
         before, found, rest = page.partition(begin)
@@ -48,11 +57,5 @@ def filled(page: str) -> str:
     return page
 
 
-def main(path: str) -> None:
-    """Write the tables into a page."""
-    page = Path(path)
-    page.write_text(filled(page.read_text()))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    PAGE.write_text(filled(PAGE.read_text()))

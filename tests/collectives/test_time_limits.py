@@ -1,0 +1,101 @@
+"""Deadlines, silence of the coordinator, and restarts within a minute."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdlab.collectives.time_limits import (
+    ASK_AFTER,
+    RESTART_WINDOW,
+    SILENT_AFTER,
+    STOPPED_AFTER,
+    Deadline,
+    Heartbeat,
+    RestartLimit,
+)
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_deadline_is_shared_by_steps() -> None:
+    clock = Clock()
+    deadline = Deadline(3, clock=clock)
+    assert deadline.remaining() == 3
+    clock.now += 2
+    assert deadline.remaining() == 1
+    assert not deadline.expired
+    clock.now += 2
+    assert deadline.remaining() == 0
+    assert deadline.expired
+    with pytest.raises(TimeoutError, match="the coffee took longer than 3 s"):
+        deadline.check("the coffee")
+
+
+def test_no_limit() -> None:
+    deadline = Deadline(None)
+    assert deadline.remaining() is None
+    assert not deadline.expired
+    deadline.check("anything")
+
+
+def test_one_that_answers_is_asked_now_and_then() -> None:
+    now, asked = 100.0, 0
+    heartbeat = Heartbeat(now, lambda: True)
+    for _ in range(10):
+        now += heartbeat.timeout(now)
+        if heartbeat.asks(now):
+            asked += 1
+            heartbeat.heard(now)
+        assert heartbeat.lost(now) == ""
+    assert asked == 10
+
+
+def test_one_that_is_stopped_is_lost_soon() -> None:
+    heartbeat = Heartbeat(0.0, lambda: True)
+    assert not heartbeat.asks(ASK_AFTER / 2)
+    assert heartbeat.asks(ASK_AFTER)
+    assert not heartbeat.asks(ASK_AFTER), "asked once"
+    assert heartbeat.lost(ASK_AFTER) == ""
+    assert "stopped" in heartbeat.lost(ASK_AFTER + STOPPED_AFTER)
+
+
+def test_a_busy_one_is_given_time() -> None:
+    heartbeat = Heartbeat(0.0, lambda: False)
+    assert heartbeat.asks(ASK_AFTER)
+    assert heartbeat.lost(ASK_AFTER + SILENT_AFTER - 1) == ""
+    assert "not answered for 30 s" in heartbeat.lost(ASK_AFTER + SILENT_AFTER)
+
+
+def test_who_was_stopped_itself_hears_first_what_has_come() -> None:
+    heartbeat = Heartbeat(0.0, lambda: False)
+    assert heartbeat.asks(ASK_AFTER)
+    much_later = 1000.0
+    heartbeat.heard(much_later)
+    assert heartbeat.lost(much_later) == ""
+    assert heartbeat.timeout(much_later) == ASK_AFTER
+
+
+def test_restarts_are_limited_within_a_time_only() -> None:
+    clock = Clock()
+    limit = RestartLimit(3, clock=clock)
+    for count in range(3):
+        assert not limit.reached
+        assert limit.recent == count
+        limit.add()
+        clock.now += 1
+    assert limit.reached
+    clock.now += RESTART_WINDOW - 3
+    assert not limit.reached, "the first one is a minute ago"
+    assert limit.recent == 2
+
+
+def test_a_restart_can_be_taken_back() -> None:
+    limit = RestartLimit(1, clock=Clock())
+    limit.add()
+    limit.forget_last()
+    assert not limit.reached

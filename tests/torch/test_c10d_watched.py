@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
-from hvdlab.torch.c10d import WatchOptions, watched
+from hvdlab.torch.c10d import WatchOptions, watch_options, watched
 from ranks import Ranks
 
 LATE = 0.3
@@ -344,10 +345,31 @@ def test_an_option_of_the_group_goes_before_the_variable(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("HVDLAB_C10D_WATCH", variable)
-    assert options.inner_backend() == inner
+    assert options.inner_backend(dist.HashStore(), 0, 1) == inner
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(["a", "b", "c"], "nccl"), (["a", "b", "a"], "")])
+def test_groups_of_ranks_that_share_a_gpu_are_agreed(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], expected: str
+) -> None:
+    monkeypatch.delenv("HVDLAB_C10D_WATCH", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(watch_options, "gpu_in_use", lambda: gpus[int(threading.current_thread().name)])
+    store, found = dist.HashStore(), dict[int, str]()
+
+    def choose(rank: int) -> None:
+        found[rank] = WatchOptions().inner_backend(store, rank, 3)
+
+    threads = [threading.Thread(target=choose, args=(rank,), name=str(rank)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(3), expected)
 
 
 def test_a_variable_that_names_no_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDLAB_C10D_WATCH", "seen")
     with pytest.raises(InvalidRequestError, match="HVDLAB_C10D_WATCH='seen'"):
-        WatchOptions().inner_backend()
+        WatchOptions().inner_backend(dist.HashStore(), 0, 1)

@@ -170,7 +170,7 @@ def create(options: Any, watch: object = None) -> HvdlabProcessGroup:
     if not members:
         world.watch = chosen
     ranks = members or world.engine.ranks()
-    inner = chosen.inner_backend()
+    inner = chosen.inner_backend(options.store, rank, size)
     if not inner:
         return HvdlabProcessGroup(world, rank, size, options.group_id, ranks, options.timeout)
     from hvdlab.torch.c10d.watched import WatchedGroup

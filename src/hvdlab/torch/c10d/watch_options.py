@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,8 @@ class WatchOptions:
     """Options of a process group, given as ``pg_options`` to ``init_process_group`` or ``new_group``.
 
     All ranks of a group must give the same. Empty values stand for those of ``HVDLAB_C10D_WATCH``, such as ``watched`` or
-    ``watched:gloo``, and after that for the default: groups are watched with NCCL inside if torch has that and sees a GPU, and
-    agreed otherwise.
+    ``watched:gloo``, and after that for the default: groups are watched with NCCL inside if torch has that and each rank uses a
+    GPU of its own when the group is made, and agreed otherwise.
 
     Attributes:
         watch: ``watched``: operations are handed over to a group of torch's own, and the ranks are compared when one is late.
@@ -42,8 +44,12 @@ class WatchOptions:
                 f"{self}: watch is 'agreed' or 'watched', inner is 'gloo' or 'nccl', and late is a positive number of seconds."
             )
 
-    def inner_backend(self) -> str:
-        """Return the backend of the inner group; empty for a group that is agreed.
+    def inner_backend(self, store: Any, rank: int, size: int) -> str:
+        """Return the backend of the inner group; empty for a group that is agreed. All ranks of the group call it.
+
+        Args:
+            store: Torch's store for this group.
+            rank, size: This rank in the group, and how many there are.
 
         Raises:
             InvalidRequestError: ``HVDLAB_C10D_WATCH`` holds neither of the two ways.
@@ -57,8 +63,26 @@ class WatchOptions:
                     f"{VARIABLE}={os.environ[VARIABLE]!r}: give agreed, watched, watched:gloo or watched:nccl."
                 )
         on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
-        if not way:
-            way = "watched" if inner or on_gpus else "agreed"
+        if not way and not inner:
+            return "nccl" if on_gpus and have_a_gpu_each(store, rank, size, gpu_in_use()) else ""
         if way == "agreed":
             return ""
         return inner or ("nccl" if on_gpus else "gloo")
+
+
+def gpu_in_use() -> str:
+    """Return the identifier of this process's present GPU, which no other GPU of any host has."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return str(getattr(properties, "uuid", f"{platform.node()} {torch.cuda.current_device()}"))
+
+
+def have_a_gpu_each(store: Any, rank: int, size: int, gpu: str) -> bool:
+    """Return whether no two ranks use the same GPU, which NCCL refuses. All ranks call it, and get the same answer.
+
+    Args:
+        store: Torch's store for the group.
+        rank, size: This rank in the group, and how many there are.
+        gpu: The identifier of this rank's GPU.
+    """
+    store.set(f"watched.gpu.{rank}", gpu)
+    return len({bytes(store.get(f"watched.gpu.{other}")) for other in range(size)}) == size

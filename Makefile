@@ -146,6 +146,7 @@ engines: ## ranks in the tasks of a real Spark, the actors of a real Ray, on the
 	out/engines/bin/python -m pip install --quiet $(CHECKED) --requirement out/engines/builds.txt
 	out/engines/bin/python -m pip install --quiet $(CHECKED) --no-build-isolation --requirement requirements/engines.txt
 	out/engines/bin/python -m pip install --quiet $(OURSELVES)
+	out/engines/bin/python -m pytest tests/conformance/launchers -k "slurm or dask or ray or spark" $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_spark $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_ray $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_dask $(PYTEST_ARGS)

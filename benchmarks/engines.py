@@ -277,10 +277,10 @@ def under_ray(directory: Path, rounds: int) -> Times | str:
 
 def under_slurm(directory: Path, rounds: int) -> Times | str:
     from debian_packages import Unavailable
-    from slurm_cluster import SlurmCluster, slurm
+    from slurm_cluster import SlurmCluster
 
     try:
-        cluster = SlurmCluster(slurm(CACHE / "slurm"), directory)
+        cluster = SlurmCluster.made(directory)
     except Unavailable as error:
         return str(error)
     with cluster:

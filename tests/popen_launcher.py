@@ -5,7 +5,9 @@ It does not tell how a notebook's ranks end; of a program of the user's it passe
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -84,7 +86,9 @@ class PopenStarter:
                 self._run_program(self._request.program, rank, nice, environment)
                 continue
             command = [*nice, sys.executable, "-m", self._request.module]
-            self._processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            self._processes[rank] = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, process_group=0
+            )
             self._ranks.handle(Started(rank, self._processes[rank].pid))
 
     def _run_program(self, program: Program, rank: int, nice: list[str], environment: dict[str, str]) -> None:
@@ -94,6 +98,7 @@ class PopenStarter:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            process_group=0,
         )
         self._processes[rank] = process
         self._ranks.handle(Started(rank, process.pid, "popen-host"))
@@ -126,6 +131,8 @@ class PopenStarter:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            with contextlib.suppress(ProcessLookupError):  # its children may hold its output open
+                os.killpg(process.pid, signal.SIGKILL)
         for reader in self._readers:
             reader.join()
 

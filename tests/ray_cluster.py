@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -30,3 +32,17 @@ def started(nodes: int, **node: Any) -> Any:
             if attempt == 2:
                 raise
     raise AssertionError
+
+
+@contextlib.contextmanager
+def connected(nodes: int, **node: Any) -> Iterator[Any]:
+    """A cluster of so many equal nodes, which this process is connected to, until the end of the block."""
+    import ray
+
+    cluster = started(nodes, **node)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+    finally:
+        cluster.shutdown()

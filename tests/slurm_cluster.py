@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import pytest
 
 from debian_packages import Unavailable, libraries, unpacked
 from hvdlab.collectives.settings import free_port
@@ -27,6 +28,9 @@ PACKAGES = (
     "libmunge2",
 )
 """Slurm, and what it needs beside a base system."""
+
+CACHE = Path(__file__).parents[1] / "out/engines/slurm"
+"""Where the packages are kept."""
 
 NODES, CPUS = ("n1", "n2"), 4
 """The nodes, and how many processors each claims to have, whatever the machine has."""
@@ -70,11 +74,6 @@ PartitionName=short Nodes=n1,n2 MaxTime=1 State=UP
 """
 
 
-def slurm(cache: Path) -> Path:
-    """Where Slurm is unpacked. Raises ``Unavailable``."""
-    return unpacked(cache, PACKAGES, "usr/bin/srun")
-
-
 class SlurmCluster:
     """slurmctld and a slurmd for each node, until the end of a ``with`` block.
 
@@ -107,6 +106,11 @@ class SlurmCluster:
         (work / "state").mkdir(parents=True)
         (work / "slurm.conf").write_text(text)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    @classmethod
+    def made(cls, work: Path) -> Self:
+        """Return a cluster of the packages in the cache, after they were brought if need be. Raises ``Unavailable``."""
+        return cls(unpacked(CACHE, PACKAGES, "usr/bin/srun"), work)
 
     def __enter__(self) -> Self:
         try:
@@ -198,3 +202,20 @@ class SlurmCluster:
         """The end of what the daemons have logged."""
         logs = sorted(self.work.glob("*.log"))
         return "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in logs)
+
+
+@contextlib.contextmanager
+def running(work: Path) -> Iterator[SlurmCluster]:
+    """A cluster to which this process's variables lead, until the end of the block; skips the test where Slurm can't be had.
+
+    Args:
+        work: A directory for what Slurm writes.
+    """
+    try:
+        cluster = SlurmCluster.made(work)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    with cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.environment.items():
+            patch.setenv(name, value)
+        yield cluster

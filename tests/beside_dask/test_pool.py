@@ -39,14 +39,6 @@ def test_ranks_of_two_workers_share_the_memory_of_their_machine(pool: Pool) -> N
     assert parents[0] == parents[1] != parents[2]
 
 
-def test_a_lost_rank_comes_back_and_the_others_keep_their_memory(pool: Pool) -> None:
-    pool.run("kept = 41")
-    dying = pool.start_run("import os; os.kill(os.getpid(), 9)", ranks=[1]).wait(PATIENCE)
-    assert dying.deaths[1].reason == "killed by SIGKILL"
-    assert pool.repair(timeout=PATIENCE) == (1,)
-    assert list(pool.run("globals().get('kept')")) == [41, None, 41]
-
-
 def test_a_lost_worker_takes_its_own_ranks_alone(cluster: Any, pool: Pool) -> None:
     pool.run("kept = 41")
     worker = pool.run("import psutil; [p.pid for p in psutil.Process().parents()]").value(2)
@@ -60,21 +52,6 @@ def test_a_lost_worker_takes_its_own_ranks_alone(cluster: Any, pool: Pool) -> No
     eventually(lambda: len(cluster.get_client().scheduler_info(n_workers=-1)["workers"]) == 2)
     assert pool.repair(timeout=PATIENCE) == (2,)
     assert list(pool.run("globals().get('kept')")) == [41, 41, None]
-
-
-def test_a_rank_is_interrupted_where_it_runs(pool: Pool) -> None:
-    running = pool.start_run("import time; time.sleep(600)")
-    running.interrupt()
-    assert running.wait(PATIENCE).interrupted
-    assert list(pool.run("1 + 1")) == [2, 2, 2]
-
-
-def test_a_pool_grows_as_far_as_there_is_room(pool: Pool) -> None:
-    pool.resize(4, timeout=PATIENCE)
-    said = "no room for it within 2 s: 1 ranks need as many slots; 2 workers have 4, of which 0 are free"
-    with pytest.raises(StartError, match=said):
-        pool.resize(5, timeout=PATIENCE)
-    assert list(pool.run("1")) == [1, 1, 1, 1]
 
 
 def test_what_can_not_be_is_said_at_once(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

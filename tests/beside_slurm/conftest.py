@@ -13,26 +13,16 @@ import psutil
 import pytest
 
 import shared_memory
-from debian_packages import Unavailable
 from patience import PATIENCE, eventually
-from slurm_cluster import SlurmCluster
-from slurm_cluster import slurm as packages
+from slurm_cluster import SlurmCluster, running
 
 collect_ignore_glob = [] if any("beside_slurm" in word for word in sys.argv) else ["test_*.py"]
-
-CACHE = Path(__file__).parents[2] / "out/engines/slurm"
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """The cluster, which this process's variables lead to: it takes a second, and the packages are brought once."""
-    try:
-        cluster = SlurmCluster(packages(CACHE), tmp_path_factory.mktemp("slurm"))
-    except Unavailable as error:
-        pytest.skip(str(error))
-    with cluster, pytest.MonkeyPatch.context() as patch:
-        for name, value in cluster.environment.items():
-            patch.setenv(name, value)
+    """The cluster: it takes a second, and the packages are brought once."""
+    with running(tmp_path_factory.mktemp("slurm")) as cluster, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         yield cluster

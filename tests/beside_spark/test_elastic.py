@@ -1,4 +1,4 @@
-"""run_elastic on a real Spark: ranks that are lost and come again, the launcher under a pool, and what has no room."""
+"""run_elastic on a real Spark: ranks that are lost and come again, and calls that have no room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 import hvdlab.spark
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.runner.run_function import RankFailedError
 from patience import PATIENCE
 
@@ -142,27 +141,3 @@ def test_numbers_that_make_no_sense_and_too_few_slots(spark: Any) -> None:
         "prefix_output_with_timestamp min_np max_np"
     )
     assert list(inspect.signature(hvdlab.spark.run_elastic).parameters) == wanted.split()
-
-
-def test_a_pool_of_a_notebook_grows_is_interrupted_and_repaired(spark: Any) -> None:
-    pool = Pool.start(1, launcher="spark", timeout=PATIENCE)
-    try:
-        pool.run("kept = 41")
-        pool.resize(2, timeout=PATIENCE)
-        found = pool.run(
-            "import numpy as np, os, hvdlab.numpy as hvd\nhvd.init()\n"
-            "(float(hvd.allreduce(np.ones(1), op=hvd.Sum, name='x')[0]), globals().get('kept'))"
-        )
-        assert list(found) == [(2.0, 41), (2.0, None)]
-        running = pool.start_run("import time; time.sleep(600)")
-        running.interrupt()
-        assert running.wait(PATIENCE).interrupted
-        dying = pool.start_run("os.kill(os.getpid(), 9)", ranks=[1]).wait(PATIENCE)
-        assert "SIGKILL" in dying.deaths[1].reason
-        assert pool.repair(timeout=PATIENCE) == (1,)
-        assert list(pool.run("globals().get('kept')")) == [41, None]
-        with pytest.raises(InvalidRequestError, match=r"2 task slots for 3 ranks"):
-            pool.resize(3)
-    finally:
-        pool.stop()
-    assert spark.parallelize(range(2), 2).sum() == 1

@@ -13,13 +13,12 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
-import subprocess
 import threading
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
@@ -27,14 +26,14 @@ from hvdlab.collectives.system import HostPosition
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.environment import default_python
 from hvdlab.launch.host_agent import wire
-from hvdlab.launch.host_agent.connection import agent_command
+from hvdlab.launch.host_agent.connection import AgentProcess
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
+from hvdlab.launch.room_starter import RoomStarter
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
-    ENDING_SIGNALS,
     Capabilities,
     Capability,
     Ended,
@@ -42,7 +41,6 @@ from hvdlab.launch.starter import (
     RankObserver,
     Started,
     Waiting,
-    require_running,
 )
 
 ROOM_WITHIN = 100.0
@@ -243,10 +241,8 @@ class WorkerReach:
         return {}
 
 
-class DaskStarter:
+class DaskStarter(RoomStarter):
     """A :class:`~hvdlab.launch.starter.PlacingStarter` of ranks on workers.
-
-    Ranks that have no room yet are waited for by a thread.
 
     Args:
         request: What the ranks are started for.
@@ -259,41 +255,14 @@ class DaskStarter:
     def __init__(
         self, request: LaunchRequest, ranks: RankObserver, room: Room, *, python: str, timeout: float
     ) -> None:
-        self._ranks, self._room, self._timeout = ranks, room, timeout
+        super().__init__(ranks, "Dask")
+        self._room, self._timeout = room, timeout
         self._reach = WorkerReach(room)
-        self._lock = threading.Lock()
-        #: Rank to its worker's name, from its order to its end; empty as long as it waits for room. Guarded by the lock, as is the
-        #: following.
+        #: Rank to its worker's name, from its order to its end. Guarded by the lock.
         self._host_of: dict[int, str] = {}
-        self._waiting: list[threading.Thread] = []
-        self._closing = threading.Event()
         self._exec = ExecStarter(request, self, (), reach=self._reach, python=python)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
-
-    def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have ranks started as soon as the workers have room.
-
-        Raises:
-            InvalidRequestError: This was closed.
-            StartError: Dask's scheduler does not answer.
-        """
-        with self._lock:
-            require_running(self._closing.is_set())
-            self._host_of |= dict.fromkeys(ranks, "")
-        try:
-            lacking = self._place_all(ranks, size)
-        except BaseException:
-            self._withdrawn(ranks)
-            raise
-        if lacking:
-            self._ranks.handle(Waiting(f"waiting for Dask: {lacking}"))
-            thread = threading.Thread(
-                target=self._wait, args=(tuple(ranks), size), name=f"hvdlab-dask-{min(ranks)}", daemon=True
-            )
-            with self._lock:
-                self._waiting = [each for each in self._waiting if each.is_alive()] + [thread]
-                thread.start()
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
         """As :meth:`start`, on a worker that :meth:`DaskLauncher.source` has named, whatever room it has.
@@ -302,57 +271,41 @@ class DaskStarter:
             InvalidRequestError: This was closed.
             StartError: There is no such worker.
         """
-        known = {worker.name: worker for worker in self._room.workers()}
-        if host not in known:
-            raise StartError(f"{host} is no worker of the Dask cluster")
-        with self._lock:
-            self._reach.known = known
-            self._host_of |= dict.fromkeys(ranks, host)
-            self._exec.start_on(host, ranks, size)
+        self._order(ranks, size, host)
 
     def give_up(self, host: str) -> None:
         """Drop the agent of a worker; its ranks are reported."""
         self._exec.give_up(host)
 
-    def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank. If it would end the rank, one that has no room yet is not started."""
-        with self._lock:
-            waits = self._host_of.get(rank) == "" and number in ENDING_SIGNALS
-            if waits:
-                del self._host_of[rank]
-        if waits:
-            said = f"it was ended by {signal.Signals(number).name} before there was room for it"
-            self._ranks.handle(Ended(rank, 0, said))
-        else:
-            self._exec.signal(rank, number)
-
     def place(self, rank: int, size: int) -> HostPosition | None:
         """``None``: only the workers that there are when a rank is started say where it is."""
         return None
 
-    def close(self, timeout: float) -> None:
-        """Wait ``timeout`` seconds for ranks that are leaving, then have the agents end what is left. Idempotent."""
-        self._exec.close(timeout)
-        self._closing.set()
-        with self._lock:
-            threads = list(self._waiting)
-        for thread in threads:
-            thread.join()
-
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Take what the agents report."""
         if isinstance(event, Ended):
-            with self._lock:
+            with self._changed:
                 self._host_of.pop(event.rank, None)
         self._ranks.handle(event)
 
-    def _withdrawn(self, ranks: Sequence[int]) -> list[int]:
-        """Forget ranks that have no room yet. Returns those that were still wanted."""
-        with self._lock:
-            left = [rank for rank in ranks if self._host_of.get(rank) == ""]
-            for rank in left:
-                del self._host_of[rank]
-        return left
+    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
+        if host:
+            known = {worker.name: worker for worker in self._room.workers()}
+            if host not in known:
+                raise StartError(f"{host} is no worker of the Dask cluster")
+            with self._changed:
+                self._start_on_workers({host: list(ranks)}, known, size)
+            return
+        lacking = self._place_all(ranks, size)
+        if lacking:
+            self._ranks.handle(Waiting(f"waiting for Dask: {lacking}"))
+            self._run_thread(partial(self._wait, tuple(ranks), size), f"dask-{min(ranks)}")
+
+    def _signal_placed(self, rank: int, number: int) -> None:
+        self._exec.signal(rank, number)
+
+    def _close_placed(self, timeout: float) -> None:
+        self._exec.close(timeout)
 
     # -- the thread of ranks that wait for room -----------------------------------------------------------------------
 
@@ -360,8 +313,8 @@ class DaskStarter:
         """Start the ranks when there is room, or report why they were not started."""
         reason = self._room_for(ranks, size)
         self._ranks.handle(Waiting(""))
-        for rank in self._withdrawn(ranks) if reason else ():
-            self._ranks.handle(Ended(rank, 0, reason))
+        if reason:
+            self._withdraw(ranks, reason)
 
     def _room_for(self, ranks: Sequence[int], size: int) -> str:
         """Wait for room, and start the ranks. Returns why they were not started; empty if they were."""
@@ -381,23 +334,31 @@ class DaskStarter:
         return ENDED_WITH_JOB
 
     def _place_all(self, ranks: Sequence[int], size: int) -> str:
-        """Start the ranks if there is room for all that are still wanted; else a text that says what is lacking."""
+        """Start the ranks if there is room for all that still wait; else a text that says what is lacking."""
         workers = self._room.workers()
-        with self._lock:
-            wanted = [rank for rank in ranks if self._host_of.get(rank) == ""]
+        with self._changed:
+            wanted = [rank for rank in ranks if rank in self._waiting]
             taken = list(self._host_of.values())
             free = [worker.name for worker in workers for _ in range(worker.slots - taken.count(worker.name))]
             if len(free) < len(wanted):
                 slots = sum(worker.slots for worker in workers)
                 return f"{len(wanted)} ranks need as many slots; {len(workers)} workers have {slots}, of which {len(free)} are free"
-            self._reach.known = {worker.name: worker for worker in workers}
             by_host: dict[str, list[int]] = {}
             for rank, host in zip(sorted(wanted), free, strict=False):
                 by_host.setdefault(host, []).append(rank)
-                self._host_of[rank] = host
-            for host, those in by_host.items():
-                self._exec.start_on(host, those, size)
+            self._start_on_workers(by_host, {worker.name: worker for worker in workers}, size)
             return ""
+
+    def _start_on_workers(
+        self, by_host: Mapping[str, list[int]], workers: Mapping[str, DaskWorker], size: int
+    ) -> None:
+        """Start waiting ranks by the agents of their workers. The lock is held."""
+        self._reach.known = workers
+        for host, those in by_host.items():
+            self._exec.start_on(host, those, size)
+            # Only now: ranks that could not be started still wait, and are withdrawn with the reason.
+            self._claim(those)
+            self._host_of |= dict.fromkeys(those, host)
 
 
 class AgentActor:
@@ -413,36 +374,22 @@ class AgentActor:
     """
 
     def __init__(self, python: str) -> None:
-        self._agent = subprocess.Popen(
-            agent_command(python),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-        )
+        self._agent = AgentProcess(python)
         self._reports: asyncio.StreamReader | None = None
 
     async def order(self, data: bytes) -> None:
         """Pass this on to the agent."""
-        await asyncio.to_thread(self._write, bytes(data))
+        await asyncio.to_thread(self._agent.write_orders, bytes(data))
 
     async def reports(self) -> bytes:
         """Wait for the agent's next reports and return them; none once it has ended."""
         if self._reports is None:
-            self._reports, _ = await _read_pipe(self._agent.stdout)
+            self._reports, _ = await _read_pipe(self._agent.reports_pipe)
         return await self._reports.read(wire.PIECE)
 
     async def hang_up(self) -> None:
         """Let the agent end its ranks and itself."""
-        assert self._agent.stdin is not None
-        self._agent.stdin.close()
-
-    def _write(self, data: bytes) -> None:
-        assert self._agent.stdin is not None
-        view = memoryview(data)
-        with contextlib.suppress(BrokenPipeError, ValueError):  # the agent's end is reported; it was hung up
-            while view:
-                view = view[self._agent.stdin.write(view) or 0 :]
+        self._agent.close_orders()
 
 
 class ActorConnection:

@@ -12,13 +12,11 @@ import os
 import queue
 import re
 import shutil
-import signal
 import subprocess
-import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import IO, cast
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
@@ -29,9 +27,9 @@ from hvdlab.launch.host_agent.connection import AgentConnection, ProgramConnecti
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.options import Option, OptionKind
+from hvdlab.launch.room_starter import RoomStarter, by_size
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
-    ENDING_SIGNALS,
     Capabilities,
     Capability,
     Ended,
@@ -39,7 +37,6 @@ from hvdlab.launch.starter import (
     RankObserver,
     Started,
     Waiting,
-    require_running,
 )
 
 #: Options of the launcher that are options of ``sbatch`` by the same name, or by another one.
@@ -209,10 +206,10 @@ class StepReach:
         return {HOST_VARIABLE: f"{host} (job {self.job})"}
 
 
-class SlurmStarter:
+class SlurmStarter(RoomStarter):
     """A :class:`~hvdlab.launch.starter.Starter` of ranks in one job.
 
-    A thread submits the job and waits until it has its nodes; then it looks into ends of ranks that only Slurm can explain.
+    A thread submits the job and waits until it has its nodes; then it explains ends of ranks that only Slurm can explain.
 
     Args:
         request: What the ranks are started for.
@@ -235,24 +232,20 @@ class SlurmStarter:
         python: str,
         step: Sequence[str] = (),
     ) -> None:
-        self._request, self._ranks = request, ranks
+        super().__init__(ranks, "Slurm")
+        self._request = request
         self._submission, self._room, self._step = tuple(submission), room, tuple(step)
         self._slurm, self._python = slurm, python
-        self._lock = threading.Lock()
         #: The job, once it was submitted. This and the following are guarded by the lock.
         self._job: SlurmAllocation | None = None
         #: What starts ranks, once the job has its nodes; below it the nodes, with their room.
         self._exec: ExecStarter | None = None
         self._nodes: tuple[Host, ...] = ()
-        #: Ranks that wait for the job, with the size that they were started for.
-        self._pending: dict[int, int] = {}
         #: Rank to its node, from its first start on: it is started there again.
         self._node_of: dict[int, str] = {}
         #: Why no rank can be started any more, or empty.
         self._over = ""
-        self._closing = threading.Event()
         self._explain: queue.SimpleQueue[Ended | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -263,27 +256,25 @@ class SlurmStarter:
             InvalidRequestError: The job has no room for so many, or this was closed.
             StartError: The job has ended, or the program that starts an agent can't be run.
         """
-        with self._lock:
-            require_running(self._closing.is_set())
-            if self._over:
-                raise StartError(f"no rank can be started any more: {self._over}")
-            if self._job is not None:
-                self.check_room(size)
-            if self._exec is not None:
-                self._place(ranks, size)
-                return
-            self._pending |= dict.fromkeys(ranks, size)
-            if self._job is None:
-                self._room = max(self._room, size)
-                arguments = (*self._submission, f"--ntasks={self._room}")
-                self._job = SlurmAllocation(arguments, self._slurm.environment)
-                self._ranks.handle(
-                    Waiting("asking Slurm for a job")
-                )  # from now on the caller waits without a limit
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._job,), name="hvdlab-slurm", daemon=True
-                )
-                self._thread.start()
+        # The thread neither gives the job up nor places ranks between the order and its check.
+        with self._changed:
+            super().start(ranks, size)
+
+    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
+        if self._over:
+            raise StartError(f"no rank can be started any more: {self._over}")
+        if self._job is not None:
+            self.check_room(size)
+        if self._exec is not None:
+            self._place(ranks, size)
+        elif self._job is None:
+            self._room = max(self._room, size)
+            arguments = (*self._submission, f"--ntasks={self._room}")
+            job = self._job = SlurmAllocation(arguments, self._slurm.environment)
+            self._ranks.handle(
+                Waiting("asking Slurm for a job")
+            )  # from now on the caller waits without a limit
+            self._run_thread(partial(self._run, job), "slurm")
 
     def check_room(self, size: int) -> None:
         """Raises ``InvalidRequestError`` if the job has no room for so many ranks."""
@@ -294,38 +285,37 @@ class SlurmStarter:
                 f"start the pool with --launcher-option slots={size} to have room to grow."
             )
 
-    def signal(self, rank: int, number: int) -> None:
-        """Send a signal to the rank, by its node's agent. A rank that waits for the job is dropped by a signal that ends it."""
-        with self._lock:
-            waited = rank in self._pending and number in ENDING_SIGNALS
-            if waited:
-                del self._pending[rank]
-            execs = self._exec
-        if waited:
-            said = f"it was ended by {signal.Signals(number).name} before Slurm had room for it"
-            self._ranks.handle(Ended(rank, 0, said))
-        elif execs is not None:
-            execs.signal(rank, number)
-
     def place(self, rank: int, size: int) -> HostPosition | None:
         """Where a rank is, once the job has its nodes."""
-        with self._lock:
+        with self._changed:
             return assign(self._nodes, size)[rank].where if self._nodes else None
 
     def close(self, timeout: float) -> None:
-        """Wait ``timeout`` seconds for ranks that are leaving, end what is left, and cancel the job. Idempotent."""
-        with self._lock:
-            execs, first = self._exec, not self._closing.is_set()
+        """As for every :class:`~hvdlab.launch.room_starter.RoomStarter`; the job is cancelled. Idempotent."""
+        super().close(timeout)
+        with self._changed:
+            job, running = self._job, any(thread.is_alive() for thread in self._threads)
+        if job is not None and not running:
+            job.wait(CANCELLED_WITHIN)
+
+    def _signal_placed(self, rank: int, number: int) -> None:
+        with self._changed:
+            execs = self._exec
+        if execs is not None:
+            execs.signal(rank, number)
+
+    def _close_placed(self, timeout: float) -> None:
+        with self._changed:
+            execs = self._exec
         if execs is not None:
             execs.close(timeout)
-        self._closing.set()
+
+    def _release_room(self) -> None:
         self._explain.put(None)
-        if not first or self._job is None or self._thread is None:
-            return
-        self._job.cancel()
-        self._thread.join(CANCELLED_WITHIN)
-        if not self._thread.is_alive():
-            self._job.wait(CANCELLED_WITHIN)
+        with self._changed:
+            job = self._job
+        if job is not None:
+            job.cancel()
 
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Take what the agents report. Ends that only Slurm can explain, such as of an agent, wait for the explanation."""
@@ -350,6 +340,8 @@ class SlurmStarter:
             wanted.setdefault(node, []).append(rank)
         for node, those in wanted.items():
             self._exec.start_on(node, those, size)
+            # Only now: ranks that could not be started still wait, and are withdrawn with the reason.
+            self._claim(those)
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -359,9 +351,6 @@ class SlurmStarter:
         except StartError as error:
             self._ranks.handle(Waiting(""))
             self._give_up(str(error))
-            return
-        if self._closing.is_set():
-            self._give_up(ENDED_WITH_JOB)
             return
         self._ranks.handle(Waiting(""))
         self._begin(job, nodes)
@@ -394,27 +383,30 @@ class SlurmStarter:
     def _begin(self, job: SlurmAllocation, nodes: list[Host]) -> None:
         """The job has its nodes: start the ranks that wait."""
         reach = StepReach(job.id, self._slurm, self._step)
-        failed = ""
-        with self._lock:
-            waiting, self._pending = self._pending, {}
-            self._nodes = tuple(nodes)
-            self._room = sum(node.slots for node in nodes)
-            self._exec = ExecStarter(self._request, self, nodes, reach=reach, python=self._python)
-            try:
-                for size, ranks in _by_size(waiting).items():
-                    self._place(ranks, size)
-            except (StartError, InvalidRequestError) as error:
-                failed = str(error)
-        if failed:
-            for rank in waiting:
-                self._ranks.handle(Ended(rank, 0, failed))
+        failed = ENDED_WITH_JOB
+        with self._changed:
+            if not self._closing.is_set():
+                failed = self._place_waiting(nodes, reach)
+            left = list(self._waiting)
+        self._withdraw(left, failed)
+
+    def _place_waiting(self, nodes: Sequence[Host], reach: StepReach) -> str:
+        """Start the ranks that wait. Returns why some were not started. The lock is held."""
+        self._nodes = tuple(nodes)
+        self._room = sum(node.slots for node in nodes)
+        self._exec = ExecStarter(self._request, self, nodes, reach=reach, python=self._python)
+        try:
+            for size, ranks in by_size(self._waiting).items():
+                self._place(ranks, size)
+        except (StartError, InvalidRequestError) as error:
+            return str(error)
+        return ""
 
     def _give_up(self, reason: str) -> None:
-        with self._lock:
+        with self._changed:
             self._over = reason
-            waiting, self._pending = self._pending, {}
-        for rank in waiting:
-            self._ranks.handle(Ended(rank, 0, reason))
+            left = list(self._waiting)
+        self._withdraw(left, reason)
 
     def _explained(self, event: Ended, job: SlurmAllocation) -> Ended:
         """The end of a rank that its agent did not report: with the reason of the job's or the node's end."""
@@ -430,7 +422,7 @@ class SlurmStarter:
         if state is not None and (state.runs or state.waits):
             return event
         reason = state.end_text(job.id) if state is not None else f"Slurm's job {job.id} is over"
-        with self._lock:
+        with self._changed:
             self._over = reason
         return replace(event, reason=reason)
 
@@ -450,12 +442,6 @@ def _why_never(job: str, state: JobState | None) -> str:
     if state.never:
         return f"Slurm would never run job {job}: {state.reason}"
     return f"{state.end_text(job)} before it had its nodes"
-
-
-def _by_size(waiting: Mapping[int, int]) -> dict[int, list[int]]:
-    return {
-        size: [rank for rank, its in waiting.items() if its == size] for size in Counter(waiting.values())
-    }
 
 
 ANSWER_WITHIN = 30.0

@@ -14,7 +14,8 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hvdlab.collectives.client import Membership
@@ -25,6 +26,7 @@ from hvdlab.launch.environment import default_python, exported
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.options import Option
 from hvdlab.launch.processes import describe_exit
+from hvdlab.launch.room_starter import RoomStarter
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
     ENDING_SIGNALS,
@@ -34,7 +36,6 @@ from hvdlab.launch.starter import (
     LaunchRequest,
     RankObserver,
     Started,
-    require_running,
 )
 from hvdlab.spark.demand import Demand
 from hvdlab.spark.runner import active_context, is_local, said_by_spark, slots
@@ -144,11 +145,13 @@ class _Seat:
         self.given_up = ""
 
 
-class SparkStarter:
+class SparkStarter(RoomStarter):
     """A :class:`~hvdlab.launch.starter.PlacingStarter` of tasks. A thread for each rank waits for the end of its job.
 
+    Spark itself queues the job of a rank until a slot is free, so that no rank waits here.
+
     Args:
-        request: What for.
+        request: What the ranks are started for.
         ranks: Takes what happens to ranks.
         context: The SparkContext.
         captured: Whether what ranks write is brought here.
@@ -157,27 +160,17 @@ class SparkStarter:
     def __init__(
         self, request: LaunchRequest, ranks: RankObserver, context: Any, *, captured: bool = False
     ) -> None:
-        self._request, self._ranks, self._context, self._captured = request, ranks, context, captured
-        self._name = f"hvdlab.spark.{uuid.uuid4().hex[:8]}"
-        self._changed = threading.Condition()
+        super().__init__(ranks, "Spark")
+        self._request, self._context, self._captured = request, context, captured
+        self._name = f"spark.{uuid.uuid4().hex[:8]}"
         #: Rank to its job, from the order to start it to its end. With the following, guarded by the condition.
         self._seats: dict[int, _Seat] = {}
         self._begun = 0
         #: Rank to its last process that has ended: the coordinator may still count that process as a member for a moment.
         self._ended: dict[int, int] = {}
-        self._closing = False
-        self._threads: list[threading.Thread] = []
         request.client.on_membership(self._on_membership)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
-
-    def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have them started as soon as Spark runs their tasks.
-
-        Raises:
-            InvalidRequestError: This was closed.
-        """
-        self._begin({rank: f"slot-{rank}" for rank in ranks}, size)
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
         """As :meth:`start`, under the name of a slot; Spark chooses the executor.
@@ -185,21 +178,22 @@ class SparkStarter:
         Raises:
             InvalidRequestError: This was closed.
         """
-        self._begin(dict.fromkeys(ranks, host), size)
+        self._order(ranks, size, host)
 
-    def _begin(self, ranks: Mapping[int, str], size: int) -> None:
+    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
+        with self._changed:
+            for rank in self._claim(ranks):
+                group = f"hvdlab.{self._name}.{self._begun}"
+                seat = self._seats[rank] = _Seat(rank, host or f"slot-{rank}", group)
+                self._run_thread(partial(self._follow, seat, size), f"{self._name}.{self._begun}")
+                self._begun += 1
+
+    def _make_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
-        with self._changed:
-            require_running(self._closing)
-            for rank, host in ranks.items():
-                seat = _Seat(rank, host, f"{self._name}.{self._begun}")
-                self._begun += 1
-                self._seats[rank] = seat
-                thread = InheritableThread(target=self._follow, args=(seat, size), name=seat.group)
-                thread.daemon = True
-                self._threads = [each for each in self._threads if each.is_alive()] + [thread]
-                thread.start()
+        thread: threading.Thread = InheritableThread(target=target, name=name)
+        thread.daemon = True
+        return thread
 
     def taken(self) -> set[str]:
         """The names of slots whose ranks have not ended."""
@@ -213,27 +207,23 @@ class SparkStarter:
         for seat in seats:
             self._cancel(seat, f"{host} was given up")
 
-    def signal(self, rank: int, number: int) -> None:
+    def place(self, rank: int, size: int) -> HostPosition | None:
+        """``None``: Spark places ranks."""
+        return None
+
+    def _signal_placed(self, rank: int, number: int) -> None:
         """End a rank, by cancelling its job; Spark can pass on no other signal."""
         with self._changed:
             seat = self._seats.get(rank)
         if seat is not None and number in ENDING_SIGNALS:
             self._cancel(seat, f"it was ended by {signal.Signals(number).name}")
 
-    def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: Spark places ranks."""
-        return None
-
-    def close(self, timeout: float) -> None:
-        """Wait so long for ranks that got the order to leave, then cancel the jobs of those that are left. Idempotent."""
+    def _close_placed(self, timeout: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._seats, timeout)
-            self._closing = True
-            left, threads = list(self._seats.values()), list(self._threads)
+            left = list(self._seats.values())
         for seat in left:
             self._cancel(seat, ENDED_WITH_JOB)
-        for thread in threads:
-            thread.join(_CANCELLED_WITHIN)
 
     def _cancel(self, seat: _Seat, reason: str) -> None:
         with self._changed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,8 +150,8 @@ def _hold(start: wire.Start, spec: wire.RankSpec, *, captured: bool) -> tuple[Ra
     except SpawnError as error:
         return RankEnd(spec.rank, ExitStatus(error.code, 0, str(error))), 0
     output = drain(child, captured=captured)
-    code, signal = child.reap()
-    return RankEnd(spec.rank, ExitStatus(code, signal), b"".join(child.result()), output), child.pid
+    code, number = child.reap()
+    return RankEnd(spec.rank, ExitStatus(code, number), b"".join(child.result()), output), child.pid
 
 
 def get_available_devices() -> list[str]:
@@ -184,7 +185,9 @@ def ranks_by_host(hosts: Sequence[str]) -> list[int]:
 
 
 def drain(child: Child, *, captured: bool) -> list[tuple[int, bytes]]:
-    """Read what a rank writes until it closes its streams. What is not captured goes to this process's standard error.
+    """Read the output of a rank until its streams are closed. Output that is not captured goes to this process's standard error.
+
+    When the rank ends, the rest of its process group is killed: a process that it started may hold its streams open.
 
     Returns:
         Pieces with their stream, the last :data:`KEPT` bytes; nothing if not captured.
@@ -197,11 +200,17 @@ def drain(child: Child, *, captured: bool) -> list[tuple[int, bytes]]:
         return LineAssembler(lambda line, passing: _write_all(STDERR, head + line + b"\n"))
 
     shown = {stream: lines(stream) for stream in child.pipes.values()}
-    with DefaultSelector() as selector:
+    with DefaultSelector() as selector, os.fdopen(os.pidfd_open(child.pid), "rb", 0) as process:
         for pipe, stream in child.pipes.items():
             selector.register(pipe, EVENT_READ, stream)
+        selector.register(process, EVENT_READ)
         while selector.get_map():
             for key, _ in selector.select():
+                if key.fileobj is process:
+                    # It is not reaped yet, so that no other process group can have its number.
+                    child.signal(signal.SIGKILL)
+                    selector.unregister(process)
+                    continue
                 data = os.read(key.fd, wire.PIECE)
                 if not data:
                     selector.unregister(key.fd)

@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
@@ -186,6 +188,49 @@ class ProgramConnection:
         self._output.close()
         if self._errors is not None:
             self._errors.close()
+
+
+class AgentProcess:
+    """An agent that is a child of this process, which an engine's actor runs: it ends when it is hung up, or this process ends.
+
+    Args:
+        python: The agent's interpreter; empty for this process's own.
+
+    Raises:
+        OSError: There is no such interpreter.
+    """
+
+    def __init__(self, python: str) -> None:
+        # Engines may start their processes with SIGINT blocked, which children inherit: ranks would never be interrupted.
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(
+                agent_command(python or sys.executable),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                bufsize=0,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self.reports_pipe = self._process.stdin, self._process.stdout
+
+    def write_orders(self, data: bytes) -> None:
+        """Write orders to the agent; does nothing once it has ended or was hung up."""
+        view = memoryview(data)
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            while view:
+                view = view[self._orders.write(view) or 0 :]
+
+    def read_reports(self) -> bytes:
+        """Wait for the agent's next reports and return them; none once it has ended."""
+        return os.read(self.reports_pipe.fileno(), wire.PIECE)
+
+    def close_orders(self) -> None:
+        """Let the agent end its ranks and itself."""
+        self._orders.close()
 
 
 class AgentLink:

@@ -117,7 +117,8 @@ class ExecStarter:
         Host(host, len(ranks))
         with self._lock:
             require_running(self._closing)
-            hosts = {**self._host_of, **dict.fromkeys(ranks, host)}
+            # In the order of ranks: one that comes back gets the local rank that it had, not one that another has.
+            hosts = dict(sorted({**self._host_of, **dict.fromkeys(ranks, host)}.items()))
             here = [rank for rank, its in hosts.items() if its == host]
             self._most[host] = max(self._most.get(host, 0), len(here))
             link = self._links.get(host) or self._connect(host, here)

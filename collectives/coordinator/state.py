@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from hvdlab.collectives.coordinator import restoring
 from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
 from hvdlab.collectives.coordinator.deadlock import RunningCells, describe_deadlock, find_deadlock
 from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
@@ -36,10 +35,11 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
 from hvdlab.collectives.coordinator.point_to_point import lost_messages
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
-from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
 from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.failover import successor
+from hvdlab.collectives.failover.successor import EPOCHS, Restoring, on_recall, on_resume
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 
@@ -469,7 +469,7 @@ class CoordinatorState:
             self.stalls.check(now)
         self.sets.abort_failed(now)
         if self.restoring.active:
-            restoring.end_wait(self, now)
+            successor.end_wait(self, now)
         if self.membership.changed or self.admission.due:
             self.admission.due = False
             self.answers += self.admission.admit_newcomers()

@@ -34,7 +34,6 @@ from hvdlab.collectives.engine.entries import (
 )
 from hvdlab.collectives.engine.operations import payload_of
 from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, SetState, check_request
-from hvdlab.collectives.engine.reattaching import FailoverFacts
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,
@@ -46,6 +45,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
     Pending,
 )
+from hvdlab.collectives.failover.rank_facts import FailoverFacts
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind

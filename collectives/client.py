@@ -53,7 +53,7 @@ class Client:
     called from any thread.
 
     When the connection is lost, :meth:`reconnect` goes on with the coordinator if that lives; if it does not, the process that
-    started it may start a successor first (:mod:`hvdlab.collectives.recovery` does either).
+    started it may start a successor first (:mod:`hvdlab.collectives.failover.client_reconnect` does either).
     """
 
     def __init__(self, address: CoordinatorAddress, endpoint: Endpoint, welcome: m.Welcome) -> None:

@@ -1,17 +1,31 @@
-"""The one engine of this process: ``init()`` makes it, everything that users call uses it."""
+"""Engine of this process: ``init()`` makes it, and everything that users call uses it.
+
+An exception that ends the program is reported through it, so that the other ranks learn why this one leaves.
+"""
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
 import os
+import sys
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from hvdlab.collectives import uncaught
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.errors import ForkedProcessError, NotInitializedError, ReleasedError, StartError
+from hvdlab.collectives.errors import (
+    CollectiveError,
+    ForkedProcessError,
+    HvdlabError,
+    NotInitializedError,
+    ReleasedError,
+    StartError,
+)
 from hvdlab.collectives.settings import TOKEN, Settings
 
 if TYPE_CHECKING:
@@ -19,6 +33,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.rendezvous.discovery import DiscoveredWorld
 
 Companion = TypeVar("Companion")
+E = TypeVar("E", bound=BaseException)
 
 
 class _Context:
@@ -133,7 +148,7 @@ def _join(settings: Settings) -> Engine:
             raise SystemExit(0) from None  # as in elastic training
         raise
     _context.coordinator = coordinator
-    uncaught.watch()
+    watch_uncaught()
     return engine
 
 
@@ -221,6 +236,74 @@ def next_world() -> int:
     with _context.lock:
         _context.worlds_sought += 1
         return _context.worlds_sought - 1
+
+
+# -- exceptions that end the program -----------------------------------------------------------------------------------
+
+
+def report_uncaught(error: BaseException) -> None:
+    """Send clients and other ranks the report about an exception that is about to end the program."""
+    if not is_initialized():
+        return
+    here = engine()
+    report = uncaught.describe(error, here.rank)
+    here.farewell = report.error
+    here.post(uncaught.TOPIC, msgspec.json.encode(report))
+
+
+def own_error(error: E) -> E | CollectiveError:
+    """Return hvdlab's own error if a framework's native code has made ``error`` of its text, or ``error`` itself.
+
+    C++ that waits for collectives, as DDP's does, raises a ``RuntimeError`` with the text of ours, words of its own before that and a stack of
+    hvdlab's frames behind it. Each own error comes back once, with the traceback and the context of what it replaces.
+    """
+    if type(error) is not RuntimeError or not is_initialized():
+        return error
+    sent, text = engine().sent_through_native, str(error)
+    for own in reversed(list(sent)):  # a copy, since other threads add to it
+        if str(own).partition("\n")[0] in text:
+            sent.remove(own)
+            own.__cause__, own.__context__ = error.__cause__, error.__context__
+            own.__suppress_context__ = error.__suppress_context__
+            return own.with_traceback(error.__traceback__)
+    return error
+
+
+def with_own_errors(error: BaseException) -> BaseException:
+    """Return the same, with hvdlab's own errors also among all that led to ``error``: for everything that is shown to users."""
+    first = link = own_error(error)
+    seen = {id(first)}
+    while True:
+        before = link.__cause__ or link.__context__
+        if before is None or id(before) in seen:
+            return first
+        own = own_error(before)
+        if own is not before and link.__cause__ is not None:
+            link.__cause__ = own
+        elif own is not before:
+            link.__context__ = own
+        link = own
+        seen.add(id(link))
+
+
+def watch_uncaught() -> None:
+    """Have :func:`report_uncaught` called for uncaught exceptions from now on."""
+    previous = sys.excepthook
+    if getattr(previous, "__module__", "") == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            own = with_own_errors(error)
+            if own is not error:
+                kind, error, trace = type(own), own, own.__traceback__
+            report_uncaught(error)
+            if isinstance(error, HvdlabError):
+                uncaught.cut_own_frames(trace)
+        finally:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _forget_in_child() -> None:

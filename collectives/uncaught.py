@@ -1,17 +1,17 @@
-"""A rank reports an exception that ends its program: the other ranks learn why it leaves, and a launcher learns which rank
-failed first."""
+"""Report about an exception that ends a rank's program: launchers learn from it which rank failed first.
+
+:mod:`hvdlab.collectives.context` sends it, which knows the engine.
+"""
 
 from __future__ import annotations
 
-import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 import msgspec
 
-from hvdlab.collectives.errors import AbortedError, CollectiveError, HvdlabError
+from hvdlab.collectives.errors import AbortedError
 
 TOPIC = "hvdlab.uncaught"
 """Topic of the mail to clients; its body is :class:`Uncaught` as JSON."""
@@ -31,20 +31,8 @@ class Uncaught(msgspec.Struct, frozen=True):
     culprits: tuple[int, ...] = ()
 
 
-def report(error: BaseException) -> None:
-    """Let clients and other ranks know that this exception is about to end the program."""
-    from hvdlab.collectives import context
-
-    if not context.is_initialized():
-        return
-    engine = context.engine()
-    said = describe(error, engine.rank)
-    engine.farewell = said.error
-    engine.post(TOPIC, msgspec.json.encode(said))
-
-
 def describe(error: BaseException, rank: int) -> Uncaught:
-    """The report about an exception of this rank."""
+    """Return the report about an exception of this rank."""
     lines = traceback.format_exception_only(error)
     line = lines[-1].strip().split("\n", 1)[0] if lines else type(error).__name__
     # Python leaves `builtins.` out, but not the modules of other exceptions.
@@ -60,48 +48,8 @@ def blamed_ranks(error: BaseException) -> tuple[int, ...]:
     return tuple(aborted.cause.ranks) if aborted is not None else ()
 
 
-E = TypeVar("E", bound=BaseException)
-
-
-def own_error(error: E) -> E | CollectiveError:
-    """hvdlab's own error, if a framework's native code has made ``error`` of its text; else ``error``.
-
-    C++ that waits for collectives, as DDP's does, raises a ``RuntimeError`` with the text of ours, words of its own before that and a stack of
-    hvdlab's frames behind it. Each own error comes back once, with the traceback and the context of what it replaces.
-    """
-    from hvdlab.collectives import context
-
-    if type(error) is not RuntimeError or not context.is_initialized():
-        return error
-    sent, text = context.engine().sent_through_native, str(error)
-    for own in reversed(list(sent)):  # a copy, since other threads add to it
-        if str(own).partition("\n")[0] in text:
-            sent.remove(own)
-            own.__cause__, own.__context__ = error.__cause__, error.__context__
-            own.__suppress_context__ = error.__suppress_context__
-            return own.with_traceback(error.__traceback__)
-    return error
-
-
-def with_own_errors(error: BaseException) -> BaseException:
-    """The same, also for all that ``error`` came from: what users get to see, and what programs end with."""
-    first = link = own_error(error)
-    seen = {id(first)}
-    while True:
-        before = link.__cause__ or link.__context__
-        if before is None or id(before) in seen:
-            return first
-        own = own_error(before)
-        if own is not before and link.__cause__ is not None:
-            link.__cause__ = own
-        elif own is not before:
-            link.__context__ = own
-        link = own
-        seen.add(id(link))
-
-
 def _in_chain(error: BaseException | None) -> AbortedError | None:
-    """The aborted collective among ``error`` and what it came from."""
+    """Return the aborted collective among ``error`` and the errors that led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, AbortedError):
@@ -123,23 +71,3 @@ def cut_own_frames(trace: TracebackType | None) -> None:
         trace = trace.tb_next
     if last is not None:
         last.tb_next = None
-
-
-def watch() -> None:
-    """Have :func:`report` called for uncaught exceptions from now on."""
-    previous = sys.excepthook
-    if getattr(previous, "__module__", "") == __name__:
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        try:
-            own = with_own_errors(error)
-            if own is not error:
-                kind, error, trace = type(own), own, own.__traceback__
-            report(error)
-            if isinstance(error, HvdlabError):
-                cut_own_frames(trace)
-        finally:
-            previous(kind, error, trace)
-
-    sys.excepthook = hook

@@ -21,10 +21,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.restoring import EPOCHS
 from hvdlab.collectives.elastic.training_loop import run_fn
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, ReleasedError, StartError
+from hvdlab.collectives.failover.successor import EPOCHS
 from hvdlab.collectives.numbering import CONSECUTIVE, core_rank, own_number
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import Membership, OpKind, ReduceOp

@@ -46,10 +46,10 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
 from hvdlab.collectives.coordinator.point_to_point import lost_messages
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
-from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, Successor
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
 from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.failover.successor import EPOCHS, Restoring, Successor
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 

@@ -19,12 +19,12 @@ from hvdlab.collectives.engine.inline_execution import HandleWaiter, InlineExecu
 from hvdlab.collectives.engine.locked_state import BatchOutcomes, LockedState
 from hvdlab.collectives.engine.process_set_view import device_plane_names
 from hvdlab.collectives.engine.rank_state import RankState
-from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.requests import PendingCollective, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.engine.telemetry import MetricExports, Subscription, TimelineTap
 from hvdlab.collectives.engine.world_view import ElasticMembership
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
+from hvdlab.collectives.failover.rank_reconnect import RankReconnect
 from hvdlab.collectives.metrics.sampler import sample_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes
@@ -82,7 +82,7 @@ class Engine:
             locked, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
         )
         hello = introduction(settings, rank)
-        self._reconnecting = Reconnecting(
+        self._reconnecting = RankReconnect(
             settings, hello, generation, self._handlers, self._control, self._may_return
         )
         self._inline = InlineExecutor(locked, endpoint, self._control, self._executor)

@@ -40,7 +40,6 @@ from hvdlab.collectives.engine.process_set_view import (
     check_request,
     needs_plane,
 )
-from hvdlab.collectives.engine.reattaching import FailoverFacts
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,
@@ -52,6 +51,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
     Pending,
 )
+from hvdlab.collectives.failover.rank_facts import FailoverFacts
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind

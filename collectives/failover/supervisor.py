@@ -1,4 +1,4 @@
-"""Rank 0's thread that starts a successor when the coordinator that rank 0 has started dies."""
+"""Supervision by rank 0 of the coordinator that it has started: when that dies, a thread starts a successor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.time_limits import RestartLimit
 
-_LOOK_AGAIN = 1.0
-"""Seconds between two looks at a process whose end can't be waited for."""
+_POLL = 1.0
+"""Seconds between two checks of a process whose end can't be waited for."""
 
 
 class Keeper:
-    """Watches a coordinator that was started with ``keep``.
+    """Supervisor of a coordinator that was started with ``keep``.
 
     The other ranks wait at the coordinator's sockets until the successor serves them. If there can be no successor, this closes the
     sockets, so that no rank waits for one; the end of this process closes them, too.
@@ -35,7 +35,7 @@ class Keeper:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more. Call it before the coordinator is released. Idempotent."""
+        """End the supervision. Call it before the coordinator is released. Idempotent."""
         if self._end >= 0:
             os.eventfd_write(self._end, 1)
             self._thread.join()
@@ -63,11 +63,11 @@ class Keeper:
             )
 
     def _died(self) -> bool:
-        """Wait for the coordinator's end; False if :meth:`close` was called."""
+        """Wait for the coordinator's end. Return False if :meth:`close` was called."""
         process = -1
         with contextlib.suppress(OSError):  # it was waited for already; or no descriptor is left
             process = os.pidfd_open(self._coordinator.pid)
-        watched, seconds = ([self._end, process], None) if process >= 0 else ([self._end], _LOOK_AGAIN)
+        watched, seconds = ([self._end, process], None) if process >= 0 else ([self._end], _POLL)
         try:
             while not self._coordinator.ending():
                 ready, _, _ = select.select(watched, [], [], seconds)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hvdlab.collectives.errors import ProtocolError, format_ranks, shown_name
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.tracing import tables
 from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
 from hvdlab.collectives.tracing.collective_matching import Epochs, Numbering
 from hvdlab.collectives.tracing.columns import (
@@ -653,9 +654,7 @@ class Recording:
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        from hvdlab.collectives.tracing.tables import table
-
-        return table(self)
+        return tables.table(self)
 
     def arrow(self) -> Any:
         """Return all spans as a ``pyarrow.Table`` with the same columns.
@@ -663,9 +662,7 @@ class Recording:
         Raises:
             ModuleNotFoundError: pyarrow is not installed.
         """
-        from hvdlab.collectives.tracing.tables import arrow_table
-
-        return arrow_table(self)
+        return tables.arrow_table(self)
 
     def metrics(self) -> DataFrame:
         """Return all points of all series as a pandas table; the columns are in ``docs/reference/metrics.md``.
@@ -673,9 +670,7 @@ class Recording:
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        from hvdlab.collectives.tracing.tables import metric_table
-
-        return metric_table(self)
+        return tables.metric_table(self)
 
 
 def _check_times(records: NDArray[Any], small: list[Event]) -> None:

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdlab.collectives.tracing.collective_matching import collective_arrivals
-from hvdlab.collectives.tracing.columns import FAILED, NOT_READY, NOT_STARTED, distance
+from hvdlab.collectives.tracing.columns import FAILED, NOT_READY, NOT_STARTED, Series, distance
 from hvdlab.collectives.types import DType, OpKind
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.collectives.tracing.recording import Recording
+
+class TableSource(Protocol):
+    """Recording, as far as its tables read it."""
+
+    @property
+    def origin_ns(self) -> int | None: ...
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def sites(self) -> list[str]: ...
+
+    @property
+    def dropped(self) -> int: ...
+
+    @property
+    def points_lost(self) -> int: ...
+
+    def rows_since(self, number: int) -> tuple[int, NDArray[Any]]: ...
+
+    def points_since(self, number: int) -> tuple[int, NDArray[Any]]: ...
+
+    def series(self) -> list[Series]: ...
+
+    def clock_errors(self) -> dict[int, int]: ...
 
 
-def columns(recording: Recording) -> dict[str, NDArray[Any]]:
+def columns(recording: TableSource) -> dict[str, NDArray[Any]]:
     """The table's columns as arrays, for users without pandas. Times in seconds since the recording's origin."""
     _, rows = recording.rows_since(0)
     origin = recording.origin_ns or 0
@@ -58,7 +83,7 @@ def columns(recording: Recording) -> dict[str, NDArray[Any]]:
     }
 
 
-def table(recording: Recording) -> DataFrame:
+def table(recording: TableSource) -> DataFrame:
     """The columns as a table; ``last_rank`` is missing where it is not known which rank came last."""
     try:
         import pandas as pd
@@ -74,7 +99,7 @@ def table(recording: Recording) -> DataFrame:
     return frame
 
 
-def arrow_table(recording: Recording) -> Any:
+def arrow_table(recording: TableSource) -> Any:
     """A ``pyarrow.Table``; what is missing is null, and the schema's metadata says how many rows were dropped."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found,import-untyped,unused-ignore]  # need not be installed
@@ -93,7 +118,7 @@ def arrow_table(recording: Recording) -> Any:
     return pa.table(found, metadata={"dropped": str(recording.dropped)})
 
 
-def metric_columns(recording: Recording) -> dict[str, NDArray[Any]]:
+def metric_columns(recording: TableSource) -> dict[str, NDArray[Any]]:
     """The table's columns as arrays, by time. Times in seconds since the recording's origin."""
     _, points = recording.points_since(0)
     series = recording.series()
@@ -113,7 +138,7 @@ def metric_columns(recording: Recording) -> dict[str, NDArray[Any]]:
     }
 
 
-def metric_table(recording: Recording) -> DataFrame:
+def metric_table(recording: TableSource) -> DataFrame:
     """The columns as a table; ``step`` is missing where none was said."""
     try:
         import pandas as pd

@@ -21,7 +21,7 @@ from functools import partial
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.collectives.recovery import Coordinator, Recovered, Recovery
+from hvdlab.collectives.failover.client_reconnect import ClientRecovery, Recovered, RespawningCoordinator
 from hvdlab.collectives.time_limits import RESTARTS, RestartLimit
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN, RankLifecycle
@@ -54,7 +54,7 @@ class CoordinatorRecovery:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: RespawningCoordinator,
         client: Client,
         group: RankLifecycle,
         runs: CellDispatcher,
@@ -65,7 +65,7 @@ class CoordinatorRecovery:
     ) -> None:
         self._near = near
         self._client, self._group, self._runs = client, group, runs
-        self._recovery = Recovery(
+        self._recovery = ClientRecovery(
             coordinator,
             client,
             cells=lambda: runs.running(),

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from hvdlab.bindings import framework_hooks
+from hvdlab.collectives.context import with_own_errors
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.settings import restore_world_size
-from hvdlab.collectives.uncaught import with_own_errors
 from hvdlab.kernel_ext.rank import output
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler, cell_number, without_blank_head
 from hvdlab.kernel_ext.rank.debug_server import DebugServer

@@ -16,6 +16,7 @@ from IPython.core.error import StdinNotImplementedError, UsageError
 
 from hvdlab.bindings import step_record
 from hvdlab.bindings.framework_hooks import names
+from hvdlab.collectives.context import with_own_errors
 from hvdlab.collectives.errors import (
     AbortedError,
     CauseKind,
@@ -24,7 +25,6 @@ from hvdlab.collectives.errors import (
     MismatchError,
     call_name,
 )
-from hvdlab.collectives.uncaught import with_own_errors
 from hvdlab.kernel_ext.rank.cell_source import label_of
 from hvdlab.kernel_ext.wire.cells import CellError
 from hvdlab.kernel_ext.wire.text import wire_text

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from hvdlab.collectives import context, uncaught
+from hvdlab.collectives import context
+from hvdlab.collectives.context import own_error, with_own_errors
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, InvalidRequestError, Pending
-from hvdlab.collectives.uncaught import cut_own_frames, own_error, with_own_errors
+from hvdlab.collectives.uncaught import cut_own_frames
 
 
 def test_a_traceback_ends_at_the_users_line() -> None:
@@ -108,7 +109,7 @@ def test_what_an_error_came_from_is_replaced_as_well() -> None:
 def test_a_program_that_ends_with_native_codes_error_shows_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[Any, ...]] = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error))
-    uncaught.watch()
+    context.watch_uncaught()
     own, native = _sent("all_reduce #1")
     try:
         raise native

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
 from hvdlab.collectives import context
+from hvdlab.collectives.context import own_error
 from hvdlab.collectives.errors import CollectiveError, MismatchError
-from hvdlab.collectives.uncaught import own_error
 from hvdlab.torch.c10d.ddp_buckets import NESTED, Bucket, Layout, bucket_text
 from ranks import Ranks
 

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import cloudpickle  # type: ignore[import-untyped]  # has no types
 
 from hvdlab.collectives import context
+from hvdlab.collectives.context import with_own_errors
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.settings import free_port, thread_counts
 from hvdlab.collectives.system import host_key
-from hvdlab.collectives.uncaught import cut_own_frames, describe, with_own_errors
+from hvdlab.collectives.uncaught import cut_own_frames, describe
 from hvdlab.runner.function_worker import raised, returned, unpickled_call
 
 Kind = Literal["class", "method", "function"]

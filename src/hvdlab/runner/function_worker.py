@@ -80,11 +80,12 @@ def main() -> None:
         function, args, kwargs = unpickled_call(data)
         value = function(*args, **kwargs)
     except Exception as raw:  # noqa: BLE001  # the caller gets it
+        from hvdlab.collectives.context import report_uncaught, with_own_errors
         from hvdlab.collectives.errors import HvdlabError
-        from hvdlab.collectives.uncaught import cut_own_frames, report, with_own_errors
+        from hvdlab.collectives.uncaught import cut_own_frames
 
         error = with_own_errors(raw)
-        report(error)
+        report_uncaught(error)
         _cut(error)
         if isinstance(error, HvdlabError):
             cut_own_frames(error.__traceback__)

@@ -20,7 +20,7 @@ import msgspec
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
-from hvdlab.collectives.recovery import Recovery
+from hvdlab.collectives.failover.client_reconnect import ClientRecovery
 from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.time_limits import RestartLimit
 from hvdlab.collectives.uncaught import TOPIC, Uncaught
@@ -354,7 +354,7 @@ class CoordinatorSupervisor:
         lost: Callable[[str], None],
     ) -> None:
         self._client = client
-        self._recovery = Recovery(coordinator, client)
+        self._recovery = ClientRecovery(coordinator, client)
         self._say, self._lost = say, lost
         self._restarts = RestartLimit()
         self._lock = threading.Lock()

@@ -8,7 +8,7 @@ from coordinator_simulation import CLIENT, Simulation, signature
 from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog, line_of, subject_of
 from hvdlab.collectives.coordinator.events import Log, PeerConnected, PeerLost, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.restoring import EPOCHS
+from hvdlab.collectives.failover.successor import EPOCHS
 from hvdlab.collectives.protocol import messages as m
 
 

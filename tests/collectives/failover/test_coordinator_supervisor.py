@@ -72,7 +72,7 @@ def test_one_whose_end_can_not_be_waited_for_is_looked_at(monkeypatch: pytest.Mo
         raise OSError
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    monkeypatch.setattr(supervisor, "_LOOK_AGAIN", 0.01)
+    monkeypatch.setattr(supervisor, "_POLL", 0.01)
     fake: Any = FakeCoordinator()
     watching = Keeper(fake)
     fake.process.kill()

@@ -23,10 +23,10 @@ import msgspec
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvdlab.collectives.context import own_error
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.text import visible
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.uncaught import own_error
 from hvdlab.torch.dynamo import untraced_frame
 
 KEPT = 64

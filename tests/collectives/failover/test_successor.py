@@ -18,9 +18,9 @@ from hvdlab.collectives.coordinator.events import (
     Tick,
 )
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.restoring import EPOCHS
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.failover.successor import EPOCHS
 from hvdlab.collectives.protocol import messages as m
 
 M = TypeVar("M", bound=m.Message)

@@ -30,24 +30,24 @@ SUCCESSORS = 5
 Cells = Mapping[str, Sequence[int]]
 
 
-class Coordinator(Protocol):
-    """Coordinator's process, as far as :class:`Recovery` uses it."""
+class RespawningCoordinator(Protocol):
+    """Process of a coordinator that can be replaced, as far as :class:`ClientRecovery` uses it."""
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return its process id."""
         ...
 
     def ending(self) -> str:
-        """How it ended; empty as long as it runs."""
+        """Return how it ended; empty as long as it runs."""
         ...
 
     def respawn(self, timeout: float = ...) -> None:
         """Start a successor."""
 
 
-class Connection(Protocol):
-    """Client's connection, as far as :class:`Recovery` uses it."""
+class ReconnectingClient(Protocol):
+    """Client that can connect again, as far as :class:`ClientRecovery` uses it."""
 
     def reconnect(self, cells: Cells | None = ..., timeout: float = ..., *, process: int = ...) -> Membership:
         """As :meth:`Client.reconnect`."""
@@ -56,12 +56,12 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """How the connection was recovered.
+    """Outcome of a recovery.
 
     Attributes:
         membership: The world.
         replaced: Whether there is another coordinator.
-        cells: The cells of which the client has told the coordinator.
+        cells: The cells that the client has reported to the coordinator.
     """
 
     membership: Membership
@@ -69,13 +69,13 @@ class Recovered:
     cells: Cells
 
 
-class Recovery:
-    """Brings a client back to its coordinator, or to a successor of that.
+class ClientRecovery:
+    """Recovery of a client's connection to its coordinator, or to a successor.
 
     Args:
         coordinator: The coordinator's process.
         client: The connection.
-        cells: Returns the cells that run, with the ranks that they run on.
+        cells: Returns the running cells, each with its ranks.
         respawn_within: Seconds that a successor has to come up.
         reconnect_within: Seconds that it has to restore its world.
 
@@ -85,8 +85,8 @@ class Recovery:
 
     def __init__(
         self,
-        coordinator: Coordinator,
-        client: Connection,
+        coordinator: RespawningCoordinator,
+        client: ReconnectingClient,
         *,
         cells: Callable[[], Cells] = dict,
         respawn_within: float = 10.0,
@@ -98,7 +98,7 @@ class Recovery:
         self.ending = ""
 
     def run(self) -> Recovered:
-        """Recover the connection. The client has lost it, or does in a moment.
+        """Recover the connection, which the client has lost, or is about to lose.
 
         Raises:
             StartError, TimeoutError, InvalidRequestError, OSError: There is no successor, and why.
@@ -108,7 +108,7 @@ class Recovery:
         return self._return() or self._replace()
 
     def _find_ending(self) -> str:
-        """How the coordinator has ended; waits a moment for that, since a process ends a moment after its connections."""
+        """Return how the coordinator has ended. Wait a moment for that: a process ends a moment after its connections."""
         with contextlib.suppress(OSError):
             process = os.pidfd_open(self._coordinator.pid)
             try:
@@ -118,7 +118,7 @@ class Recovery:
         return self._coordinator.ending()
 
     def _return(self) -> Recovered | None:
-        """Go on with the same coordinator, if it answers."""
+        """Connect to the same coordinator, if it answers."""
         if self.ending or process_state(self._coordinator.pid) in ("T", "t"):
             return None
         if self._returns.reached:
@@ -134,7 +134,7 @@ class Recovery:
         return Recovered(world, False, cells)
 
     def _replace(self) -> Recovered:
-        """Start successors until one answers: also one that has just come up may be killed before it has taken this client in."""
+        """Start successors until one answers: a new one may be killed before it has answered this client."""
         for attempt in range(SUCCESSORS):
             self._coordinator.respawn(self._respawn_within)
             cells = self._cells()

@@ -1,4 +1,4 @@
-"""Finding the coordinator again, or its successor: a thread of its own, since connecting blocks and the control thread must not."""
+"""Reconnection of a rank to the coordinator or its successor, on a thread of its own: connecting blocks, and the control thread must not."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PAUSE = 0.2
 """Seconds between two attempts, if the first failed although the coordinator's sockets are still kept open."""
 
 
-class Reconnecting:
-    """Connects again when the connection is lost.
+class RankReconnect:
+    """Thread that connects again when the connection is lost.
 
     As long as the process that started the coordinator keeps its listening sockets, a connection waits there for the successor;
     once no process keeps them, connecting is refused at once. As long as the coordinator's host does not answer at all, this rank may be cut
@@ -67,7 +67,7 @@ class Reconnecting:
         handlers.reconnect = self.begin
 
     def begin(self, reason: str) -> None:
-        """The connection is lost: start a thread that looks for a successor. Control thread."""
+        """Start the thread that looks for a successor, after the connection was lost. Control thread."""
         if self._thread is not None:
             self._thread.join()  # does not block: that thread has handed its connection over and is about to end
         name = f"hvdlab-reconnect-{self._hello.rank}"
@@ -80,7 +80,7 @@ class Reconnecting:
         self._handlers.give_up(reason)
 
     def cancel(self, timeout: float) -> None:
-        """Connect no more. Idempotent; any thread."""
+        """End all attempts. Idempotent; any thread."""
         with self._beginning:
             self._cancelled.set()
         waiting = self._socket

@@ -1,4 +1,4 @@
-"""Facts that a rank keeps for a successor of the coordinator, as only ranks know them. No I/O."""
+"""Facts that only ranks know, and that each keeps for a successor of the coordinator. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 
 ENDED_CELLS = 16
-"""Ends of cells that a rank tells a successor again: the coordinator may have died before it, or the others, had heard of them."""
+"""Ends of cells that a rank reports to a successor again: the coordinator may have died before it had passed them on."""
 
 
 class FailoverFacts:
@@ -19,7 +19,7 @@ class FailoverFacts:
     Attributes:
         sets: Ranks of the process sets that were added in this world, by id, also of those without this rank.
         regroup: The message of elastic training whose answer this rank waits for, or ``None``.
-        paused: Why the user looks around here, the latest reason last; empty if the rank is not paused.
+        paused: Reasons for which the user has paused this rank, the latest last; empty if it is not paused.
     """
 
     def __init__(self) -> None:
@@ -35,26 +35,26 @@ class FailoverFacts:
     # -- what happens ---------------------------------------------------------------------------------------------
 
     def added(self, process_set: int, ranks: tuple[int, ...]) -> None:
-        """A process set was added, on all ranks."""
+        """Record that a process set was added, on all ranks."""
         self.sets[process_set] = ranks
         self._last_set = max(self._last_set, process_set)
 
     def dissolved(self, process_set: int) -> None:
-        """A process set is gone."""
+        """Record that a process set is gone."""
         self.sets.pop(process_set, None)
         self._last_set = max(self._last_set, process_set)
 
     def cell_began(self, cell: str) -> None:
-        """A cell runs here."""
+        """Record that a cell runs here."""
         self._cells[cell] = None
 
     def cell_ended(self, cell: str, error: str) -> None:
-        """A cell has ended here."""
+        """Record that a cell has ended here."""
         self._cells.pop(cell, None)
         self._ended.append((cell, error))
 
     def record_failed_additions(self, group: SetState) -> None:
-        """The coordinator is lost, and with it what is pending in ``group``."""
+        """Record the additions and removals that were pending in ``group`` when the coordinator was lost: they failed with it."""
         self._last_set = max(self._last_set, group.id)
         for entry in group.pending:
             request = entry.request
@@ -65,7 +65,7 @@ class FailoverFacts:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Cells that run here."""
+        """Return the cells that run here."""
         return tuple(self._cells)
 
     # -- what the successor gets ----------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class FailoverFacts:
     def resume_message(
         self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool, released: bool
     ) -> m.Resume:
-        """The message with all that a successor has to know from this rank.
+        """Return the message from which a successor restores the world.
 
         Args:
             groups: Process sets that this rank is or was in, by id.
@@ -105,5 +105,5 @@ class FailoverFacts:
         )
 
     def restored(self) -> None:
-        """The world is there again: the successor has undone, or done, the additions and removals that failed with the old one."""
+        """Forget the additions and removals that failed: the successor has undone or done them, and the world is complete again."""
         self._adding, self._removing = (), ()

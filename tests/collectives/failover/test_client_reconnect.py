@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlab.collectives import recovery
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.recovery import Cells, Recovery
+from hvdlab.collectives.failover import client_reconnect
+from hvdlab.collectives.failover.client_reconnect import Cells, ClientRecovery
 from hvdlab.collectives.time_limits import RESTARTS
 from hvdlab.collectives.types import Membership
 from patience import GONE, PATIENCE
@@ -51,14 +51,14 @@ class Fakes:
 
 @pytest.fixture
 def living(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(recovery, "END_WITHIN", 0.0)
+    monkeypatch.setattr(client_reconnect, "END_WITHIN", 0.0)
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process.pid
         process.kill()
 
 
-def recovering(fakes: Fakes) -> Recovery:
-    return Recovery(fakes, fakes, cells=lambda: CELLS)
+def recovering(fakes: Fakes) -> ClientRecovery:
+    return ClientRecovery(fakes, fakes, cells=lambda: CELLS)
 
 
 def test_one_that_lives_stays(living: int) -> None:
@@ -110,7 +110,7 @@ def test_with_a_coordinator() -> None:
         Client.connect(coordinator.address, coordinator.client_token) as client,
     ):
         client.on_lost(lost.put)
-        recovery = Recovery(coordinator, client)
+        recovery = ClientRecovery(coordinator, client)
         first = coordinator.pid
         client._connection._endpoint._sock.shutdown(socket.SHUT_RDWR)
         lost.get(timeout=GONE)
@@ -164,6 +164,6 @@ def test_the_wait_for_a_successor_ends_with_it() -> None:
     ):
         killed = KilledSuccessor(coordinator)
         os.kill(coordinator.pid, signal.SIGKILL)
-        recovered = Recovery(killed, client, reconnect_within=PATIENCE).run()
+        recovered = ClientRecovery(killed, client, reconnect_within=PATIENCE).run()
         assert (recovered.replaced, killed.respawns, client.generation) == (True, 2, 2)
         client.flush()

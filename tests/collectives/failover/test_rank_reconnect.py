@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.engine import reconnecting
-from hvdlab.collectives.engine.reconnecting import LONGER, SUCCESSORS, Reconnecting
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.failover import rank_reconnect
+from hvdlab.collectives.failover.rank_reconnect import LONGER, SUCCESSORS, RankReconnect
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError, UnreachableError
 from hvdlab.collectives.settings import Settings
@@ -18,7 +18,7 @@ from hvdlab.collectives.time_limits import RESTART_WINDOW, RESTARTS, Deadline, R
 from patience import PATIENCE
 
 
-class Waiting(Reconnecting):
+class Waiting(RankReconnect):
     """Each attempt takes a given time, and fails."""
 
     def __init__(
@@ -33,8 +33,8 @@ class Waiting(Reconnecting):
         self.now, self.attempts = 0.0, 0
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seconds, self._error = seconds, error
-        monkeypatch.setattr(reconnecting, "Deadline", lambda limit: Deadline(limit, clock=lambda: self.now))
-        monkeypatch.setattr(reconnecting, "PAUSE", 0.0)
+        monkeypatch.setattr(rank_reconnect, "Deadline", lambda limit: Deadline(limit, clock=lambda: self.now))
+        monkeypatch.setattr(rank_reconnect, "PAUSE", 0.0)
         dispatcher: Any = SimpleNamespace(give_up=self.ended.put)
         control: Any = SimpleNamespace(call=lambda call: call())
         settings = Settings(coordinator="unix:/nowhere", reattach=10.0, cut_off=cut_off)

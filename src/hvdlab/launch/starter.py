@@ -220,6 +220,35 @@ class LaunchRequest:
     options: Mapping[str, object] = field(default_factory=dict)
 
 
+class StartRequest(Protocol):
+    """Part of a :class:`LaunchRequest` that says what a rank runs: what host agents need."""
+
+    @property
+    def world(self) -> WorldEnvironment:
+        """As there."""
+        ...
+
+    @property
+    def module(self) -> str:
+        """As there."""
+        ...
+
+    @property
+    def forked(self) -> str:
+        """As there."""
+        ...
+
+    @property
+    def program(self) -> Program | None:
+        """As there."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, object]:
+        """As there."""
+        ...
+
+
 class Starter(Protocol):
     """Starts and ends the ranks of one job."""
 

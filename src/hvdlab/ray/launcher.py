@@ -1,49 +1,44 @@
-"""The launcher ``ray``: each rank is a process of an actor, which holds its room on the cluster.
+"""The launcher ``ray``: an actor for each rank holds its room on the cluster, and one on each node runs the agent that forks the ranks.
 
 ::
 
-    launcher ── orders, reports: calls of the actor ──▶ RankActor ── pipes ──▶ agent ── forks ──▶ rank
+    launcher ── asks for room ──▶ RoomActor: a rank's CPUs and GPUs, on a node of Ray's choice
+       └─ pipes ── threads ── calls of an actor ──▶ NodeActor ── pipes ──▶ agent ── forks ──▶ ranks of the node
 
-A rank needs a main thread, signals and standard streams of its own, which a Ray worker uses itself: so the actor is the rank's
-parent, and runs the agent that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When the actor ends, in whatever
-way, the agent's input ends, and the agent ends the rank.
+A rank needs a main thread, signals and standard streams of its own, which a Ray worker uses itself: so ranks are processes of the agent
+that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When its actor ends, in whatever way, the agent's input ends, and the
+agent ends the ranks. The room of a rank is given back when the rank has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import IO, Any
 
-from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
-from hvdlab.collectives.protocol.codec import FrameDecoder
-from hvdlab.collectives.settings import WorldEnvironment, own_environment
-from hvdlab.collectives.system import HOST_VARIABLE, HostPosition, host_key, host_position
-from hvdlab.launch.environment import FOREIGN, default_python, exported
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.settings import thread_counts
+from hvdlab.collectives.system import HOST_VARIABLE, HostPosition
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.launch.environment import exported
 from hvdlab.launch.host_agent import wire
-from hvdlab.launch.host_agent.connection import agent_command
+from hvdlab.launch.host_agent.connection import AgentProcess
+from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
-from hvdlab.launch.processes import OutputTail, describe_exit
+from hvdlab.launch.room_starter import RoomStarter
 from hvdlab.launch.starter import (
-    ENDED_WITH_JOB,
-    ENDING_SIGNALS,
     Capabilities,
-    Capability,
     Ended,
     LaunchRequest,
-    Program,
     RankObserver,
     Started,
-    require_running,
+    StartRequest,
+    Waiting,
 )
 from hvdlab.ray.discovery import node_names
 from hvdlab.ray.strategy import GROUP_TIMEOUT, death_reason, free_resources, imported
@@ -53,58 +48,43 @@ UNUSED_FOR = 86_400
 _TURN = 0.5
 """Seconds between looks at whether a rank that has no room yet is still wanted."""
 _ACTORS_END_WITHIN = 5.0
-"""Seconds that an agent has to end its rank and itself; the agent gives the rank two between SIGTERM and SIGKILL."""
+"""Seconds that each thread of a connection has to end once its actor was killed."""
 
 
-class RankActor:
-    """Holds a rank's room on the cluster, and passes what the launcher and the rank's agent say to each other."""
+class RoomActor:
+    """Holds the room of a rank on the cluster."""
 
-    def __init__(self) -> None:
-        # Ray starts its processes with SIGINT blocked, which children inherit: the rank would never be interrupted.
-        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        try:
-            self._agent = subprocess.Popen(
-                agent_command(sys.executable),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                bufsize=0,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-    def whereabouts(self) -> tuple[str, str, str, tuple[str, ...]]:
-        """Its node, what it shares memory with, its interpreter, and the GPUs that Ray gave to it."""
+    def allotment(self) -> Allotment:
+        """Return the room that Ray gave to it."""
         ray = imported()
         node = str(ray.get_runtime_context().get_node_id())
-        return node, host_key(), sys.executable, tuple(map(str, ray.get_gpu_ids()))
+        return Allotment(node, tuple(map(str, ray.get_gpu_ids())), os.environ.get("OMP_NUM_THREADS", ""))
+
+
+class NodeActor:
+    """Runs the agent of a node. It takes no room: the ranks that the agent starts have theirs."""
+
+    def __init__(self) -> None:
+        self._agent = AgentProcess("")
 
     def order(self, data: bytes) -> None:
         """Pass this on to the agent."""
-        assert self._agent.stdin is not None
-        view = memoryview(data)
-        with contextlib.suppress(BrokenPipeError):  # its end is reported
-            while view:
-                view = view[self._agent.stdin.write(view) or 0 :]
+        self._agent.write_orders(data)
 
     def reports(self) -> bytes:
         """Wait for the agent's next reports and return them; none once it has ended."""
-        assert self._agent.stdout is not None
-        return os.read(self._agent.stdout.fileno(), wire.PIECE)
+        return self._agent.read_reports()
 
     def hang_up(self) -> None:
-        """Let the agent end its rank and itself."""
-        assert self._agent.stdin is not None
-        self._agent.stdin.close()
+        """Let the agent end its ranks and itself."""
+        self._agent.close_orders()
 
 
 class RayLauncher:
     """Starts ranks on the Ray cluster that this process is connected to, or can find (``RAY_ADDRESS``)."""
 
     name = "ray"
-    capabilities = Capabilities.all_but(
-        {Capability.PRELOADS: "each of Ray's workers executes its rank's program"}
-    )
+    capabilities = Capabilities.all_but({})
     forks = False
 
     def options(self) -> Sequence[Option]:
@@ -174,22 +154,27 @@ def connect() -> Any:
     return connected_here()
 
 
-class _Seat:
-    """A rank's actor, as the launcher knows it. The starter's lock guards everything that is not marked as the thread's own."""
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """Room that Ray gave to a rank.
 
-    def __init__(self, rank: int, host: str, actor: Any) -> None:
-        self.rank, self.host, self.actor = rank, host, actor
-        self.pid = 0
-        #: Its host's name as ranks know it, once its node is known.
-        self.key = ""
-        self.gpus: tuple[str, ...] = ()
-        #: Why it was given up before it ran; or empty.
-        self.given_up = ""
-        #: What it wrote to standard error, if that is shown nowhere else. The thread's own.
-        self.tail = OutputTail()
+    Attributes:
+        node: Id of its node.
+        gpus: Ids of its GPUs.
+        threads: ``OMP_NUM_THREADS`` as Ray sets it for the rank's CPUs; may be empty.
+    """
 
-    def order(self, message: wire.AgentMessage) -> None:
-        self.actor.order.options(concurrency_group="orders").remote(wire.encode(message))
+    node: str
+    gpus: tuple[str, ...]
+    threads: str
+
+
+@dataclass(frozen=True, slots=True)
+class _RankRoom:
+    """An actor that holds a rank's room, with the room."""
+
+    actor: Any
+    allotment: Allotment
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,44 +199,139 @@ class Surroundings:
         )
 
 
-class StartRequest(Protocol):
-    """Part of a :class:`~hvdlab.launch.starter.LaunchRequest` that :class:`RayStarter` reads."""
-
-    @property
-    def world(self) -> WorldEnvironment:
-        """As there."""
-        ...
-
-    @property
-    def module(self) -> str:
-        """As there."""
-        ...
-
-    @property
-    def program(self) -> Program | None:
-        """As there."""
-        ...
-
-    @property
-    def options(self) -> Mapping[str, object]:
-        """As there."""
-        ...
-
-
-class RayStarter:
-    """A :class:`~hvdlab.launch.starter.PlacingStarter` of processes in actors, which end with this process.
-
-    A thread for all ranks that are started together waits for their room and places them; then one for each reads
-    what its agent reports.
+class NodeTransport:
+    """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by actors on nodes.
 
     Args:
-        request: What for.
+        surroundings: What ranks get of the process that asks for them.
+    """
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._surroundings = surroundings
+        #: The id of the node of each host that has, or had, ranks.
+        self.nodes: dict[str, str] = {}
+
+    def is_here(self, host: str) -> bool:
+        """Always False: ranks end with an actor."""
+        return False
+
+    def connect(self, host: str, python: str, errors: IO[bytes] | None) -> NodeConnection:
+        """By an actor on the node, in the interpreter of Ray's workers there."""
+        if errors is not None:
+            errors.close()
+        return NodeConnection(self.nodes[host])
+
+    def machine(self, host: str) -> str:
+        """The node."""
+        return self.nodes.get(host, host)
+
+    def variables(self, host: str) -> Mapping[str, str]:
+        """The surroundings, and a variable by which a node counts as a host."""
+        return {**self._surroundings.environment, HOST_VARIABLE: f"{host} {self.nodes[host]}"}
+
+
+class NodeConnection:
+    """The connection to the agent on a node; see :class:`~hvdlab.launch.host_agent.connection.AgentConnection`.
+
+    Two threads pass on what is written to and read from the pipes: calls of Ray block.
+
+    Args:
+        node: Id of the node.
+    """
+
+    def __init__(self, node: str) -> None:
+        ray = imported()
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        actor_class = ray.remote(concurrency_groups={"orders": 1, "reports": 1})(NodeActor)
+        self._actor = actor_class.options(num_cpus=0, scheduling_strategy=affinity).remote()
+        self.inbox, self._reports = os.pipe2(os.O_CLOEXEC)
+        self._orders, self.outbox = os.pipe2(os.O_CLOEXEC)
+        self._lock = threading.Lock()
+        #: The descriptors that this side has to close; guarded by the lock.
+        self._open = {self.inbox, self.outbox}
+        #: Why the agent is lost, once it is.
+        self._reason = "its agent ended"
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"hvdlab-ray-{name}-{node[:8]}", daemon=True)
+            for name, target in (("reports", self._receive), ("orders", self._send))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def end_text(self, host: str, greeted: bool) -> str:
+        """Return Ray's text on the end."""
+        self._over.wait(1.0)
+        return f"its agent on the Ray node {host} is gone: {self._reason}"
+
+    def hang_up(self) -> None:
+        """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
+        self._close(self.outbox)
+
+    def kill(self) -> None:
+        """Kill the actor: the agent's input ends, and the agent ends its ranks."""
+        with contextlib.suppress(Exception):  # Ray itself may be gone
+            imported().kill(self._actor)
+
+    def close(self, timeout: float) -> None:
+        """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
+        self.hang_up()
+        self._over.wait(timeout)
+        self.kill()
+        for thread in self._threads:
+            thread.join(_ACTORS_END_WITHIN)
+        self._close(self.inbox)
+
+    def _close(self, descriptor: int) -> None:
+        with self._lock:
+            if descriptor in self._open:
+                self._open.remove(descriptor)
+                os.close(descriptor)
+
+    # -- the two threads ----------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Pass on the agent's reports until it ends."""
+        ray = imported()
+        try:
+            while data := ray.get(self._actor.reports.options(concurrency_group="reports").remote()):
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(self._reports, view) :]
+        except ray.exceptions.RayError as error:
+            self._reason = death_reason(error)
+        except Exception as error:  # noqa: BLE001  # Ray was shut down
+            self._reason = f"the connection to Ray is lost ({type(error).__name__})"
+        finally:
+            self._over.set()
+            os.close(self._reports)
+
+    def _send(self) -> None:
+        """Pass on orders until the launcher hangs up."""
+        try:
+            while data := os.read(self._orders, wire.PIECE):
+                self._actor.order.options(concurrency_group="orders").remote(data)
+            self._actor.hang_up.options(concurrency_group="orders").remote()
+        except Exception as error:  # noqa: BLE001  # Ray was shut down: the thread of reports finds that, too
+            self._reason = f"the connection to Ray is lost ({type(error).__name__})"
+        finally:
+            os.close(self._orders)
+
+
+class RayStarter(RoomStarter):
+    """A :class:`~hvdlab.launch.starter.PlacingStarter` of processes on nodes, which end with this process.
+
+    A thread for all ranks that are ordered together waits for their room. Then the agents of their nodes start them.
+
+    Args:
+        request: What the ranks are started for.
         ranks: Takes what happens to ranks.
         surroundings: What ranks get of the process that asks for them.
     """
 
     def __init__(self, request: StartRequest, ranks: RankObserver, surroundings: Surroundings) -> None:
-        self._request, self._ranks, self._surroundings = request, ranks, surroundings
+        super().__init__(ranks, "Ray")
+        self._request, self._surroundings = request, surroundings
         options = request.options
         self._cpus, self._gpus = int(str(options.get("cpus", 1))), int(str(options.get("gpus", 0)))
         self._timeout = float(str(options.get("timeout", GROUP_TIMEOUT)))
@@ -260,260 +340,174 @@ class RayStarter:
             raise InvalidRequestError(
                 f"the option `placement` of the launcher `ray` is `pack` or `spread`, not {self._placement.lower()!r}."
             )
-        self._changed = threading.Condition()
-        #: Rank to its actor, from the order to start it to its end. With the following, guarded by the condition.
-        self._seats: dict[int, _Seat] = {}
-        self._closing = False
-        self._threads: list[threading.Thread] = []
-        ray = imported()
-        self._actor_class = ray.remote(concurrency_groups={"orders": 1, "reports": 1})(RankActor)
+        #: Rank to its room, from its start to its end. Guarded by the lock.
+        self._rooms: dict[int, _RankRoom] = {}
+        #: Rank to the host that it was last ordered for, or empty. Guarded by the lock.
+        self._wanted_on: dict[int, str] = {}
+        self._transport = NodeTransport(surroundings)
+        self._exec = ExecStarter(
+            request, self, (), reach=self._transport, python="", directory=surroundings.directory
+        )
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
-    def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have them started where Ray has room; those of a node get consecutive numbers if they are started together.
-
-        Raises:
-            InvalidRequestError: This was closed.
-        """
-        self._begin({rank: "" for rank in ranks}, size, {})
-
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """Have them started on a node that :class:`~hvdlab.ray.elastic.RayNodes` named, or on one of Ray's ``node:<host>``.
+        """Have them started on a node that :class:`~hvdlab.ray.discovery.RayNodes` named, or on the one with an address.
 
         Raises:
             InvalidRequestError: This was closed.
             StartError: There is no such node.
         """
-        ray = imported()
-        node = node_names().get(host)
-        where: dict[str, Any]
-        if node is not None:
-            affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-            where = {"scheduling_strategy": affinity(node, soft=False)}
-        elif f"node:{host}" in ray.cluster_resources():
-            where = {"resources": {f"node:{host}": 0.01}}
-        else:
-            raise StartError(f"{host} is no node of the Ray cluster")
-        self._begin(dict.fromkeys(ranks, host), size, where)
-
-    def _begin(self, ranks: dict[int, str], size: int, where: dict[str, Any]) -> None:
-        with self._changed:
-            require_running(self._closing)
-            where = where or {"scheduling_strategy": "SPREAD" if self._placement == "SPREAD" else "DEFAULT"}
-            actors = [
-                self._actor_class.options(num_cpus=self._cpus, num_gpus=self._gpus, **where).remote()
-                for _ in ranks
-            ]
-            seats = [
-                _Seat(rank, host, actor) for (rank, host), actor in zip(ranks.items(), actors, strict=True)
-            ]
-            self._seats.update({seat.rank: seat for seat in seats})
-            self._run_thread(lambda: self._settle(seats, size), f"hvdlab-ray-{min(ranks)}")
-
-    def _run_thread(self, target: Any, name: str) -> None:
-        """The lock is held."""
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
-        thread.start()
+        self._order(ranks, size, host)
 
     def give_up(self, host: str) -> None:
-        """End the actors of a host; their ranks are reported."""
+        """End the ranks of a host, and withdraw those that wait for room there; all are reported."""
         with self._changed:
-            for seat in self._seats.values():
-                if seat.host == host:
-                    seat.given_up = seat.given_up or f"{host} was given up"
-                    if seat.pid:
-                        imported().kill(seat.actor)
-
-    def signal(self, rank: int, number: int) -> None:
-        """Send a signal to the rank's process group, by its agent. If the signal ends it, a rank without room yet is given up."""
-        with self._changed:
-            seat = self._seats.get(rank)
-            if seat is None:
-                return
-            if seat.pid:
-                seat.order(wire.SignalRanks((rank,), number))
-            elif number in ENDING_SIGNALS:
-                seat.given_up = f"it was ended by {signal.Signals(number).name} before it ran"
+            waiting = [rank for rank, its in self._wanted_on.items() if its == host]
+        self._withdraw(waiting, f"{host} was given up")
+        self._exec.give_up(host)
 
     def place(self, rank: int, size: int) -> HostPosition | None:
         """``None``: Ray places ranks."""
         return None
 
-    def close(self, timeout: float) -> None:
-        """Wait so long for ranks that got the order to leave, then end what is left, and give back its room. Idempotent."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._seats, timeout)
-            self._closing = True
-            for seat in self._seats.values():
-                seat.given_up = seat.given_up or ENDED_WITH_JOB
-                with contextlib.suppress(Exception):  # Ray itself may be gone
-                    seat.actor.hang_up.options(concurrency_group="orders").remote()
-            self._changed.wait_for(lambda: not self._seats, _ACTORS_END_WITHIN)
-            for seat in self._seats.values():
-                with contextlib.suppress(Exception):  # Ray itself may be gone
-                    imported().kill(seat.actor)
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join(_ACTORS_END_WITHIN)
+    def handle(self, event: Started | Ended | Waiting) -> None:
+        """Take what the agents report. The room of a rank that has ended is given back first."""
+        if isinstance(event, Ended):
+            with self._changed:
+                room = self._rooms.pop(event.rank, None)
+            if room is not None:
+                _kill(room.actor)
+        self._ranks.handle(event)
 
-    # -- the thread of ranks that are started together ---------------------------------------------------------------
-
-    def _settle(self, seats: list[_Seat], size: int) -> None:
-        """Wait until all have room, and start them; report those that have none in time."""
+    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
         ray = imported()
-        waiting = {seat.actor.whereabouts.remote(): seat for seat in seats}
-        until = time.monotonic() + self._timeout
-        found: dict[_Seat, tuple[str, str, str, tuple[str, ...]]] = {}
-        while waiting:
-            try:
-                ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_TURN)
-                late = time.monotonic() >= until
-                for reference in [
-                    each for each in waiting if each in ready or late or waiting[each].given_up
-                ]:
-                    seat = waiting.pop(reference)
-                    if reference in ready:
-                        try:
-                            found[seat] = ray.get(reference)
-                        except ray.exceptions.RayError as error:
-                            self._end(seat, f"its actor could not be started: {death_reason(error)}")
-                    else:
-                        lacking = f"Ray had no room for it within {self._timeout:g} s; {free_resources()}"
-                        self._end(seat, seat.given_up or lacking)
-            except Exception as error:  # noqa: BLE001  # Ray was shut down: nothing can be asked of it
-                for seat in waiting.values():
-                    self._end(seat, f"the connection to Ray is lost ({type(error).__name__})")
-                return
+        strategy: Any = "SPREAD" if self._placement == "SPREAD" else "DEFAULT"
+        if host:
+            affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+            strategy = affinity(_node_of(host), soft=False)
         with self._changed:
-            unwanted = [seat for seat in found if seat.given_up]
-            wanted = {seat: its for seat, its in found.items() if not seat.given_up}
-            self._assign(wanted)
-            for seat, (_, _, python, _) in wanted.items():
-                self._order_start(seat, size, python)
-                self._run_thread(partial(self._follow, seat), f"hvdlab-ray-rank-{seat.rank}")
-        for seat in unwanted:
-            self._end(seat, seat.given_up)
-
-    def _assign(self, found: dict[_Seat, tuple[str, str, str, tuple[str, ...]]]) -> None:
-        """Say which actor is which rank, so that ranks of a node follow each other. The lock is held."""
-        nodes = [node for node, *_ in found.values()]
-        order = sorted(found, key=lambda seat: (nodes.index(found[seat][0]), seat.rank))
-        for seat, (node, host, _, gpus) in found.items():
-            seat.key, seat.gpus = f"{host} {node}", gpus
-        if any(seat.host for seat in found):
-            return
-        for seat, rank in zip(order, sorted(seat.rank for seat in found), strict=True):
-            seat.rank = rank
-            self._seats[rank] = seat
-
-    def _order_start(self, seat: _Seat, size: int, python: str) -> None:
-        """The lock is held."""
-        program, rank = self._request.program, seat.rank
-        placed = {other.rank: other.key for other in self._seats.values() if other.key}
-        where = host_position(rank, list(placed), list(placed.values()))
-        variables = {**self._surroundings.environment, **(program.environment if program else {})}
-        variables[HOST_VARIABLE] = seat.key
-        if self._gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible(seat, where.local_rank))
-        command = program.command if program else (python, "-m", self._request.module)
-        if command[0] == default_python():
-            command = (python, *command[1:])
-        seat.order(
-            wire.Start(
-                tuple(map(os.fsencode, command)),
-                os.fsencode(self._surroundings.directory),
-                {os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
-                removed=FOREIGN,
-                function=program.function if program else b"",
-                threads=where.local_size,
-                coordinator=self._request.world.coordinator,
-                interfaces=program.interfaces if program else (),
-            )
+            self._wanted_on |= dict.fromkeys(ranks, host)
+        room = ray.remote(RoomActor).options(
+            num_cpus=self._cpus, num_gpus=self._gpus, scheduling_strategy=strategy
         )
-        environment = own_environment(self._request.world, rank, size, where)
-        if program is not None:
-            environment["HOROVOD_HOSTNAME"] = seat.host or seat.key.split()[-1]
-        seat.order(wire.Spawn((wire.RankSpec(rank, environment),)))
+        actors = {rank: room.remote() for rank in ranks}
+        self._run_thread(partial(self._await_room, actors, size, host), f"ray-{min(ranks)}")
 
-    def _visible(self, seat: _Seat, local_rank: int) -> list[str]:
-        """The GPUs of all ranks of the host, such that the local rank is the index of this rank's own."""
-        others = [
-            gpu
-            for rank in sorted(self._seats)
-            for gpu in self._seats[rank].gpus
-            if self._seats[rank].key == seat.key and gpu not in seat.gpus
-        ]
-        index = min(local_rank * len(seat.gpus), len(others))
-        return [*others[:index], *seat.gpus, *others[index:]]
+    def _signal_placed(self, rank: int, number: int) -> None:
+        self._exec.signal(rank, number)
 
-    # -- a rank's thread ----------------------------------------------------------------------------------------------
+    def _close_placed(self, timeout: float) -> None:
+        self._exec.close(timeout)
 
-    def _follow(self, seat: _Seat) -> None:
-        """Report what a rank's agent says, until it ends."""
-        ray = imported()
-        decoder, greeted, reason = FrameDecoder(), b"", "its agent ended"
-        ended: wire.RankExited | None = None
-        while ended is None:
-            try:
-                data = ray.get(seat.actor.reports.options(concurrency_group="reports").remote())
-            except ray.exceptions.RayError as error:
-                reason = death_reason(error)
-                break
-            except Exception as error:  # noqa: BLE001  # Ray was shut down
-                reason = f"the connection to Ray is lost ({type(error).__name__})"
-                break
-            if not data:
-                break
-            if greeted != wire.GREETING:
-                wanted = len(wire.GREETING) - len(greeted)
-                greeted, data = greeted + data[:wanted], data[wanted:]
-            try:
-                messages = [wire.decode_from_agent(payload) for payload in decoder.feed(data)]
-            except ProtocolError as error:
-                reason = f"its agent sent something else than messages: {error}"
-                break
-            for message in messages:
-                if isinstance(message, wire.RankExited):
-                    ended = message
-                elif isinstance(message, wire.RankNotStarted):
-                    self._end(seat, message.text, message.code)
-                    return
-                elif isinstance(message, wire.OrderFailed) and message.unread and not seat.pid:
-                    self._end(seat, f"its agent could not read an order: {message.text}", 1)
-                    return
-                else:
-                    self._report(seat, message)
-        if ended is None:
-            self._end(seat, seat.given_up or reason)
-            return
-        known = None if ended.signal or ended.code < 0 else ended.code
-        self._end(seat, describe_exit(ended.code, ended.signal), known, ended.signal)
+    # -- the thread of ranks that are ordered together ----------------------------------------------------------------
 
-    def _report(self, seat: _Seat, message: wire.FromAgent) -> None:
-        program = self._request.program
-        match message:
-            case wire.Output(rank, stream, data) if program is not None:
-                program.output.write(rank, stream, data)
-            case wire.Output(_, _, data):
-                seat.tail.add(data)
-            case wire.ResultPiece(rank, data) if program is not None:
-                program.output.returned(rank, data)
-            case wire.RankStarted(rank, pid):
-                with self._changed:
-                    seat.pid = pid
-                    unwanted = seat.given_up
-                self._ranks.handle(Started(rank, pid, seat.host))
-                if unwanted:
-                    imported().kill(seat.actor)
-
-    def _end(self, seat: _Seat, reason: str, code: int | None = None, number: int = 0) -> None:
-        """A rank has ended, or does not begin: give back its room, and report it."""
-        with contextlib.suppress(Exception):  # Ray itself may be gone
-            imported().kill(seat.actor)
-        self._ranks.handle(Ended(seat.rank, seat.pid, reason, seat.tail.text(), "", code, number))
+    def _await_room(self, actors: Mapping[int, Any], size: int, host: str) -> None:
+        """Wait until all have room, and start them; withdraw those that have none in time."""
+        found: dict[int, Allotment] = {}
+        try:
+            found = self._allotments(actors)
+            self._start_on_nodes(
+                {rank: _RankRoom(actors[rank], its) for rank, its in found.items()}, size, host
+            )
+        except (StartError, InvalidRequestError) as error:
+            self._withdraw(found, str(error))
+        except Exception as error:  # noqa: BLE001  # Ray was shut down: nothing can be asked of it
+            self._withdraw(actors, f"the connection to Ray is lost ({type(error).__name__})")
         with self._changed:
-            if self._seats.get(seat.rank) is seat:
-                del self._seats[seat.rank]
-            self._changed.notify_all()
+            kept = [room.actor for room in self._rooms.values()]
+        for actor in actors.values():
+            if actor not in kept:
+                _kill(actor)
+
+    def _allotments(self, actors: Mapping[int, Any]) -> dict[int, Allotment]:
+        """Return the room of each rank, once all that still wait have theirs, or the time is over."""
+        ray = imported()
+        asked = {actor.allotment.remote(): rank for rank, actor in actors.items()}
+        deadline = Deadline(self._timeout)
+        found: dict[int, Allotment] = {}
+        while asked:
+            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_TURN)
+            for reference in ready:
+                rank = asked.pop(reference)
+                try:
+                    found[rank] = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    self._withdraw([rank], f"its actor could not be started: {death_reason(error)}")
+            if deadline.expired:
+                lacking = f"Ray had no room for it within {self._timeout:g} s; {free_resources()}"
+                self._withdraw(list(asked.values()), lacking)
+            with self._changed:
+                asked = {reference: rank for reference, rank in asked.items() if rank in self._waiting}
+        return found
+
+    def _start_on_nodes(self, rooms: Mapping[int, _RankRoom], size: int, host: str) -> None:
+        """Start the ranks that still wait; those of a node follow each other, unless their host was named.
+
+        Raises:
+            StartError: An agent can't be started.
+            InvalidRequestError: This was closed.
+        """
+        names = {node: name for name, node in node_names().items()}
+        with self._changed:
+            wanted = sorted(rank for rank in rooms if rank in self._waiting)
+            nodes = [rooms[rank].allotment.node for rank in wanted]
+            order = sorted(wanted, key=lambda rank: (nodes.index(rooms[rank].allotment.node), rank))
+            by_node: dict[str, dict[int, _RankRoom]] = {}
+            for rank, seat in zip(wanted, wanted if host else order, strict=True):
+                room = rooms[seat]
+                by_node.setdefault(room.allotment.node, {})[rank] = room
+            for node, those in by_node.items():
+                name = host or names.get(node, node)
+                self._transport.nodes[name] = node
+                self._rooms |= those
+                variables = {rank: self._variables(rank, room.allotment) for rank, room in those.items()}
+                try:
+                    self._exec.start_on(name, list(those), size, variables)
+                except BaseException:
+                    for rank in those:
+                        del self._rooms[rank]
+                    raise
+                self._claim(those)
+
+    def _variables(self, rank: int, allotment: Allotment) -> dict[str, str]:
+        """Return variables of a rank that its room decides. The lock is held."""
+        program = self._request.program
+        given = {**self._surroundings.environment, **(program.environment if program else {})}
+        found = {}
+        if allotment.threads:
+            # The agent, which holds no CPUs, has the number of threads for none.
+            found = thread_counts({"OMP_NUM_THREADS": allotment.threads, **given}, 1)
+        if self._gpus:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible(rank, allotment))
+        return found
+
+    def _visible(self, rank: int, allotment: Allotment) -> list[str]:
+        """Return the GPUs of all ranks of the node, such that the local rank is the index of this rank's own."""
+        here = {
+            other: room.allotment.gpus
+            for other, room in sorted(self._rooms.items())
+            if room.allotment.node == allotment.node
+        }
+        others = [
+            gpu for other, gpus in here.items() if other != rank for gpu in gpus if gpu not in allotment.gpus
+        ]
+        local_rank = sum(other < rank for other in here)
+        index = min(local_rank * len(allotment.gpus), len(others))
+        return [*others[:index], *allotment.gpus, *others[index:]]
+
+
+def _node_of(host: str) -> str:
+    """Return the id of the node that a host is: by a name of :func:`node_names`, or by its address. Raises ``StartError``."""
+    by_name = node_names()
+    if host in by_name:
+        return by_name[host]
+    for node in imported().nodes():
+        if node["Alive"] and host in (node["NodeManagerAddress"], node["NodeManagerHostname"]):
+            return str(node["NodeID"])
+    raise StartError(f"{host} is no node of the Ray cluster")
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(Exception):  # Ray itself may be gone
+        imported().kill(actor)

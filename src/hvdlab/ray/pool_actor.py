@@ -2,7 +2,7 @@
 
 ::
 
-    notebook ── orders; events by long polls ──▶ PoolActor (detached) ── owns ──▶ RankActors ── agent ──▶ rank
+    notebook ── orders; events by long polls ──▶ PoolActor (detached) ── owns ──▶ actors ── agents ──▶ ranks
         └────────────── TLS ──────────────▶ coordinator (its child) ◀── TLS ─────────────────────────────┘
 
 It is on the cluster's head node and takes no CPU there. It owns the ranks' actors, so that Ray ends them with it in whatever way it
@@ -71,11 +71,12 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """Request for the pool's ranks; see :class:`~hvdlab.ray.launcher.StartRequest`."""
+    """Request for the pool's ranks; see :class:`~hvdlab.launch.starter.StartRequest`."""
 
     world: WorldEnvironment
     module: str
     options: Mapping[str, object]
+    forked: str = ""
     program: Program | None = None
 
 

@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import FrameDecoder
 from hvdlab.collectives.settings import data_plane_address, host_directory_variable, thread_counts
@@ -144,6 +146,9 @@ class Agent:
     def _prepare(self, order: wire.Start) -> None:
         if not (order.command or order.forked):
             raise ValueError("there is no command")
+        if order.command and not order.command[0]:
+            own = os.fsencode(sys.executable)
+            order = msgspec.structs.replace(order, command=(own, *order.command[1:]))
         self._start = order
         for name in order.removed:
             os.environ.pop(name, None)

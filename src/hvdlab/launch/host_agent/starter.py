@@ -17,17 +17,17 @@ import tempfile
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.settings import own_environment
 from hvdlab.collectives.system import HostPosition, host_position
-from hvdlab.launch.environment import FOREIGN
+from hvdlab.launch.environment import FOREIGN, default_python
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.connection import AgentLink, HostTransport
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.processes import OutputTail, describe_exit
-from hvdlab.launch.starter import ENDED_WITH_JOB, Ended, LaunchRequest, RankObserver, Started, require_running
+from hvdlab.launch.starter import ENDED_WITH_JOB, Ended, RankObserver, Started, StartRequest, require_running
 
 AGENT_ENDS_WITHIN = 5.0
 """Seconds that an agent has to end its ranks and itself; it gives ranks two between SIGTERM and SIGKILL."""
@@ -43,24 +43,26 @@ class ExecStarter:
         ranks: Takes what happens to ranks.
         hosts: Where they run, filled in this order.
         reach: How agents get there.
-        python: The interpreter of agents and ranks, on every host.
+        python: The interpreter of agents and ranks, on every host; empty for the one that each agent runs in.
         launches_ranks: Whether the started processes are the ranks themselves, which get their place in the job by
             variables; else they are programs that start the ranks.
+        directory: Working directory of the ranks; empty for this process's own at the time.
     """
 
     def __init__(
         self,
-        request: LaunchRequest,
+        request: StartRequest,
         ranks: RankObserver,
         hosts: Sequence[Host],
         *,
         reach: HostTransport,
         python: str,
         launches_ranks: bool = True,
+        directory: str = "",
     ) -> None:
         self._request, self._ranks = request, ranks
         self._hosts, self._reach, self._python = tuple(hosts), reach, python
-        self._launches_ranks = launches_ranks
+        self._launches_ranks, self._directory = launches_ranks, directory
         self._lock = threading.Lock()
         #: Host to its agent, while that runs. This and the following are guarded by the lock.
         self._links: dict[str, AgentLink] = {}
@@ -107,8 +109,20 @@ class ExecStarter:
             self._idle.clear()
         self._wake()
 
-    def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
+    def start_on(
+        self,
+        host: str,
+        ranks: Sequence[int],
+        size: int,
+        variables: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
         """Have ranks started by the agent of a host, which need not be one of those that were given at first.
+
+        Args:
+            host: Name of the host.
+            ranks: The ranks.
+            size: Size of the job.
+            variables: Variables of single ranks, beside those of their host.
 
         Raises:
             InvalidRequestError: This was closed, or ``host`` is no name of a host.
@@ -123,7 +137,11 @@ class ExecStarter:
             self._most[host] = max(self._most.get(host, 0), len(here))
             link = self._links.get(host) or self._connect(host, here)
             numbers, keys = list(hosts), [self._reach.machine(each) for each in hosts.values()]
-            specs = (self._spec(rank, size, host_position(rank, numbers, keys), host) for rank in ranks)
+            own = variables or {}
+            specs = (
+                self._spec(rank, size, host_position(rank, numbers, keys), host, own.get(rank, {}))
+                for rank in ranks
+            )
             link.send(wire.Spawn(tuple(specs)))
             self._host_of = hosts
             self._idle.clear()
@@ -186,10 +204,12 @@ class ExecStarter:
             ) from error
         variables = {**self._reach.variables(host), **(program.environment if program else {})}
         command = program.command if program else (self._python, "-m", self._request.module)
+        if not self._python and command[0] == default_python():
+            command = ("", *command[1:])
         link.send(
             wire.Start(
                 tuple(map(os.fsencode, command)),
-                os.fsencode(os.getcwd()),
+                os.fsencode(self._directory or os.getcwd()),
                 {os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
                 removed=FOREIGN,
                 function=program.function if program else b"",
@@ -206,10 +226,12 @@ class ExecStarter:
         self._new.append(link)
         return link
 
-    def _spec(self, rank: int, size: int, where: HostPosition, host: str) -> wire.RankSpec:
+    def _spec(
+        self, rank: int, size: int, where: HostPosition, host: str, variables: Mapping[str, str] | None = None
+    ) -> wire.RankSpec:
         if not self._launches_ranks:
             return wire.RankSpec(rank, {})
-        environment = own_environment(self._request.world, rank, size, where)
+        environment = {**(variables or {}), **own_environment(self._request.world, rank, size, where)}
         if self._request.program is not None:
             environment["HOROVOD_HOSTNAME"] = host
         return wire.RankSpec(rank, environment)

@@ -194,6 +194,7 @@ class CallSource(Protocol):
 
     def calls_of(self, group: str, epoch: int) -> CallHistoryMessage:
         """Return the last calls of the group in an epoch. Any thread; must not block."""
+        ...
 
 
 class Histories:

@@ -41,6 +41,7 @@ class WorkSupervisor(Protocol):
 
     def error_of(self, work: WatchedWork, /) -> Exception:
         """Return the error with which a work of an inner group that has ended ends."""
+        ...
 
     def future_asked_for(self) -> None:
         """Give up what is in flight if an interrupt is held."""

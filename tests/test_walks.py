@@ -1,4 +1,4 @@
-"""The walks through the code name files and functions that exist."""
+"""The walks through the code, and the glossary, name files and functions that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-WALKS = (ROOT / "docs" / "design" / "walks.md").read_text(encoding="utf-8")
+DESIGN = ROOT / "docs" / "design"
+GLOSSARY = (DESIGN / "glossary.md").read_text(encoding="utf-8")
+WALKS = (DESIGN / "walks.md").read_text(encoding="utf-8") + GLOSSARY
 STEP = re.compile(r"`([\w/]+\.py)`(?:: ((?:`\w+`(?:, )?)+))?")
 """A file, and after a colon the functions or classes that are meant in it."""
 
@@ -28,6 +30,13 @@ def test_there_are_walks() -> None:
 def test_a_step_names_what_exists(file: str, name: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     assert not name or re.search(rf"^\s*(def|class) {name}\b", text, re.MULTILINE)
+
+
+def test_the_glossary_has_each_word_once_and_says_where_it_is_at_home() -> None:
+    rows = re.findall(r"^\| (?!word|---)(.+?) \| (.+?) \| (.*?) \|$", GLOSSARY, re.MULTILINE)
+    words = [word for word, _, _ in rows]
+    assert len(words) == len(set(words)) > 40
+    assert not [word for word, _, file in rows if not STEP.search(file)]
 
 
 def test_no_step_names_a_directory_that_is_gone() -> None:

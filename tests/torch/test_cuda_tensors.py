@@ -168,7 +168,7 @@ def test_what_other_threads_allocate_is_made_known_to_the_users_stream(two: Rank
 
 def test_what_tensors_go_over_is_known_once_the_ranks_have_met_on_a_gpu(two: Ranks) -> None:
     two.run(reduced)
-    known = [({"same GPU": (1 - rank,)}, "shm, cuda/ipc (same GPU)") for rank in range(2)]
+    known = [({"same GPU": (1 - rank,)}, "shm, cuda/ipc, checked (same GPU)") for rank in range(2)]
     assert two.run(linked) == known
 
 

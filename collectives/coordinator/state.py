@@ -205,6 +205,7 @@ class CoordinatorState:
         effects = self.effects.pop_all()
         if failed is not None and not self.unsound:
             self._check_after(failed)
+            effects += self.effects.pop_all()  # the traceback of a state that is not sound
         return effects
 
     # -- failures of handlers -------------------------------------------------------------------------------------

@@ -652,7 +652,9 @@ def test_a_client_that_reads_no_events_keeps_its_connection(
     rank.endpoint.close()
 
 
-def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_path: Path) -> None:
+def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """So that the ranks go on with a successor, and no rank waits for ever."""
     server = CoordinatorServer(ServerOptions(TOKEN, CLIENT_TOKEN, state=CoordinatorOptions(size=2)))
     listener = socket.socket(socket.AF_UNIX)
@@ -682,6 +684,9 @@ def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_pa
     assert not thread.is_alive()
     assert server.state.unsound
     assert "the coordinator's state can't be used any more" in str(raised[0])
+    log = capfd.readouterr().err
+    assert "ZeroDivisionError: made to fail" in log
+    assert "in validate_state" in log  # which invariant is broken
     with pytest.raises(ConnectionLost):
         _read_to_the_end(endpoint)
     endpoint.close()

@@ -40,7 +40,7 @@ class TuningOptions:
     Attributes:
         warmup_samples: Samples at the beginning that do not count.
         steps_per_sample: How often a sample sees the same tensor.
-        max_samples: Samples after which the best setting is kept, also in the middle of a sweep. A whole sweep takes 16.
+        max_samples: Samples after which the best setting is kept, also in the middle of a sweep. A whole sweep has 16.
     """
 
     warmup_samples: int = 3
@@ -109,7 +109,7 @@ class Tuner:
 
     Attributes:
         parameters: The setting to use now.
-        done: It is the best, and stays.
+        done: Whether they are the best, and stay.
     """
 
     def __init__(self, options: TuningOptions, start: Parameters) -> None:

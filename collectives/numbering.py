@@ -14,13 +14,13 @@ CONSECUTIVE = "consecutive"
 
 
 def own_number(what: str = "hvd.rank()") -> int:
-    """The number of this rank; ``what`` is what the user called, for the error."""
+    """Return the number of this rank; ``what`` is the user's call, for the error."""
     engine = context.engine(what)
     return shown_number(engine.rank) if engine.settings.rank_numbers == CONSECUTIVE else engine.rank
 
 
 def shown_number(rank: int) -> int:
-    """The number by which scripts know a rank of the core; the core's own number for a rank that is not in the world."""
+    """Return the number by which scripts know a rank of the core; the core's own number for a rank that is not in the world."""
     engine = context.engine()
     if engine.settings.rank_numbers != CONSECUTIVE:
         return rank
@@ -29,7 +29,7 @@ def shown_number(rank: int) -> int:
 
 
 def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
-    """The rank of the core that scripts know by this number; ``what`` is what the user called, for the error.
+    """Return the rank of the core that scripts know by this number; ``what`` is the user's call, for the error.
 
     Raises:
         InvalidRequestError: Numbers are consecutive, and there are fewer ranks.

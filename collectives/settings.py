@@ -19,6 +19,7 @@ TOKEN = "HVDLAB_TOKEN"
 TOKEN_FILE = "HVDLAB_TOKEN_FILE"
 """The variable that names a file with the secret, which only the user may read; for launchers that send variables in the clear."""
 _LONGEST_TOKEN = 4096
+"""Bytes that are read of such a file: the path can name another file by mistake, of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Settings:
         reset_limit: How often elastic training may begin again; 0 for no limit.
         rank_numbers: How scripts know ranks when others come or go, ``stable`` or ``consecutive``.
         record: Whether spans and metrics are recorded.
-        metrics_interval: Seconds between two samples of what this process uses; 0 for none.
+        metrics_interval: Seconds between two samples of this process's resources; 0 for none.
         log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
         log_hide_time: Whether these lines leave the time out.
         cache_capacity: Tensors that the coordinator knows by number, at most.
@@ -56,7 +57,7 @@ class Settings:
             commas, that count as encrypted.
         kv_optimizers: Modules that parameter servers import.
         kv_servers: Parameter servers on each host.
-        kv_bigarray_bound: Elements from which on a key is spread over all servers.
+        kv_bigarray_bound: Elements of the smallest key that is spread over all servers.
         kv_partition_bytes: Bytes of the parts in which a ``byteps`` store sums a large array that the caller does not wait for.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
         host_directory: Private directory that this host's agent removes after the ranks; ``None`` without an agent.
@@ -106,7 +107,7 @@ class Settings:
             environ: The variables; by default those of this process.
 
         Raises:
-            InvalidRequestError: Variables do not hold what they should; the text names them.
+            InvalidRequestError: Variables hold no value of their kind; the text names them.
         """
         env = os.environ if environ is None else environ
         values: dict[str, Any] = for_reader(Reader.RANK, env)
@@ -152,6 +153,7 @@ def _token(env: Mapping[str, str]) -> str:
         return given
     try:
         with open(path, "rb") as file:
+            # Of the opened file: another user could replace the path between a check of the name and the reading.
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise InvalidRequestError(
@@ -173,7 +175,7 @@ def _certificate(value: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class WorldEnvironment:
-    """Environment of a job, as far as it is the same for all ranks of a job.
+    """Environment of a job, as far as it is the same for all its ranks.
 
     Attributes:
         coordinator: Address of the coordinator, ``unix:/path`` or ``tls:host:port``.
@@ -254,8 +256,8 @@ def sizes(rank: int, size: int, where: HostPosition | None = None) -> dict[str, 
 def restore_world_size() -> None:
     """Set ``WORLD_SIZE`` again if of the variables for other libraries only that is missing.
 
-    Lightning's Trainer removes it when a training ends, as if it were its own. Without it, what looks for these variables next takes
-    this rank for one of a single process.
+    Lightning's Trainer removes it when a training ends, as if it were its own. Without it, the next library that reads these variables
+    treats this rank as the only process.
     """
     if "WORLD_SIZE" not in os.environ and os.environ.keys() >= {"RANK", "LOCAL_RANK", "HVDLAB_SIZE"}:
         os.environ["WORLD_SIZE"] = os.environ["HVDLAB_SIZE"]
@@ -292,8 +294,8 @@ def rank_environment(
 def thread_counts(base: Mapping[str, str], size: int) -> dict[str, str]:
     """Return the variables with the number of threads of a rank's libraries: its share of a host with ``size`` ranks; those in ``base`` stay.
 
-    TensorFlow does not follow OpenMP's number. Between operations it gets two threads at least, so that an operation that computes
-    for long does not hold up the input of the next step.
+    TensorFlow does not follow OpenMP's number. Between operations it gets two threads at least, so that a long operation does not
+    hold up the input of the next step.
     """
     threads = base.get("OMP_NUM_THREADS") or str(threads_per_rank(size))
     between = str(max(2, int(threads))) if threads.isdecimal() else "2"

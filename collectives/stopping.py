@@ -1,9 +1,9 @@
-"""Stopping in the debugger on some ranks, or when something holds."""
+"""Breakpoints on some ranks only, or under a condition."""
 
 from __future__ import annotations
 
 import os
-import pdb  # noqa: T100  # stopping is what this is for
+import pdb  # noqa: T100  # this module is for stopping
 import sys
 from collections.abc import Callable, Collection
 from typing import Any

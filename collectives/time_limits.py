@@ -42,11 +42,11 @@ class Deadline:
 
 
 ASK_AFTER = 2.0
-"""Seconds of silence after which the client sends the coordinator a ping."""
+"""Seconds of silence after which the client sends the coordinator a ping. An idle coordinator is silent, so this is not the loss itself."""
 STOPPED_AFTER = 1.0
 """Seconds without an answer after which the coordinator counts as lost if its process is stopped (SIGSTOP, a debugger)."""
 SILENT_AFTER = 30.0
-"""Seconds without an answer after which it counts as lost in any case."""
+"""Seconds without an answer after which it counts as lost in any case. A busy machine can keep it from answering for many seconds."""
 
 
 class Heartbeat:
@@ -88,14 +88,14 @@ class Heartbeat:
         return ""
 
     def timeout(self, now: float) -> float:
-        """Return the seconds until there is something to do."""
+        """Return the seconds until the next :meth:`asks` or :meth:`lost` is due."""
         if self._asked is None:
             return max(0.0, self._heard + ASK_AFTER - now)
         return STOPPED_AFTER
 
 
 RESTARTS = 5
-"""Restarts that are allowed within :data:`RESTART_WINDOW`: whatever ended the last ones would end the next one as well."""
+"""Restarts that are allowed within :data:`RESTART_WINDOW`: the fault that ended the last ones would end the next one as well."""
 RESTART_WINDOW = 60.0
 """Seconds within which restarts count."""
 
@@ -129,7 +129,7 @@ class RestartLimit:
         self._times.append(self._clock())
 
     def forget_last(self) -> None:
-        """Take back the latest :meth:`add`: nothing had to be restarted after all."""
+        """Remove the latest :meth:`add`: nothing had to be restarted after all."""
         self._times.pop()
 
     @property

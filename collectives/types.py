@@ -27,7 +27,7 @@ class DType(IntEnum):
 
     @property
     def itemsize(self) -> int:
-        """Size of one element in bytes."""
+        """Return the size of one element in bytes."""
         return _ITEMSIZE[self]
 
     @property
@@ -159,12 +159,12 @@ class Stall:
 
     Attributes:
         process_set: Its process set.
-        seconds: How long.
-        kind, name: Which collective.
+        seconds: Seconds that it has been waiting, or executing, so far.
+        kind, name: The collective: its number in :class:`OpKind`, and its tensor.
         waited: Ranks that submitted it.
         missing: Ranks that did not, and for which the others wait.
         sites: The line of code of each of ``waited``.
-        joined: Ranks that have joined: they take part without submitting it.
+        joined: Ranks that have joined: they participate without submitting it.
     """
 
     process_set: int

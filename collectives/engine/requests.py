@@ -14,11 +14,11 @@ Allocate = Callable[[tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limit of the time that a wait may take.
+    """Limit of the time of a wait.
 
     Attributes:
         seconds: From the begin of the wait.
-        text: Cause that all ranks read when the wait takes longer, and the collective is given up.
+        text: Cause that all ranks read when the limit has passed, and the collective is given up.
     """
 
     seconds: float
@@ -54,14 +54,14 @@ class CompletionHook(Protocol):
 
 @dataclass(slots=True)
 class Request:
-    """One collective on one tensor.
+    """Request for one collective on one tensor.
 
     Attributes:
-        kind: Which collective.
+        kind: Kind of the collective.
         name: Tensor name, equal on all ranks; ``None`` for an anonymous one, which is matched in order.
         input: C-contiguous array in storage type, or buffer of ``device``, of any shape; ``None`` for a barrier. It must not
             change until the handle is done.
-        output: Where the result goes, of the same kind as ``input``, which it may be (in place). ``None``: the
+        output: Memory for the result, of the same kind as ``input``, which it may be (in place). ``None``: the
             engine asks ``allocate``, or makes a new array or buffer. A message has one on the rank that receives it alone,
             where it is also the ``input``.
         dtype: Element type.
@@ -79,12 +79,12 @@ class Request:
         anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
         ranks: To add a process set, its ranks; of a message, the rank that sends and the rank that receives; of a receive from any rank,
             this rank alone.
-        channel: Of a message, for what the receiver calls its receives from any rank, if any may get it: such a receive gets the oldest
-            message with the same channel that no receive waits for that names the sender. Empty for none.
+        channel: Of a message, the name of the receiver's receives from any rank that can get it. Such a receive gets the oldest message of
+            its channel, unless a receive that names the sender waits for that. Empty for none.
         on_done: Called once when the request is finished; see :class:`CompletionHook`.
         label: Its name in recordings, if that is another one. There should be few different ones, since recordings keep them all.
-        priority: Of the allreduces that have one, the highest is executed first among those that are ready and have not begun; also,
-            they have others without a priority, barriers included, go before them. ``None``: in the order of becoming ready.
+        priority: Of the allreduces that have one, the highest is executed first among those that are ready and have not begun.
+            Collectives without a priority, barriers included, go before them. ``None``: in the order of becoming ready.
         about: Text behind the call site in errors and stall lines, on all ranks, such as `` for layers.3``. There should be few different
             ones, since each is defined once.
     """
@@ -136,7 +136,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class PendingCollective:
-    """A collective in flight on this rank, as :meth:`Engine.pending` lists it.
+    """Collective in flight on this rank, as :meth:`Engine.pending` lists it.
 
     Attributes:
         name: Tensor name.

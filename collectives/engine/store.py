@@ -33,6 +33,7 @@ class StoreWaits:
 
     def abort(self, scope: tuple[int, int] | None = None) -> None:
         """End the waits of a process set and epoch, or all."""
+        # A copy: the threads that wait remove their tickets meanwhile.
         for ticket in list(self._waiting.values()):
             if scope is None or ticket.scope == scope:
                 ticket.end(None)
@@ -45,6 +46,7 @@ class StoreWait:
         self.number = number
         self.scope = scope
         self.value: bytes | None = None
+        # Held until the end: a bare lock is the cheapest object to wait on.
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
 
@@ -78,6 +80,7 @@ class EngineStore(KeyValue):
     def get(self, key: str, timeout: float) -> bytes:
         ticket = self._tickets.new(self._scope)
         try:
+            # The ticket is added before the flag is read, and abort() sets the flag before it reads the tickets: one of them sees it.
             if self._aborted:
                 raise PlaneAborted(f"epoch {self._scope[1]} has ended")
             self._send(m.StoreGet(*self._scope, key, ticket.number))

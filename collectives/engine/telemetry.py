@@ -18,7 +18,7 @@ from hvdlab.collectives.tracing.timeline_file import TimelineFile
 Sink = Callable[[int, bytes], None]
 
 LAST_EVENTS = 2.5 * SpanLog.INTERVAL
-"""Seconds until the events that every rank has recorded by now have arrived here."""
+"""Seconds until the events that every rank has recorded by now have arrived here: a flush, and its way."""
 FLUSHED_WITHIN = 1.0
 """Seconds that the control thread has to hand over the events that were recorded by now."""
 REPLACED_WITHIN = 5.0
@@ -26,7 +26,7 @@ REPLACED_WITHIN = 5.0
 
 
 class Subscription:
-    """Subscription of this rank to the events of all ranks, shared by all sinks. It exists as long as there are any. Any thread."""
+    """Subscription of this rank to the events of all ranks, shared by all sinks. It lasts as long as there are sinks. Any thread."""
 
     def __init__(self, handlers: ControlHandlers) -> None:
         self._handlers = handlers
@@ -38,6 +38,7 @@ class Subscription:
         """Call ``sink(rank, batch)`` on the control thread with each batch of any rank from now on."""
         callbacks = self._handlers.callbacks
         with self._lock:
+            # Before the subscription: its first batch finds the sink.
             callbacks.event_sinks.append(sink)
             self._sinks.append(sink)
             if len(self._sinks) == 1:
@@ -56,7 +57,7 @@ class Subscription:
             arrived.wait(4 * LAST_EVENTS)
 
     def remove(self, sink: Sink) -> None:
-        """Call this sink no more."""
+        """End the calls of this sink."""
         callbacks = self._handlers.callbacks
         with self._lock:
             callbacks.event_sinks.remove(sink)
@@ -88,6 +89,7 @@ class TimelineTap:
 
     def stop(self) -> None:
         """Complete the file, after a moment for events on their way. Raises ``OSError`` if it could not be written."""
+        # The wait is outside the lock, so that another file can be started meanwhile.
         with self._lock:
             file, self._file = self._file, None
         if file is None:
@@ -99,7 +101,7 @@ class TimelineTap:
 
 
 class RankExport(Export):
-    """An export of this rank's metrics, or of all ranks'. Ended by :meth:`close` or with the engine.
+    """Export of this rank's metrics, or of all ranks'. Ended by :meth:`close` or with the engine.
 
     Attributes:
         unaligned: How many points were left out because their host's clock could not be compared with this host's.
@@ -115,7 +117,7 @@ class RankExport(Export):
         self._reader = PointReader()
 
     def feed(self, rank: int, batch: bytes) -> None:
-        """Put the points of a batch that rank ``rank`` has recorded. Control thread."""
+        """Queue the points of a batch that rank ``rank`` has recorded. Control thread."""
         self.put(self._reader.read(batch))
         self.unaligned = self._reader.dropped
 
@@ -140,6 +142,7 @@ class MetricExports:
 
     def add(self, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> RankExport:
         """Hand metrics to ``exporter`` from now on, in place of another one with the same target."""
+        # The other one is closed first: two writers of one file or server would mix.
         for other in list(self._open):
             if same_target(other.exporter, exporter):
                 other.close(REPLACED_WITHIN)
@@ -153,7 +156,7 @@ class MetricExports:
         return export
 
     def remove(self, export: RankExport) -> None:
-        """Hand over the points that were recorded by now, and no more."""
+        """End an export, after it has got the points that were recorded by now."""
         with self._lock:
             if export not in self._open:
                 return
@@ -169,7 +172,7 @@ class MetricExports:
         control = self._handlers.control
         if not control.thread.is_alive():
             return
-        if threading.current_thread() is control.thread:
+        if threading.current_thread() is control.thread:  # it would wait for itself
             self._handlers.send_events()
             return
         done = threading.Event()

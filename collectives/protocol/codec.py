@@ -16,9 +16,9 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello, Message, ToPeer
 
 HELLO_LIMIT = 64 * 1024
-"""Largest payload before Hello was accepted, in bytes."""
+"""Largest payload before Hello was accepted, in bytes: the memory that one stranger can occupy."""
 FRAME_LIMIT = 256 * 1024 * 1024
-"""Largest payload afterwards, in bytes."""
+"""Largest payload afterwards, in bytes. It bounds the memory that a faulty length costs, and exceeds all real messages."""
 
 _LENGTH = struct.Struct("<I")
 _pack_length = _LENGTH.pack
@@ -56,11 +56,11 @@ class FrameDecoder:
 
     @property
     def unfinished(self) -> int:
-        """Bytes received of a frame that is not complete yet."""
+        """Return the bytes received of a frame that is not complete yet."""
         return self._have
 
     def feed(self, data: bytes) -> list[memoryview]:
-        """Take the next bytes and return the payloads that are complete now, in order.
+        """Add the next bytes and return the payloads that are complete now, in order.
 
         Raises:
             ProtocolError: A frame is empty or above the limit. The decoder can't go on then.
@@ -117,7 +117,7 @@ class MessageDecoder(Generic[MessageT]):
 
     Args:
         messages: The union of their classes.
-        refusal: Beginning of the error text for everything else.
+        refusal: Beginning of the error text for all other payloads.
     """
 
     def __init__(self, messages: object, refusal: str) -> None:

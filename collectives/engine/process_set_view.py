@@ -344,7 +344,6 @@ class BoardMember:
         """
         layout, board, request = self._layout(entry), self.board, entry.request
         digest = layout.digest
-        # Stored before the board is written to: an abort from now on leaves its memory to this thread.
         self._posted = entry
         if layout.own:
             assert request.input is not None
@@ -435,7 +434,6 @@ class BoardMember:
         if self._posted is None:
             self._release()
             return None
-        # The mark of the abort was set before this is read: a member that posts later declines instead.
         number, entry = self.board.number, self._posted
         agreed = self.board.complete(number) and self.board.agreed(number)
         if not agreed or entry.given_up or needs_plane(entry.request, self.board.capacity):

@@ -59,7 +59,9 @@ class Client:
 
     def __init__(self, address: CoordinatorAddress, endpoint: Endpoint, welcome: m.Welcome) -> None:
         self._address = address
+        #: Guards the fields that more than one thread changes, and wakes waits when they change.
         self._changed = threading.Condition()
+        #: The last known membership; replaced as a whole, so that a reader needs no lock.
         self._membership = Membership()
         #: Ranks of the latest :meth:`expect`; ``None`` if this client has named none.
         self._expected: tuple[int, ...] | None = None
@@ -71,16 +73,22 @@ class Client:
         #: Reason for which the connection was lost; empty while it works.
         self._lost = ""
         self._losses: list[m.RankLost] = []  # since the coordinator was lost
+        #: Whether :meth:`close` was called.
         self._closing = False
+        #: Held during :meth:`reconnect`, of which one runs at a time.
         self._reconnecting = threading.Lock()
         #: Numbers of answered pings for which :meth:`flush` still waits.
         self._pongs: set[int] = set()
         #: Answers to the calls of :meth:`story` that wait, by ticket.
         self._stories: dict[int, m.Story] = {}
+        #: Numbers for pings and tickets.
         self._numbers = itertools.count(1)
+        #: Whether this client gets events, also from a successor.
         self._subscribed = False
         self._taken = 0  # the number of the last batch of events
+        #: Calls for the thread of the present connection, or of the next one.
         self._calls: deque[Callable[[], None]] = deque()
+        # Callbacks are added and called on the client's thread only, by ``_call``, so that these lists need no lock.
         self._mail: dict[str, list[Callable[[int, bytes], Any]]] = {}
         self._on_membership: list[Callable[[Membership], Any]] = []
         #: By the token of each call of :meth:`collect_events` that waits: the ranks that have answered it.
@@ -90,10 +98,12 @@ class Client:
         self._on_returned: list[Callable[[int, int, float], Any]] = []
         self._on_paused: list[Callable[[Mapping[int, str]], Any]] = []
         self._paused: dict[int, str] = {}
+        #: Unlike the others under ``_changed``: the connection's thread can have ended when one is added.
         self._on_lost: list[Callable[[str], Any]] = []
         #: Whether the callbacks of :meth:`on_lost` have been called, or are being called.
         self._loss_reported = False
         self._on_reconnected: list[Callable[[Membership], Any]] = []
+        #: Names for users of the newest cells, by id.
         self._labels: dict[str, str] = {}
         self._recording: Recording | None = None
         self._use(endpoint, welcome)
@@ -558,6 +568,7 @@ class Client:
             raise RuntimeError(f"waiting for {what} inside a callback of the client would wait for ever")
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._lost, deadline.remaining())
+            # The condition first: an answer that came before the loss counts.
             if condition():
                 return
             if self._lost:
@@ -652,7 +663,7 @@ class Client:
     def _invoke(self, callback: Callable[..., Any], *arguments: Any) -> None:
         try:
             callback(*arguments)
-        except Exception:
+        except Exception:  # a bug in a callback must not end the thread, on which all others run
             logger.exception("a callback of the hvdlab client failed")
 
 

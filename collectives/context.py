@@ -177,6 +177,7 @@ def shutdown() -> None:
         engine, _context.engine = _context.engine, None
         _context.companions = (None, {})
         coordinator, _context.coordinator = _context.coordinator, None
+        # The engine first: it takes leave of its coordinator.
         if engine is not None and engine is not _context.adopted:
             engine.close()
         if coordinator is not None:

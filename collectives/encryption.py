@@ -43,6 +43,7 @@ def refusal(required: str, rank: int, hello: Hello, members: Iterable[Member], h
     for member in members:
         if member.host == hello.host:
             continue
+        # Both ends: data is in the clear if one of them is outside the tunnel.
         for whose, address in ((rank, hello.address), (member.rank, member.address)):
             if not is_encrypted(required, address):
                 return (

@@ -179,6 +179,7 @@ class KVStoreError(HvdlabError):
         return str(self.args[0])
 
 
+#: Classes of :func:`_also`, by the identities of its arguments: all errors of one pair have one class.
 _ALSO: dict[tuple[int, int], type[KVStoreError]] = {}
 
 

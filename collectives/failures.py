@@ -47,6 +47,7 @@ class Failures:
     def __init__(self, beside: Failures | None = None) -> None:
         self._beside = beside
         self._lock = threading.Lock()
+        #: The last failure of each thing, by its name.
         self._known: dict[str, Failure] = {}
 
     def guard(self, what: str) -> Guard:
@@ -82,6 +83,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        # Interrupts are raised as always; ``None`` is the end without an error.
         if not isinstance(error, Exception):
             return False
         self._failures.add(self._what, error)

@@ -10,6 +10,7 @@ from hvdlab.collectives.errors import compact_ranks
 from hvdlab.collectives.protocol.messages import Abort, Configure
 from hvdlab.collectives.text import visible, visible_coloured
 
+#: The logger of all ranks' lines; applications configure it by this name.
 LOG = logging.getLogger("hvdlab")
 
 

@@ -86,6 +86,7 @@ class ProcessSet:
         self._ranks = _checked_ranks(
             world_ranks(self.mpi_comm) if self.mpi_comm is not None else ranks_or_comm
         )
+        #: Id of the latest registration, or the one that users' code has set.
         self._id: int | None = None
         self._is_assigned = False  # users' code has set the id, which may be of no set
         self._world = 0  # number of the world that the id belongs to; 0 for the next one
@@ -359,6 +360,7 @@ def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
     request = Request(OpKind.ALLGATHER, "process_set.communicators", mine, dtype=DType.I64)
     gathered = context.engine().run(request).output
     assert gathered is not None
+    # Each rank's part: the number of its ranks, then these.
     rows = host_view(gathered).tolist()
     found: dict[tuple[int, ...], None] = {}
     while rows:

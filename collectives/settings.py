@@ -193,6 +193,7 @@ class WorldEnvironment:
     master_port: int = 0
 
 
+# Its value begins with the coordinator's address; see host_directory_variable().
 _HOST_DIRECTORY = "HVDLAB_HOST_DIRECTORY"
 
 
@@ -288,6 +289,7 @@ def rank_environment(
     base: Mapping[str, str], world: WorldEnvironment, rank: int, size: int
 ) -> dict[str, str]:
     """Return the whole environment of a rank on this host. Variables of ``base`` about threads stay as they are."""
+    # The rank's own ones last: ``base`` can have those of another rank.
     return {**base, **thread_counts(base, size), **own_environment(world, rank, size)}
 
 
@@ -309,6 +311,7 @@ def thread_counts(base: Mapping[str, str], size: int) -> dict[str, str]:
 
 def threads_per_rank(size: int) -> int:
     """Return the number of usable cores divided by ranks, at least 1."""
+    # Of the process, not the machine: a container or a scheduler can have given it a part of the cores.
     return max(1, len(os.sched_getaffinity(0)) // max(1, size))
 
 

@@ -36,6 +36,7 @@ def breakpoint(
         debugger = pdb.Pdb()
         if header is not None:
             debugger.message(header)
+        # In the caller's frame: the user's own line, not this one.
         debugger.set_trace(sys._getframe(1))
     elif header is not None and hook is not sys.__breakpointhook__:
         hook(header=header)

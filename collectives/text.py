@@ -24,6 +24,7 @@ _CONTROLS = re.compile(
     "\ud800-\udfff"  # halves of a character, which can't be written
     "]"
 )
+# Colours and tabs. The group keeps them in the result of split(), as its odd parts.
 _HARMLESS = re.compile("(\x1b\\[[0-9;]*m|\t)")
 
 

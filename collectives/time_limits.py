@@ -20,6 +20,7 @@ class Deadline:
     def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
         self._clock = clock
+        #: The end in the clock's seconds, or ``None``.
         self._when = None if seconds is None else clock() + seconds
 
     def remaining(self) -> float | None:
@@ -62,6 +63,7 @@ class Heartbeat:
     def __init__(self, now: float, stopped: Callable[[], bool]) -> None:
         self._stopped = stopped
         self._heard = now
+        #: Time of the unanswered ping, or ``None``.
         self._asked: float | None = None
 
     def heard(self, now: float) -> None:
@@ -91,6 +93,7 @@ class Heartbeat:
         """Return the seconds until the next :meth:`asks` or :meth:`lost` is due."""
         if self._asked is None:
             return max(0.0, self._heard + ASK_AFTER - now)
+        # No descriptor reports that a process was stopped, so that it has to be checked again and again.
         return STOPPED_AFTER
 
 
@@ -122,6 +125,7 @@ class RestartLimit:
         self.most = most
         self._window = window
         self._clock = clock
+        #: Times of the latest restarts.
         self._times: deque[float] = deque(maxlen=most)
 
     def add(self) -> None:

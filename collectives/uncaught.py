@@ -57,6 +57,7 @@ def _in_chain(error: BaseException | None) -> AbortedError | None:
         if isinstance(error, AbortedError):
             return error
         seen.add(id(error))
+        # The chain that a traceback shows.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 

@@ -44,7 +44,7 @@ def _flag(text: str) -> bool:
         return True
     if text in _NO:
         return False
-    return int(text) > 0
+    return int(text) > 0  # as Horovod reads its flags
 
 
 def _number(least: float) -> Callable[[str], float]:

@@ -119,6 +119,7 @@ def _catch_sigterm() -> int:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    # An interrupt is for the ranks: the coordinator has to outlive it, so that they can recover.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return reader
 

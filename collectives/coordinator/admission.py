@@ -241,6 +241,7 @@ class Admission:
         ]
         if any(cells.is_running(rank) for rank in current):
             new = [rank for rank in new if rank not in cells.idle]
+        # A script's rank that has shut down and comes back waits for the others to do the same.
         if any(not membership.ranks[rank].tracked for rank in stay):
             new = [rank for rank in new if rank not in membership.returning]
         going = membership.leaving.intersection(stay)

@@ -72,7 +72,9 @@ class Connections:
         self._log = log
         self.rejections = RejectionLog(log, self.call_at)
         self._transient: dict[Connection, None] = {}  # neither introduced yet nor quite closed
+        #: Number of the next connection.
         self._next_peer = 1
+        #: Calls of :meth:`call_at`, with their times.
         self._calls: list[tuple[float, Callable[[], None]]] = []
 
     @property
@@ -104,6 +106,7 @@ class Connections:
         connection.phase = OPEN
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
         connection.tracked = hello.cells_tracked
+        # Ranks get short lists of members from now on; clients and observers, which are few, get whole ones.
         if not (connection.client or connection.observer):
             connection.members_sent = 0
         connection.name = f"rank {hello.rank}" if hello.role == "rank" else f"{hello.role} {connection.peer}"
@@ -336,6 +339,7 @@ class RejectionLog:
     ) -> None:
         self._log, self._call_at, self._clock = log, call_at, clock
         self._logged = 0  # in this minute
+        #: Rejections that were only counted in this minute, and the text of the last one.
         self._counted = 0
         self._last = ""
 

@@ -89,6 +89,7 @@ class DecisionLog:
         self._wall = wall
         self._first = first
         self._next = first
+        #: The newest entries, in order of their numbers, without gaps.
         self._entries: deque[Decision] = deque(maxlen=kept)
         #: The event that is being handled, the rank that it came from, and its entry; 0 as long as it has none.
         self._event: Event | None = None
@@ -146,6 +147,7 @@ class DecisionLog:
 
     def amend(self, number: int, facts: Mapping[str, str]) -> None:
         """Add facts to an entry, as far as it is still kept."""
+        # Numbers are consecutive, so that the place of an entry follows from its number.
         place = number - (self._next - len(self._entries))
         if 0 <= place < len(self._entries):
             old = self._entries[place]

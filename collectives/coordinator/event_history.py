@@ -35,7 +35,9 @@ class EventHistory:
         self.nbytes = 0
         self.dropped = 0
         self.number = 0
+        #: The newest batches, in order.
         self._batches: deque[RankEvents] = deque()
+        #: Connections of subscribers; a tuple, since it is the audience of each batch.
         self._subscribers: tuple[int, ...] = ()
 
     def add(self, rank: int, batch: bytes, effects: Effects) -> None:
@@ -44,6 +46,7 @@ class EventHistory:
         message = RankEvents(rank, batch, self.number)
         self._batches.append(message)
         self.nbytes += len(batch)
+        # A batch that alone exceeds the limit is not kept either; subscribers get it all the same.
         while self.nbytes > self.limit:
             self.nbytes -= len(self._batches.popleft().batch)
             self.dropped += 1
@@ -60,6 +63,7 @@ class EventHistory:
         """
         if peer in self._subscribers:
             return
+        # Before it is a subscriber: it gets all batches in the order of their numbers.
         for message in self._batches if past else ():
             if message.number > after:
                 effects.send((peer,), message)

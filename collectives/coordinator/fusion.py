@@ -171,6 +171,7 @@ class Fusion:
                 batches = fuse(rounds, threshold, separate_groups=self._separate_groups)
             tuned = self.tuning.configured
             if tuned:
+                # In front of the order, so that all members change the size at the same place.
                 self.tuning.before(ps)
             if reported:
                 ps.negotiation.priorities.ordered(ps.sequence, batches)
@@ -200,6 +201,7 @@ def fuse(
     Batches are in the order in which their first rounds became ready; within a batch that order holds too. A
     threshold of 0 fuses nothing. With ``separate_groups`` tensors of a group are fused with each other only.
     """
+    # One pass, with the latest open batch of each kind: a full one stays where it is, so that the order holds.
     batches: list[list[NegotiationRound]] = []
     open_batches: dict[tuple[FuseKey, str], tuple[list[NegotiationRound], int]] = {}
     for current in ready:
@@ -238,6 +240,7 @@ class FusionWindows:
     """
 
     def __init__(self) -> None:
+        #: Open windows.
         self._held: dict[ProcessSetState, _FusionWindow] = {}
         self.due: float | None = None
 
@@ -379,6 +382,7 @@ def _payloads(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tupl
         return ()
     if not only.absent:
         return tuple([payloads[rank] for rank in ranks])
+    # A rank that has joined contributes zeros, without having sent them.
     zeros = bytes(only.info.nbytes)
     return tuple([payloads.get(rank, zeros) for rank in ranks])
 
@@ -393,6 +397,7 @@ class Tuning:
     def __init__(self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects) -> None:
         self._sets = sets
         self._effects = effects
+        #: The tuner, if the options ask for one.
         self._tuner: Tuner | None = None
         #: Bytes of the present slice size, and epoch and size that each process set has got last, by id.
         self._slice = 0

@@ -102,6 +102,7 @@ class Liveness:
         upcoming = NEVER
         options = self._options
         silent: list[Connection] = []
+        # A copy: the end of a connection removes it.
         for connection in list(self._connections.open.values()):
             silence = now - connection.heard
             if silence < options.ping_after:

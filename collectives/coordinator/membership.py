@@ -104,7 +104,7 @@ class MembershipTable:
         self._left: dict[
             int, int
         ] = {}  # pid of ranks that have sent Bye: the end of that process is no death
-        # Ranks that are dead only because their connection ended, with the time of their last sign of life.
+        #: Ranks that are dead only because their connection ended, with the time of their last sign of life.
         self._unexplained: dict[int, float] = {}
 
     # -- joining --------------------------------------------------------------------------------------------------

@@ -151,6 +151,7 @@ class Negotiation:
             if current.mismatch_since is None:
                 current.mismatch_since = now
                 self.mismatches[info.name] = current
+        # With one local id on all ranks, one message can order all of them to execute it.
         elif defined.local != current.local:
             current.same_local_id = False
         if check:
@@ -413,6 +414,7 @@ class Negotiation:
         queued: dict[int, deque[Item]] | None = None,
     ) -> None:
         """Extend a verdict to the whole group: its tensors are dispatched together or not at all."""
+        # ``taken`` counts the submissions of the group that have got the verdict, by rank.
         group, size = info.group, info.group_size
         for complete in self.incomplete_groups.pop(group, ()):
             for rank, defined in complete.submissions.items():

@@ -104,6 +104,7 @@ def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> Plane
     if len(hosts) > 1:
         plane = "hierarchical" if _nests(hosts, hierarchy, notes) else between
         return _choice(plane, members, notes, hierarchy)
+    # Also on one host: only ranks that an MPI launcher has started offer it, so it is their user's choice.
     if between == "mpi":
         return _choice("mpi", members, notes, hierarchy)
     if len(members) == 1:

@@ -23,6 +23,7 @@ class MessageChannels:
     """Table of the incomplete rounds of messages and of receives from any rank, by channel, oldest first."""
 
     def __init__(self) -> None:
+        #: Rounds by channel; dicts as ordered sets, from which a round is removed in one step.
         self._rounds: dict[Channel, dict[NegotiationRound, None]] = {}
 
     def add(self, current: NegotiationRound) -> None:

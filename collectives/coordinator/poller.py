@@ -28,6 +28,7 @@ class Poller(Generic[Target]):
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        #: Targets by descriptor.
         self._targets: dict[int, Target] = {}
 
     def register(self, watched: Watched | int, events: int, target: Target) -> None:

@@ -39,12 +39,14 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.variables import Reader, for_reader
 
 SOCKET_NAME = "coordinator"
+"""Name of the Unix socket in the private directory."""
 
 
 BACKLOG = 1024
 """Connections that can wait while no coordinator accepts them; the ranks of a lost coordinator all come at once."""
 
 
+# mkdtemp() adds eight characters to the prefix.
 _NAME_LENGTH = len("/hvdlab-abcdefgh/coordinator")
 
 
@@ -73,10 +75,12 @@ class CoordinatorProcess:
         ready: CoordinatorReady,
     ) -> None:
         self._process = process
-        # With the certificate, so that a successor gets the same one, which ranks trust.
+        # With the certificate, so that a successor gets the same one: ranks trust no other.
         self._launch = msgspec.structs.replace(launch, certificate=ready.certificate, key=ready.key)
         self._listeners = listeners
+        #: Held by :meth:`respawn` and :meth:`close`: no successor starts after the end.
         self._changing = threading.Lock()
+        #: Whether :meth:`close` was called.
         self._closed = False
         self.directory = Path(launch.directory)
         self.token, self.client_token = launch.token, launch.client_token

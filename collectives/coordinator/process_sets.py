@@ -179,6 +179,7 @@ class ProcessSets:
         self._log = log
         self._hierarchy = hierarchy
         self._by_seniority = by_seniority
+        #: Id of the next set that is added.
         self._next_id = 1
         self._world_replaced = (
             False  # whether all members of the world were replaced since the last set was added
@@ -367,6 +368,7 @@ class ProcessSets:
                     ps.plane_failed_before(due, ps.epoch, rank, text)
                 ps.past_stores[ps.epoch] = ps.store
                 ps.past_stores.pop(ps.epoch - PAST_STORES, None)
+            # From now on messages of the old epoch are recognized by its number.
             ps.epoch += 1
         ps.phase = phase
         if phase == ENDED:

@@ -118,10 +118,13 @@ class CoordinatorServer:
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
+        #: Descriptions of members that were sent to any rank; each connection has the number of the last one that it got.
         self._members = SentMembers()
+        #: File of the tuner's log, empty once it can't be written; and whether this process has begun it.
         self._tuning_log = options.tuning_log
         self._tuning_begun = False
         self._due = NEVER  # of the state
+        #: Whether :meth:`serve` continues; see :meth:`stop`.
         self._running = True
         self.on_alone: Callable[[], None] = lambda: None
         self.alone = False
@@ -355,6 +358,7 @@ class CoordinatorServer:
     def _send_roster(self, message: Message, peers: Iterable[int], descriptor: int = -1) -> None:
         """Send a message with lists of members, without the descriptions that each of these peers has got before."""
         self._members.add(message)
+        # Connections that have got the same descriptions share a frame.
         frames: dict[int, tuple[bytes, int]] = {}  # by ``members_sent`` of a connection
         for peer in peers:
             connection = self.connections.open.get(peer)

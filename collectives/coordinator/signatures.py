@@ -88,6 +88,7 @@ class SignatureTable:
     """Table of signatures that some rank's definition uses."""
 
     def __init__(self) -> None:
+        #: Signatures with at least one definition; names that change with each step must not add up.
         self._interned: dict[Signature, InternedSignature] = {}
 
     def __len__(self) -> int:

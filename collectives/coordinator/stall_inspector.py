@@ -55,6 +55,7 @@ class StallInspector:
         self._membership = membership
         self._effects = effects
         self._log = log
+        # Infinity for "never": all comparisons below then work without a special case.
         self._every = every or math.inf
         self._shutdown = shutdown or math.inf
         #: Seconds until the first check of a new wait: there is nothing to report or end before.
@@ -176,6 +177,7 @@ class Executions:
         self._sets = sets
         self._membership = membership
         self._effects = effects
+        #: Operations of the last check, with its findings.
         self._operations: dict[OperationKey, AwaitedOperation] = {}
 
     def answered(self, rank: int) -> None:
@@ -209,6 +211,7 @@ class Executions:
                 info = next(iter(waits[key][1].values())).info
                 members = ps.members if info.from_any else info.between or ps.members
                 operation.asked, operation.silent = now, set(members) - ps.gone
+                # One message to all; answers of ranks that are not asked do no harm.
                 self._effects.send(ps.peers, m.Ping(0))
             elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
                 operation.asked = None

@@ -80,6 +80,7 @@ class Control:
         self._fd = endpoint.fileno()
         #: Eventfd that wakes the thread, or -1 after :meth:`close`.
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        #: Watches the socket and the wake-up. Any thread may modify it: the kernel does so also while the control thread waits.
         self._epoll = select.epoll()
         self._epoll.register(self._fd, select.EPOLLIN)
         self._epoll.register(self._wakeup, select.EPOLLIN)
@@ -87,6 +88,7 @@ class Control:
         self._calls: deque[Call] = deque()
         #: Heap of calls with their times in seconds of ``time.monotonic``; the number keeps calls of one time in order.
         self._timers: list[tuple[float, int, Call]] = []
+        #: Numbers for the heap.
         self._order = itertools.count()
         #: Whether the thread has to end.
         self._stopping = False
@@ -319,6 +321,7 @@ class ControlHandlers:
         self._members = KnownMembers()  # of this connection
         self.memory_retry = SharedMemoryRetry(self.send, control.call_later)
         self.callbacks.on(m.COLLECT, lambda sender, body: self._collect_events(body))
+        #: Handlers of messages that do not concern the state; all others go to :class:`RankState`.
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
             m.Pong: self._on_pong,
@@ -646,6 +649,7 @@ class Callbacks:
         self.interrupts: list[Callable[[], None]] = []
         self.native_waits: list[Callable[[], None]] = []
         self.reconnections: list[Callable[[], None]] = []
+        #: Callbacks of :meth:`on_leave`.
         self._leaves: list[Callable[[str], None]] = []
         self._leaving: str | None = None  # why this rank is to leave, once it is
         self._leave_guard = threading.Lock()  # of the two above

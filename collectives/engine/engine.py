@@ -67,6 +67,7 @@ class Engine:
         locked = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
         self.rank, self.settings = rank, settings
         self._locked = locked
+        #: Position on the host in an epoch of the world; computed again once that has changed.
         self._place: tuple[int, HostPosition] | None = None
         self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
@@ -74,7 +75,9 @@ class Engine:
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
+        #: A bound method, looked up once: it is called for every tensor.
         self._submit = locked.submit
+        #: Set once :meth:`close` has got past its operations, or in a forked child.
         self._closed = threading.Event()
         self._control = Control(endpoint, str(rank))
         outcomes = BatchOutcomes(locked, self._spans, lambda: self._handlers.schedule_events())
@@ -83,6 +86,7 @@ class Engine:
             locked, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
         )
         hello = introduction(settings, rank)
+        #: Finds a successor after the loss of the coordinator.
         self._reconnecting = RankReconnect(
             settings, hello, generation, self._handlers, self._control, self._may_return
         )
@@ -91,6 +95,7 @@ class Engine:
         self._waiter = HandleWaiter(rank, locked, self._inline, self._executor, self.hooks, self._bypass)
         self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._handlers)
+        #: The timeline file, if this rank writes one.
         self._timeline = TimelineTap(subscription)
         self.exports = MetricExports(self._handlers, subscription)
         self.elastic = ElasticMembership(rank, locked, self._handlers.world)
@@ -99,6 +104,7 @@ class Engine:
         self._control.start(self._handlers)
         self._control.call(self._handlers.ask_clock)
         interval = settings.metrics_interval if settings.record else 0.0
+        #: Samples the resources of this process; ``None`` if it is switched off.
         self._sampler = sample_rank(self.metric, interval, rank)
 
     @classmethod

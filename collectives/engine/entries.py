@@ -146,6 +146,7 @@ class Local:
         return Definition(self.id, self.signature, self.site, self.priority)
 
 
+#: The local id of an entry that was not announced yet; its own object, so that no field is ``None``.
 NO_LOCAL = Local(-1, (), Signature(0, "", 0, 0, ()), "")
 
 

@@ -74,6 +74,7 @@ class PlaneSlot:
         self._pairs: PeerPlanes | None = None
         #: Whether the plane is connected.
         self._connected = False
+        #: Whether :meth:`close` was called.
         self._closed = False
         #: Size in bytes of the slices; 0 before the coordinator has chosen one.
         self._slice = 0

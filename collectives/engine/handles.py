@@ -51,6 +51,7 @@ class Handle(Entry):
         Entry.__init__(self, request, site, submitted)
         self._engine = engine
         self.at_once = False
+        #: Whether it has ended; stored after the outcome, which is in the next two.
         self._done = False
         self._result: Result | None = None
         self._error: Exception | None = None

@@ -86,6 +86,7 @@ class LockedState:
         self._endpoint = endpoint
         self._wake = wake
         self._hooks = hooks
+        #: Guards the state, and the order of messages: they are sent under it.
         self._lock = threading.Lock()
         #: Whether the control thread is woken to flush, and has not done so yet.
         self._flush_wanted = False

@@ -122,6 +122,7 @@ def _broadcast(plane: Plane, request: Request, table: Tables, phases: PhaseTimes
     out = _output(plane, request, source.shape)
     context = plane.context
     root = context.ranks.index(request.root)
+    # Only the root's data counts, and it is in place already where output and input are one.
     elsewhere = root == context.index and out is not source
     completion = plane.start_broadcast(
         buffer_of(source, request.dtype) if elsewhere else None, buffer_of(out, request.dtype), root, phases

@@ -14,6 +14,7 @@ class StoreWaits:
     """Waits for values of the rendezvous store, by ticket. Any thread."""
 
     def __init__(self) -> None:
+        #: Numbers for tickets.
         self._numbers = itertools.count(1)
         #: Waits by ticket.
         self._waiting: dict[int, StoreWait] = {}
@@ -69,9 +70,11 @@ class EngineStore(KeyValue):
         tickets: StoreWaits,
         send: Callable[[m.Message], None],
     ) -> None:
+        #: Process set and epoch.
         self._scope = (process_set, epoch)
         self._tickets = tickets
         self._send = send
+        #: Whether the epoch has ended.
         self._aborted = False
 
     def set(self, key: str, value: bytes) -> None:

@@ -30,6 +30,7 @@ class Subscription:
 
     def __init__(self, handlers: ControlHandlers) -> None:
         self._handlers = handlers
+        #: Held from a change of the sinks to the message about it: subscribing and its end must not overtake each other.
         self._lock = threading.Lock()
         #: Consumers of the events.
         self._sinks: list[Sink] = []
@@ -54,6 +55,7 @@ class Subscription:
         if control.thread.is_alive():
             arrived = threading.Event()
             control.call(lambda: control.call_later(LAST_EVENTS, arrived.set))
+            # With a limit: the control thread can end meanwhile.
             arrived.wait(4 * LAST_EVENTS)
 
     def remove(self, sink: Sink) -> None:
@@ -72,6 +74,7 @@ class TimelineTap:
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
+        #: Guards ``_file``: of two threads that start or stop at the same time one wins.
         self._lock = threading.Lock()
         self._file: TimelineFile | None = None
 
@@ -114,6 +117,7 @@ class RankExport(Export):
         self.all_ranks = all_ranks
         self.unaligned = 0
         self._exports = exports
+        #: Decoder of this rank's or all ranks' batches, with their clocks.
         self._reader = PointReader()
 
     def feed(self, rank: int, batch: bytes) -> None:
@@ -137,7 +141,9 @@ class MetricExports:
     def __init__(self, handlers: ControlHandlers, subscription: Subscription) -> None:
         self._handlers = handlers
         self._subscription = subscription
+        #: Guards ``_open``: an export is removed once, by its own close() or by that of the engine.
         self._lock = threading.Lock()
+        #: Exports that are not closed.
         self._open: list[RankExport] = []
 
     def add(self, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> RankExport:

@@ -50,6 +50,7 @@ class WorldView:
     def configured(self, ranks: Sequence[int], epoch: int) -> None:
         """Keep the members of the world in this epoch."""
         with self._changed:
+            # Before the next World message, which has them no longer among those that wait.
             self._let_in.update(set(ranks) & set(self.waiting))
             self._members, self._epoch = frozenset(ranks), epoch
             self._changed.notify_all()
@@ -202,6 +203,7 @@ class ElasticMembership:
         self._ticket = 0
         #: How deep training is nested; 0 outside of it.
         self._depth = 0
+        #: Guards ``_depth``.
         self._lock = threading.Lock()
 
     def begin(self) -> None:

@@ -94,6 +94,7 @@ class ClientRecovery:
     ) -> None:
         self._coordinator, self._client, self._cells = coordinator, client, cells
         self._respawn_within, self._reconnect_within = respawn_within, reconnect_within
+        #: Limit on returns to the same coordinator: the fault that ends the connection would end the next one as well.
         self._returns = RestartLimit()
         self.ending = ""
 

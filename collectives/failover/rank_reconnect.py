@@ -63,11 +63,13 @@ class RankReconnect:
         self._hello = hello
         self._handlers = handlers
         self._control = control
+        #: Set by :meth:`cancel`, for good.
         self._cancelled = threading.Event()
         #: Held by begin() and cancel(): a thread that has started is seen by the latter, and none starts after it.
         self._beginning = threading.Lock()
         #: The socket of the present attempt, which cancel() shuts down.
         self._socket: socket.socket | None = None
+        #: The latest thread, which perhaps has ended.
         self._thread: threading.Thread | None = None
         handlers.reconnect = self.begin
 

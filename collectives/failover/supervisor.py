@@ -31,6 +31,7 @@ class Keeper:
         self._coordinator = coordinator
         #: Eventfd that ends the thread; -1 after :meth:`close`.
         self._end = os.eventfd(0)
+        #: Limit on successors: a fault that ends each of them must not be repeated for ever.
         self._restarts = RestartLimit()
         self._thread = threading.Thread(target=self._run, name="hvdlab-keeper", daemon=True)
         self._thread.start()

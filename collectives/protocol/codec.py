@@ -51,6 +51,7 @@ class FrameDecoder:
         self.limit = limit
         # Pieces of an unfinished frame are joined once, when it is complete, so that a large frame costs one copy.
         self._parts: list[bytes] = []
+        #: Bytes of these pieces, and bytes of the whole frame; of its length only, as long as that is not complete.
         self._have = 0
         self._need = 0
 
@@ -76,6 +77,7 @@ class FrameDecoder:
         frames: list[memoryview] = []
         view = memoryview(data)
         start, end, need = 0, len(data), 4
+        # Frames that are complete are handed out as views: a read with many small ones copies nothing.
         while end - start >= 4:
             (length,) = _unpack_length(data, start)
             if not 0 < length <= self.limit:
@@ -121,6 +123,7 @@ class MessageDecoder(Generic[MessageT]):
     """
 
     def __init__(self, messages: object, refusal: str) -> None:
+        # The union is the check: a message that this side may not send has no tag in it.
         self._decode: Callable[[Payload], MessageT] = msgspec.msgpack.Decoder(
             cast("type[MessageT]", messages)
         ).decode

@@ -43,6 +43,7 @@ class Backlog:
         self.nbytes = 0
         #: The rest of the frame whose sending was begun or tried.
         self._begun: Frame | None = None
+        #: Other frames that wait: those that go first, and those in bulk.
         self._first: deque[Frame] = deque()
         self._bulk: deque[Frame] = deque()
 
@@ -124,6 +125,7 @@ class Endpoint:
         sock.setblocking(False)
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
+        #: Descriptors that came along and have no owner yet, in order; ``None`` where none are expected.
         self._descriptors: deque[int] | None = deque() if descriptors and not self._tls else None
         self._decoder = FrameDecoder(limit)
         # Held while anything is sent: frames of two threads must not mix, and the backlog's order is that of the calls.

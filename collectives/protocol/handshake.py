@@ -262,6 +262,7 @@ def _shake(secure: ssl.SSLSocket, where: str, certificate: str | None) -> None:
 def _notice_silence(sock: socket.socket, seconds: float) -> None:
     """Set the seconds without a sign of life after which the system ends the connection: a host that is cut off can't close it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Three probes without an answer, so that one lost packet does not end the connection.
     probe = max(1, int(seconds / 3))
     for option, value in (
         ("TCP_KEEPIDLE", probe),
@@ -277,6 +278,7 @@ def _notice_silence(sock: socket.socket, seconds: float) -> None:
 def _introduce(sock: socket.socket, hello: Hello, where: str, deadline: Deadline) -> Welcome:
     try:
         sock.settimeout(deadline.remaining())
+        # Only now, after the check of the other side's user or certificate: Hello has the token in it.
         sock.sendall(encode(hello))
         # Exactly one frame is read, so that a descriptor that comes with a later one is not lost.
         (length,) = struct.unpack("<I", _read_exactly(sock, 4, deadline))

@@ -81,6 +81,7 @@ class SentMembers:
             for member in message.members:
                 number = self._numbers.get(member.rank, 0)
                 if not number or self._by_number[number] != member:
+                    # Removed and added again: the dict stays in the order of numbers.
                     self._by_number.pop(number, None)
                     self.newest += 1
                     self._numbers[member.rank] = self.newest
@@ -104,6 +105,7 @@ class SentMembers:
 
     def _since(self, known: int) -> Iterable[Member]:
         found: list[Member] = []
+        # Backwards up to the first known one: a connection lacks few descriptions, or none.
         for number, member in reversed(self._by_number.items()):
             if number <= known:
                 break

@@ -124,6 +124,7 @@ class Decision(Record, frozen=True):
     epoch: int = 0
     names: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    # Not shared: msgspec makes a new dict for each object that gets this default.
     facts: dict[str, str] = {}
 
 

@@ -88,7 +88,7 @@ def _check_world(comm: Sequence[int] | Any | None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world; collectives in flight fail. ``init()`` may be called again. Does nothing if not initialized."""
+    """Leave the world; collectives in flight fail. ``init()`` can be called again. Does nothing if not initialized."""
     context.shutdown()
 
 

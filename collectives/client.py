@@ -47,10 +47,10 @@ class CoordinatorLostError(HvdlabError, ConnectionError):
 
 
 class Client:
-    """A connection with one thread of its own, on which all callbacks run.
+    """Client of the coordinator: a connection with one thread of its own, on which all callbacks run.
 
     Callbacks must not block for long and must not call :meth:`close`, :meth:`flush` or other methods that
-    wait for the coordinator. An exception in one is logged and stops neither the others nor the client. All methods may be
+    wait for the coordinator. An exception in one is logged and stops neither the others nor the client. All methods can be
     called from any thread.
 
     When the connection is lost, :meth:`reconnect` connects to the coordinator again if that lives; if it does not, the process that
@@ -272,7 +272,7 @@ class Client:
             try:
                 self._wait(lambda: not missing(), deadline, "all ranks' events")
             finally:
-                # A rank's events and answers are in order up to the coordinator; from there on answers may overtake events.
+                # A rank's events and answers are in order up to the coordinator; from there on answers can overtake events.
                 self.flush(timeout)
         finally:
             with self._changed:

@@ -65,7 +65,7 @@ _context = _Context()
 def init(settings: Settings | None = None) -> Engine:
     """Join the world that the environment names, and wait until it is complete; a world of one if it names none.
 
-    Does nothing if this process is initialized already. After :func:`shutdown` it may be called again, any number
+    Does nothing if this process is initialized already. After :func:`shutdown` it can be called again, any number
     of times.
 
     Args:

@@ -36,7 +36,7 @@ from hvdlab.collectives.text import visible, visible_lines
 class HvdlabError(RuntimeError):
     """Base class of all errors that hvdlab itself raises. (Horovod's core reports its errors as ``RuntimeError``.)
 
-    Its text may quote peers and files; control characters in it are shown escaped, so that a terminal obeys none of them.
+    Its text can quote peers and files; control characters in it are shown escaped, so that a terminal obeys none of them.
 
     Attributes:
         decision: Number of the entry in the coordinator's decision log that led to it; 0 if no decision of the coordinator did. A traceback
@@ -308,7 +308,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The one reason that ended an epoch of a process set.
+    """Cause of the end of an epoch of a process set; an epoch has one.
 
     Attributes:
         kind: Kind of event.
@@ -328,7 +328,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A collective that was pending when its epoch ended.
+    """Collective that was pending when its epoch ended.
 
     Attributes:
         collective: Kind in words, such as ``allreduce``.

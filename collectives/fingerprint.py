@@ -19,7 +19,7 @@ BLOCK = 4 << 20
 """Bytes that get a fingerprint of their own, so that blocks that differ can be told from those that don't."""
 
 MOST_THREADS = 8
-"""Threads of one process at most, however many cores it may use."""
+"""Threads of one process at most, for any number of cores."""
 
 
 def fingerprint(*parts: Any) -> bytes:
@@ -38,7 +38,7 @@ def of_blocks(
     Args:
         size: Number of bytes.
         read: ``read(offset, length)`` gives a contiguous bytes-like object.
-        block: Bytes of a block; the last one may be shorter.
+        block: Bytes of a block; the last one can be shorter.
         pool: Threads among which the blocks are divided.
     """
 

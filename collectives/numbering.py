@@ -41,7 +41,7 @@ def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
         return number
     ranks = engine.ranks()
     if not 0 <= number < len(ranks):
-        if engine.failure is not None:  # it may be a number of the world that has ended
+        if engine.failure is not None:  # perhaps it is a number of the world that has ended
             raise AbortedError(Pending(what, f"{what}.noname"), engine.failure)
         there = f"they are 0 to {len(ranks) - 1}" if len(ranks) > 1 else "there is rank 0 alone"
         raise InvalidRequestError(f"There is no rank {number}; {there}.")

@@ -23,7 +23,7 @@ GLOBAL_ID = 0
 
 
 class _Registered(NamedTuple):
-    """A set as it was registered.
+    """Process set as it was registered.
 
     Attributes:
         ranks: Its ranks in the core.
@@ -88,7 +88,7 @@ class ProcessSet:
         )
         #: Id of the latest registration, or the one that users' code has set.
         self._id: int | None = None
-        self._is_assigned = False  # users' code has set the id, which may be of no set
+        self._is_assigned = False  # users' code has set the id, which can be that of no set
         self._world = 0  # number of the world that the id belongs to; 0 for the next one
 
     @property
@@ -454,5 +454,5 @@ def newest(ranks: tuple[int, ...], otherwise: int) -> int:
     They do that together, so that all find the same one afterwards.
     """
     engine, sets = context.engine(), _known().sets
-    alike = [id for id, known in [*sets.items()] if known.ranks == ranks]  # a copy: any thread may ask
+    alike = [id for id, known in [*sets.items()] if known.ranks == ranks]  # a copy: any thread can ask
     return next((id for id in reversed(alike) if engine.knows_process_set(id)), otherwise)

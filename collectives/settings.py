@@ -46,7 +46,7 @@ class Settings:
         cut_off: Seconds that a rank which can come back waits for the network, if the coordinator's host does not answer at all.
         elastic_timeout: Seconds that ranks of elastic training wait for each other.
         min_np: How many ranks elastic training needs.
-        reset_limit: How often elastic training may begin again; 0 for no limit.
+        reset_limit: How often elastic training begins again at most; 0 for no limit.
         rank_numbers: How scripts know ranks when others come or go, ``stable`` or ``consecutive``.
         record: Whether spans and metrics are recorded.
         metrics_interval: Seconds between two samples of this process's resources; 0 for none.
@@ -182,7 +182,7 @@ class WorldEnvironment:
         token: The coordinator's secret for ranks.
         certificate: PEM text (``tls`` only).
         plane: Data plane to use, or ``auto``.
-        master_address, master_port: Where ``torch.distributed`` of a rank's code may rendezvous.
+        master_address, master_port: Where ``torch.distributed`` of a rank's code can rendezvous.
     """
 
     coordinator: str
@@ -200,7 +200,7 @@ _HOST_DIRECTORY = "HVDLAB_HOST_DIRECTORY"
 def host_directory_variable(directory: str, coordinator: str) -> dict[str, str]:
     """Return the variable by which ranks know their host's directory, bound to the job's coordinator.
 
-    A process that a rank starts inherits the variable, and may belong to another job.
+    A process that a rank starts inherits the variable, and can belong to another job.
 
     Args:
         directory: A private directory, which the agent of the host removes after the ranks.

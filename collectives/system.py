@@ -104,7 +104,7 @@ def process_status(pid: int | str, proc: Path = Path("/proc")) -> list[str]:
         text = (proc / str(pid) / "stat").read_text()
     except OSError:  # also if no descriptor is left
         return []
-    # The name before may hold any character.
+    # The name before it can hold any character.
     return text.rpartition(")")[2].split()
 
 
@@ -151,7 +151,7 @@ def boot_id() -> str:
 
 
 def living_children() -> list[int]:
-    """Process ids of this process's children, adopted ones included."""
+    """Return the process ids of this process's children, adopted ones included."""
     pid = os.getpid()
     children: list[int] = []
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -276,7 +276,7 @@ def create_private(path: Path, text: str) -> None:
 
 LOOPBACK = "127.0.0.1"
 CHOICES = ("HVDLAB_ADDRESS", "HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")
-"""Variables that choose, the first that is set. Each may hold an address, a network or names of interfaces."""
+"""Variables that choose, the first that is set. Each can hold an address, a network or names of interfaces."""
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: to ask which interface leads out
 
 
@@ -403,7 +403,7 @@ def host_key() -> str:
 
 @cache
 def _found_host_key() -> str:
-    """Return the host's name with a digest of the boot (two machines may have one name) and of the namespaces of memory and sockets."""
+    """Return the host's name with a digest of the boot (two machines can have one name) and of the namespaces of memory and sockets."""
     parts = [boot_id()]
     for namespace in ("ipc", "mnt", "pid"):
         try:

@@ -60,7 +60,7 @@ def visible_coloured(text: str) -> str:
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # src/hvdlab, or an installed hvdlab
 _HOME = os.path.join(_PACKAGE, "")
-# The rooms may be reached through links, so a code object's file name is compared in both spellings.
+# The rooms can be reached through links, so a code object's file name is compared in both spellings.
 _REAL_HOMES = tuple(
     os.path.join(os.path.realpath(os.path.join(_PACKAGE, room)), "")
     for room in ("collectives", "kernel_ext", "magics", "widgets")

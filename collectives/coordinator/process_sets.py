@@ -308,7 +308,7 @@ class ProcessSets:
         *,
         cause: int = 0,
     ) -> None:
-        """Abort operations that are still executed of the epochs up to ``epoch``, which ended in order."""
+        """Abort the operations that are still being executed in epochs up to ``epoch``, which ended in order."""
         if ps.aborted < epoch < ps.epoch:
             ranks = tuple(ranks)
             number = self._log_abort(ps, epoch, kind, ranks, text, site, cause)

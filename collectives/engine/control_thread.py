@@ -354,7 +354,7 @@ class ControlHandlers:
         self._hooks.run()
 
     def wake_executor(self) -> None:
-        """Wake the executor for jobs that an interrupted thread has enqueued; it may not have done so itself."""
+        """Wake the executor for jobs that an interrupted thread has enqueued, perhaps without doing so itself."""
         self._executor.wake()
 
     def _handle(self, message: m.Message) -> None:
@@ -635,7 +635,7 @@ class Callbacks:
 
     Attributes:
         interrupts: Called when the notebook interrupts this rank.
-        native_waits: Called to withdraw collectives for which native code may be waiting.
+        native_waits: Called to withdraw collectives for which perhaps native code waits.
         reconnections: Called when this rank has found the coordinator's successor.
         stalls: Get the coordinator's reports of stalled collectives.
         aborts: Get the ends of epochs that the coordinator has aborted, after all pending entries have failed.

@@ -319,7 +319,7 @@ class Executor:
             if completion is None:
                 self._outcomes.batch_done(batch, results, started, phases)
             else:
-                # Counted before the plane can report the end, which on_end() may do at once.
+                # Counted before the plane can report the end, which on_end() can do at once.
                 with self._jobs_lock:
                     slot.under_way += 1
                 completion.on_end(partial(self._ended, slot, batch, results, started, phases))

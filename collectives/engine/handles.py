@@ -226,7 +226,7 @@ class CompletionHooks:
                 self._inside.discard(me)
 
     def refuse_to_wait(self) -> None:
-        """Raise if the calling thread is in a hook: the awaited collective may need this very thread.
+        """Raise if the calling thread is in a hook: the awaited collective can need this very thread.
 
         Raises:
             InvalidRequestError: The calling thread is in a hook.

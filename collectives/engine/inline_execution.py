@@ -153,7 +153,7 @@ class InlineExecutor:
         """Announce queued entries and try to bring ``handle`` to its end on this thread, for ``seconds`` at most.
 
         Returns:
-            The seconds that are left. The handle may still be in flight then, if this thread could not execute, or not any longer.
+            The seconds that are left. The handle is perhaps still in flight then, if this thread could not execute, or not any longer.
         """
         # Locks are acquired by ``with`` only: no interrupt comes between acquiring one and the duty to release it.
         if self._wakeup < 0 or self._control.socket_owner.locked() or self._endpoint.backlog:

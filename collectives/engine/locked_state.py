@@ -1,6 +1,6 @@
 """Rank's state under its lock: sending in order, ends of handles, and recovery after an interrupt.
 
-Users' threads, the control thread and the executor change the state only by :class:`LockedState`. Python may raise
+Users' threads, the control thread and the executor change the state only by :class:`LockedState`. Python can raise
 KeyboardInterrupt between any two instructions of the main thread, hence also in the middle of a change. Each change runs so:
 
 * U1  Acquire the lock.
@@ -141,7 +141,7 @@ class LockedState:
             raise
 
     def epoch(self, process_set: int) -> int:
-        """Return the present epoch of a process set, 0 if this rank does not know the set; it may change at any moment."""
+        """Return the present epoch of a process set, 0 if this rank does not know the set; it can change at any moment."""
         group = self.state.sets.get(process_set)
         return 0 if group is None else group.epoch
 

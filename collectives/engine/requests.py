@@ -33,9 +33,9 @@ class CompletionHook(Protocol):
     ``KeyboardInterrupt`` is it unknown whether the request was accepted, and the hook is called at most once.
 
     The hook runs on the thread of the engine that finished the request: one that executes, or the control thread. A user's thread
-    that waits, and executes meanwhile, leaves it to the control thread, since Ctrl-C may strike there at any moment.
+    that waits, and executes meanwhile, leaves it to the control thread, since Ctrl-C can strike there at any moment.
     :meth:`Engine.close` calls the hooks that are left on the thread that closes. No lock of the engine is held. Hooks
-    of several requests may run in any order and at the same time; a wait for the handle may return before or after.
+    of several requests can run in any order and at the same time; a wait for the handle can return before or after.
 
     A hook may submit, flush and withdraw collectives, and ask :meth:`Handle.done` and the properties of groups. It must be
     quick, since other operations, or the coordinator's messages, wait for the thread. It must not wait for a collective nor
@@ -76,7 +76,7 @@ class Request:
         site: Call site; found by walking the stack if ``None``.
         device: Device class of the tensors, equal on all ranks. Any but ``cpu`` needs a data plane for it, see
             :meth:`Engine.device_plane`; where there is none, the caller stages tensors through the host.
-        anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
+        anonymous: Whether several of this name can be in flight; true by itself if ``name`` is ``None``.
         ranks: To add a process set, its ranks; of a message, the rank that sends and the rank that receives; of a receive from any rank,
             this rank alone.
         channel: Of a message, the name of the receiver's receives from any rank that can get it. Such a receive gets the oldest message of

@@ -42,7 +42,7 @@ class FrameDecoder:
     """Decoder of a stream of bytes, cut anywhere, into payloads.
 
     Args:
-        limit: Largest payload that is accepted, in bytes; may be assigned later.
+        limit: Largest payload that is accepted, in bytes; can be assigned later.
     """
 
     __slots__ = ("_have", "_need", "_parts", "limit")

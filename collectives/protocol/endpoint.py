@@ -109,7 +109,7 @@ class ConnectionLost(ConnectionError):
 class Endpoint:
     """Connection that carries frames both ways.
 
-    ``send``, ``send_frame`` and ``flush`` may be called from any thread. ``receive``, ``take_descriptor`` and
+    ``send``, ``send_frame`` and ``flush`` can be called from any thread. ``receive``, ``take_descriptor`` and
     ``close`` belong to the thread that owns the connection.
 
     Args:
@@ -227,7 +227,7 @@ class Endpoint:
     def receive(self) -> list[memoryview]:
         """Return the payloads that have arrived; never blocks.
 
-        Call it when the socket is readable, and once before the first wait (a TLS socket may hold data already).
+        Call it when the socket is readable, and once before the first wait (a TLS socket can hold data already).
 
         Raises:
             ConnectionLost: End of file or a failed connection; everything before it was returned by earlier calls.

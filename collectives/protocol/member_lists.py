@@ -1,6 +1,6 @@
 """Lists of ranks and members, made short for the wire: a description that was sent over a connection is not sent there again.
 
-A member's description has some 70 bytes. A death in a world of 16,384 ranks concerns all of them, and the coordinator would send each
+A member's description has some 70 bytes. A death in a world of 16,384 ranks concerns all of them. The coordinator would send each
 a megabyte twice, in :class:`~hvdlab.collectives.protocol.messages.Configure` and
 :class:`~hvdlab.collectives.protocol.messages.World`, to report that one is gone: 34 GB in all. So each description goes over a
 connection once. After that a message names the rank, and consecutive ranks as one run; equal call sites in a row are sent once, with

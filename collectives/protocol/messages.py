@@ -35,10 +35,10 @@ class Record(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 class Signature(Record, frozen=True):
     """Properties that all ranks must ask for under one name.
 
-    For allgather and alltoall ``shape`` leaves out the first dimension, which may differ between ranks and travels
+    For allgather and alltoall ``shape`` leaves out the first dimension, which can differ between ranks and travels
     with each announcement.
 
-    Messages with the same ``channel`` and receiver are those that a receive from any rank on this channel may get. Such a receive has its
+    Messages with the same ``channel`` and receiver are those that a receive from any rank on this channel can get. Such a receive has its
     own rank alone as ``ranks``.
     """
 
@@ -164,7 +164,7 @@ class Hello(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Liveness probe; answered by :class:`Pong` with the same number.
 
-    Everything but events may overtake events that wait to be sent; so may the answer, unless ``after_events`` is set.
+    Everything but events can overtake events that wait to be sent; so can the answer, unless ``after_events`` is set.
     """
 
     number: int

@@ -13,6 +13,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.messages import Hello, Member
 
 VARIABLE = "HVDLAB_REQUIRE_ENCRYPTION"
+"""The variable, as errors name it."""
 EVERYTHING = "1"
 """The value with which no network counts as encrypted."""
 

@@ -11,6 +11,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, Pending
 
 CONSECUTIVE = "consecutive"
+"""Value of ``HVDLAB_RANK_NUMBERS`` with which numbers have no gaps."""
 
 
 def own_number(what: str = "hvd.rank()") -> int:

@@ -389,6 +389,7 @@ def is_loopback(address: str) -> bool:
 
 
 HOST_VARIABLE = "HVDLAB_HOST"
+"""Variable that replaces the name of :func:`host_key`."""
 
 
 def host_key() -> str:

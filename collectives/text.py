@@ -36,9 +36,8 @@ def visible(text: str, most: int | None = None) -> str:
         most: Characters that are left of a longer line, the last of them ``…``; ``None`` cuts nothing.
     """
     if most is not None:
-        text = text[
-            : most + 1
-        ]  # before it grows: a peer's text can be long, and an escape has up to six characters
+        # Before it grows: a peer's text can be long, and an escape has up to six characters.
+        text = text[: most + 1]
     if not text.isascii() or not text.isprintable():
         text = _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     return text if most is None or len(text) <= most else f"{text[: most - 1]}…"

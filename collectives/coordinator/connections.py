@@ -26,6 +26,7 @@ EVERYTHING = -1
 
 
 NEVER = float("inf")
+"""Time of a check that is not due: later than any other."""
 
 
 MOST_STRANGERS = 256

@@ -17,6 +17,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from hvdlab.collectives.system import require_own_peer
 
 _NAME = "handover"
+"""Name of the socket in the coordinator's directory."""
 _LARGEST = 1 << 16
 """Bytes of one read; the launch has a few thousand."""
 

@@ -287,9 +287,8 @@ class Negotiation:
             if current.info.group and self._gets_verdict(current):
                 self._complete(current, now)  # the verdict concerns the queued submissions as well
                 return
-            current.queued = (
-                None  # this loop continues with it, instead of a recursion: there can be thousands
-            )
+            # This loop continues with it, instead of a recursion: there can be thousands.
+            current.queued = None
             self._complete(current, now)
 
     def _gets_verdict(self, complete: NegotiationRound) -> bool:

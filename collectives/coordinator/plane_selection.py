@@ -57,6 +57,7 @@ class Hierarchy:
 
 
 AUTOMATIC = Hierarchy()
+"""No wish: hvdlab chooses."""
 
 
 def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) -> PlaneChoice:

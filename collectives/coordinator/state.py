@@ -283,7 +283,7 @@ class CoordinatorState:
     def _connect(self, peer: int, hello: m.Hello, now: float) -> None:
         """Welcome or refuse a peer that has introduced itself."""
         membership, effects = self.membership, self.effects
-        # Welcome is the first message to each peer: it reads exactly that one before it serves the connection.
+        # Welcome is the first message to each peer, which reads exactly one before it serves the connection.
         if hello.role == "client":
             membership.clients[peer] = None
             self.history.limit = self.options.history_bytes
@@ -503,9 +503,8 @@ class CoordinatorState:
         if self.cells.idle or self.elastic.ready:
             self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
         if self._reject_mismatches(now):
-            self.check_later(
-                now
-            )  # submissions queued behind a mismatch perhaps wait in vain now that it is over
+            # Submissions queued behind a mismatch perhaps wait in vain now that it is over.
+            self.check_later(now)
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:

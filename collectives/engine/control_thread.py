@@ -354,7 +354,7 @@ class ControlHandlers:
         self._hooks.run()
 
     def wake_executor(self) -> None:
-        """Wake the executor for jobs that an interrupted thread has enqueued, perhaps without doing so itself."""
+        """Wake the executor for jobs that an interrupted thread has enqueued; perhaps that thread did not wake it."""
         self._executor.wake()
 
     def _handle(self, message: m.Message) -> None:

@@ -202,9 +202,8 @@ class Locals:
         """Remove an announced entry from the queue of its local id."""
         local = entry.local
         if entry.phase == ANNOUNCED and local is not NO_LOCAL:
-            if (
-                local.queue and local.queue[0] is entry
-            ):  # nearly always: a queue is searched only if it is not
+            # Nearly always the oldest: the queue is searched only if it is not.
+            if local.queue and local.queue[0] is entry:
                 local.queue.popleft()
             elif entry in local.queue:
                 local.queue.remove(entry)

@@ -303,9 +303,8 @@ class Executor:
                 # Not counted among the plane's operations, which are the same on all members.
                 results = [run_message(slot.pairs(), batch.entries[0].request, sender, phases)]
             else:
-                slot.operations += (
-                    1  # before the call: the number counts operations that have begun, also those that fail
-                )
+                # Before the call: the number counts operations that have begun, also those that fail.
+                slot.operations += 1
                 results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass  # the abort that has ended it ends its handles, too

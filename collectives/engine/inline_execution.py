@@ -180,7 +180,7 @@ class InlineExecutor:
             if not control.pause_reading():
                 self._locked.flush_direct()
                 return False
-            # The connection can be another one since this thread, or another one, polled last.
+            # The endpoint can have another connection since the last poll.
             if self._endpoint.fileno() != self._fd and not self._watch_socket():
                 return False
             # Only after pause_reading(): otherwise the answer might wake the control thread before this thread polls.

@@ -57,7 +57,7 @@ class _Known:
 
 
 _worlds = itertools.count(1)
-# Weak: a module's variable must not keep an engine, and its threads, alive after shutdown().
+# Weak: a module's variable must not keep an engine after shutdown().
 _latest: tuple[weakref.ref[Engine], _Known] | None = None
 
 
@@ -223,7 +223,7 @@ def _checked_ranks(ranks: object) -> list[int]:
 
 def is_communicator(value: object) -> bool:
     """Return whether this is a communicator of mpi4py."""
-    # By its methods: importing mpi4py would initialize MPI in processes that do not use it.
+    # By its methods: importing ``mpi4py.MPI`` would initialize MPI in processes that do not use it.
     return hasattr(value, "Get_rank") and hasattr(value, "Get_group")
 
 

@@ -1,4 +1,4 @@
-"""Between numpy arrays and the core's element types."""
+"""Conversion between numpy's types and the core's element types."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _STORAGE: dict[DType, np.dtype[Any]] = {
     DType.F32: np.dtype(np.float32),
     DType.F64: np.dtype(np.float64),
 }
+# Without BF16: a uint16 array of a user's holds integers, and the core has no such element type.
 _FROM_NUMPY = {storage: dtype for dtype, storage in _STORAGE.items() if dtype is not DType.BF16}
 
 
 def storage_type(dtype: DType) -> np.dtype[Any]:
-    """The numpy type that holds elements of ``dtype``; ``uint16`` holds bfloat16's bits."""
+    """Return the numpy type that holds elements of ``dtype``; ``uint16`` holds bfloat16's bits."""
     return _STORAGE[dtype]
 
 
 def dtype_of(array: npt.NDArray[Any]) -> DType | None:
-    """The core's element type of a numpy array, or ``None`` if the core has none for it."""
+    """Return the core's element type of a numpy array, or ``None`` if the core has none for it."""
     return _FROM_NUMPY.get(array.dtype)

@@ -40,7 +40,7 @@ class TuningOptions:
     Attributes:
         warmup_samples: Samples at the beginning that do not count.
         steps_per_sample: How often a sample sees the same tensor.
-        max_samples: Samples after which the best setting is kept, also in the middle of a sweep. A whole sweep takes 16.
+        max_samples: Samples after which the best setting is kept, also in the middle of a sweep. A whole sweep has 16.
     """
 
     warmup_samples: int = 3
@@ -50,7 +50,7 @@ class TuningOptions:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """One setting.
+    """Setting of the three parameters.
 
     Attributes:
         fusion_threshold: Bytes that are fused into one operation at most.
@@ -74,7 +74,7 @@ class TuningPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TuningSample:
-    """One line of the log.
+    """Sample of the tuner: one line of the log.
 
     Attributes:
         number: From 1.
@@ -109,7 +109,7 @@ class Tuner:
 
     Attributes:
         parameters: The setting to use now.
-        done: It is the best, and stays.
+        done: Whether they are the best, and stay.
     """
 
     def __init__(self, options: TuningOptions, start: Parameters) -> None:
@@ -147,7 +147,7 @@ class Tuner:
             self._bytes += nbytes
 
     def advance(self, now: float) -> TuningSample | None:
-        """Return the sample that ended by this time, if one did. The setting may be another one afterwards."""
+        """Return the sample that ended by this time, if one did. The setting can be another one afterwards."""
         if self.done or not self._bytes:
             return None
         if self._begin is None:  # tensors until now were submitted under the setting before

@@ -1,4 +1,4 @@
-"""Joining and leaving the world, a rank's place in it, and what this installation can do: alike in all frameworks."""
+"""Joining and leaving the world, a rank's place in it, and the abilities of this installation: alike in all frameworks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def init(
         comm: The ranks that the world should have, as a list or as a communicator of mpi4py. They must be all that
             were started, in their order.
         process_sets: Process sets to register, the same on all ranks. (Horovod's ``"dynamic"`` changes nothing: sets
-            may always be added later.)
+            can always be added later.)
 
     Raises:
         UnsupportedError: ``comm`` is only a part of the ranks that were started.
@@ -88,51 +88,51 @@ def _check_world(comm: Sequence[int] | Any | None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world; collectives in flight fail. ``init()`` may be called again. Does nothing if not initialized."""
+    """Leave the world; collectives in flight fail. ``init()`` can be called again. Does nothing if not initialized."""
     context.shutdown()
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` was called, and ``shutdown()`` not since."""
+    """Return whether ``init()`` was called, and ``shutdown()`` not since."""
     return context.is_initialized()
 
 
 def rank() -> int:
-    """This process's number in the world, from 0.
+    """Return this process's number in the world, from 0.
 
-    It stays the same when other ranks come or go, so that there may be gaps. With ``HVDLAB_RANK_NUMBERS=consecutive``, as in
+    It stays the same when other ranks come or go, so that there can be gaps. With ``HVDLAB_RANK_NUMBERS=consecutive``, as in
     elastic jobs of ``hvdlab run``, it is always below :func:`size`, and changes when a rank is lost that came before this one.
     """
     return own_number()
 
 
 def size() -> int:
-    """Number of ranks in the world now."""
+    """Return the number of ranks in the world now."""
     return context.engine("hvd.size()").size
 
 
 def local_rank() -> int:
-    """This rank's number among those on its host."""
+    """Return this rank's number among those on its host."""
     return context.engine("hvd.local_rank()").local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Return the number of ranks on this host."""
     return context.engine("hvd.local_size()").local_size
 
 
 def cross_rank() -> int:
-    """Number of this rank's host among the hosts."""
+    """Return the number of this rank's host among the hosts."""
     return context.engine("hvd.cross_rank()").cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank of this one's local number."""
+    """Return the number of hosts that have a rank of this one's local number."""
     return context.engine("hvd.cross_size()").cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks, as far as this rank can tell."""
+    """Return whether every host has the same number of ranks, as far as this rank knows."""
     engine = context.engine("hvd.is_homogeneous()")
     return engine.local_size * engine.cross_size == engine.size
 
@@ -143,7 +143,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Write what all ranks do from now on to a Chrome trace, which Perfetto opens. Call it on one rank.
+    """Write the spans of all ranks from now on to a Chrome trace, which Perfetto opens. Call it on one rank.
 
     Args:
         file_path: File to create, or to overwrite.
@@ -160,7 +160,7 @@ def stop_timeline() -> None:
     context.engine("hvd.stop_timeline()").stop_timeline()
 
 
-# -- what there is ----------------------------------------------------------------------------------------------------
+# -- abilities of this installation -----------------------------------------------------------------------------------
 
 
 def _offers(plane: str) -> bool:
@@ -168,17 +168,17 @@ def _offers(plane: str) -> bool:
 
 
 def mpi_built() -> bool:
-    """Whether the mpi plane can be used in this process: mpi4py is there, and an MPI launcher started it."""
+    """Return whether the mpi plane can be used in this process: mpi4py is installed, and an MPI launcher started it."""
     return _offers("mpi")
 
 
 def mpi_enabled() -> bool:
-    """Whether the world's collectives go through MPI, be it only between hosts."""
+    """Return whether the world's collectives go through MPI, be it only between hosts."""
     return "mpi" in context.engine("hvd.mpi_enabled()").planes()
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI was initialized for calls from several threads; false where there is no MPI."""
+    """Return whether MPI was initialized for calls from several threads; false where there is no MPI."""
     context.engine("hvd.mpi_threads_supported()")
     if not mpi_built():
         return False
@@ -188,35 +188,35 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether the gloo plane can be used in this process."""
+    """Return whether the gloo plane can be used in this process."""
     return _offers("gloo")
 
 
 def gloo_enabled() -> bool:
-    """Whether the world's collectives go through Gloo, be it only between hosts."""
+    """Return whether the world's collectives go through Gloo, be it only between hosts."""
     return "gloo" in context.engine("hvd.gloo_enabled()").planes()
 
 
 def nccl_built() -> bool:
-    """Whether collectives of CUDA tensors can go through NCCL in this process. Loads NCCL's library, if it is there."""
+    """Return whether collectives of CUDA tensors can go through NCCL in this process. Loads NCCL's library, if it is installed."""
     return _offers("cuda/nccl")
 
 
 def cuda_built() -> bool:
-    """Whether this process can have collectives work on CUDA tensors where they are. (Otherwise they are copied through host memory.)"""
+    """Return whether collectives in this process can work on CUDA tensors where they are. (Otherwise they are copied through host memory.)"""
     return _offers("cuda/ipc")
 
 
 def rocm_built() -> bool:
-    """False: there is no plane for ROCm."""
+    """Return false: there is no plane for ROCm."""
     return False
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not supported."""
+    """Return false: IBM's DDL is not supported."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: Intel's oneCCL is not supported."""
+    """Return false: Intel's oneCCL is not supported."""
     return False

@@ -1,6 +1,6 @@
 """Client of the coordinator, as a notebook or launcher is one: membership, cells, mail and events of the ranks.
 
-ClientConnection is one connection with the thread that reads it; Client goes on over several of them.
+ClientConnection is one connection with the thread that reads it; Client continues over several of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LABELS_KEPT = 10_000
+"""Labels of cells that a client keeps: a notebook that runs for weeks must not grow by its cells."""
 ANSWERS_WITHIN = 1.0
 """Seconds that ranks have to send what they have recorded; a rank that is stopped, or keeps the interpreter busy, can't."""
 
@@ -46,36 +47,48 @@ class CoordinatorLostError(HvdlabError, ConnectionError):
 
 
 class Client:
-    """A connection with one thread of its own, on which all callbacks run.
+    """Client of the coordinator: a connection with one thread of its own, on which all callbacks run.
 
     Callbacks must not block for long and must not call :meth:`close`, :meth:`flush` or other methods that
-    wait for the coordinator. An exception in one is logged and stops neither the others nor the client. All methods may be
+    wait for the coordinator. An exception in one is logged and stops neither the others nor the client. All methods can be
     called from any thread.
 
-    When the connection is lost, :meth:`reconnect` goes on with the coordinator if that lives; if it does not, the process that
-    started it may start a successor first (:mod:`hvdlab.collectives.failover.client_reconnect` does either).
+    When the connection is lost, :meth:`reconnect` connects to the coordinator again if that lives; if it does not, the process that
+    started it can start a successor first (:mod:`hvdlab.collectives.failover.client_reconnect` does either).
     """
 
     def __init__(self, address: CoordinatorAddress, endpoint: Endpoint, welcome: m.Welcome) -> None:
         self._address = address
+        #: Guards the fields that more than one thread changes, and wakes waits when they change.
         self._changed = threading.Condition()
+        #: The last known membership; replaced as a whole, so that a reader needs no lock.
         self._membership = Membership()
+        #: Ranks of the latest :meth:`expect`; ``None`` if this client has named none.
         self._expected: tuple[int, ...] | None = None
         #: Ranks that were released and are still expected, with their processes; a successor of the coordinator has to know.
         self._released: dict[int, int] = {}
+        #: Whether a membership has arrived over the present connection.
         self._world_seen = False
         self._again = False  # whether this client has reconnected
+        #: Reason for which the connection was lost; empty while it works.
         self._lost = ""
         self._losses: list[m.RankLost] = []  # since the coordinator was lost
+        #: Whether :meth:`close` was called.
         self._closing = False
+        #: Held during :meth:`reconnect`, of which one runs at a time.
         self._reconnecting = threading.Lock()
+        #: Numbers of answered pings for which :meth:`flush` still waits.
         self._pongs: set[int] = set()
         #: Answers to the calls of :meth:`story` that wait, by ticket.
         self._stories: dict[int, m.Story] = {}
+        #: Numbers for pings and tickets.
         self._numbers = itertools.count(1)
+        #: Whether this client gets events, also from a successor.
         self._subscribed = False
         self._taken = 0  # the number of the last batch of events
+        #: Calls for the thread of the present connection, or of the next one.
         self._calls: deque[Callable[[], None]] = deque()
+        # Callbacks are added and called on the client's thread only, by ``_call``, so that these lists need no lock.
         self._mail: dict[str, list[Callable[[int, bytes], Any]]] = {}
         self._on_membership: list[Callable[[Membership], Any]] = []
         #: By the token of each call of :meth:`collect_events` that waits: the ranks that have answered it.
@@ -85,10 +98,12 @@ class Client:
         self._on_returned: list[Callable[[int, int, float], Any]] = []
         self._on_paused: list[Callable[[Mapping[int, str]], Any]] = []
         self._paused: dict[int, str] = {}
+        #: Unlike the others under ``_changed``: the connection's thread can have ended when one is added.
         self._on_lost: list[Callable[[str], Any]] = []
         #: Whether the callbacks of :meth:`on_lost` have been called, or are being called.
         self._loss_reported = False
         self._on_reconnected: list[Callable[[Membership], Any]] = []
+        #: Names for users of the newest cells, by id.
         self._labels: dict[str, str] = {}
         self._recording: Recording | None = None
         self._use(endpoint, welcome)
@@ -109,7 +124,7 @@ class Client:
             address: ``unix:/path`` or ``tls:host:port``.
             token: The coordinator's secret for clients.
             certificate: PEM text of the coordinator's certificate (``tls`` only).
-            timeout: Seconds that all of it may take.
+            timeout: Seconds for all steps together.
 
         Raises:
             StartError: No coordinator answers there, or the token is wrong.
@@ -130,22 +145,22 @@ class Client:
     # -- the world ------------------------------------------------------------------------------------------------
 
     def expect(self, ranks: Sequence[int]) -> None:
-        """Say which ranks make up the world from now on. The coordinator tells living ranks that are not among them to leave.
+        """Send the coordinator the ranks that make up the world from now on. It orders living ranks that are not among them to leave.
 
         Raises:
-            CoordinatorLostError: The coordinator is lost; :meth:`reconnect` tells its successor.
+            CoordinatorLostError: The coordinator is lost; :meth:`reconnect` sends the ranks to its successor.
         """
-        # Under the lock: reconnect() has either not told the successor yet, or sending to it works already.
+        # Under the lock: reconnect() has either not sent the ranks to the successor yet, or sending to it works already.
         with self._changed:
             self._expected = tuple(ranks)
             self._released = {rank: pid for rank, pid in self._released.items() if rank in self._expected}
         self._send(m.Expect(tuple(ranks)))
 
     def release(self, ranks: Sequence[int]) -> None:
-        """Let ranks go where elastic training lets the world change, at the next commit; at once if no rank trains.
+        """Release ranks where elastic training lets the world change, at the next commit; at once if no rank trains.
 
         Raises:
-            CoordinatorLostError: The coordinator is lost; :meth:`reconnect` tells its successor.
+            CoordinatorLostError: The coordinator is lost; :meth:`reconnect` sends the ranks to its successor.
         """
         with self._changed:  # as in expect()
             pids = {member.rank: member.pid for member in self._membership.members}
@@ -153,18 +168,18 @@ class Client:
         self._send(m.Release(tuple(ranks)))
 
     def membership(self) -> Membership:
-        """The last known membership; if the coordinator is lost, that of the moment when it was."""
+        """Return the last known membership; if the coordinator is lost, the membership of that moment."""
         return self._membership
 
     def wait_for(self, condition: Callable[[Membership], bool], timeout: float | None = None) -> Membership:
         """Wait until the membership fulfils a condition, and return it.
 
         Args:
-            condition: Says whether a membership will do.
+            condition: Returns whether a membership fulfils it.
             timeout: Seconds, or ``None`` for ever.
 
         Raises:
-            TimeoutError: It did not in time.
+            TimeoutError: No membership did in time.
             CoordinatorLostError: The connection ended.
         """
         self._wait(lambda: condition(self._membership), Deadline(timeout), "the awaited membership")
@@ -176,12 +191,13 @@ class Client:
         self._call(lambda: self._invoke(callback, self._membership))
 
     def rank_lost(self, rank: int, pid: int, reason: str) -> None:
-        """Tell the coordinator how a rank's process ended (``killed by SIGKILL``): it only sees that the connection ended.
+        """Report to the coordinator how a rank's process ended (``killed by SIGKILL``): it only sees that the connection ended.
 
-        While the coordinator is lost, this client keeps the news for the successor.
+        While the coordinator is lost, this client keeps the report for the successor.
         """
         news = m.RankLost(rank, pid, reason)
         with self._changed:
+            # Under the lock: reconnect() takes the losses out under it, so this one is either among them or sent to the successor.
             if self._lost and not self._closing:
                 self._losses.append(news)
                 return
@@ -190,10 +206,10 @@ class Client:
     # -- cells ----------------------------------------------------------------------------------------------------
 
     def cell_started(self, cell: str, ranks: Sequence[int], *, label: str = "") -> None:
-        """Tell the coordinator that a cell is about to be sent to these ranks. Does not wait.
+        """Report to the coordinator that a cell is about to be sent to these ranks. Does not wait.
 
-        The coordinator knows it before it forwards mail that is sent afterwards: it handles the messages of a connection in order. So no
-        rank that has the cell by mail can be ahead of it. Whoever sends the cell in another way calls :meth:`flush` before.
+        The coordinator knows the cell before it forwards mail that is sent afterwards: it handles the messages of a connection in order.
+        So no rank that has the cell by mail can be ahead of it. A caller that sends the cell in another way calls :meth:`flush` before.
 
         Args:
             cell: The cell's id.
@@ -208,7 +224,7 @@ class Client:
         self._send(m.CellStarted(cell, tuple(ranks)))
 
     def label_cell(self, cell: str, label: str) -> None:
-        """Let :attr:`recording` show a cell under its name for users.
+        """Set the name under which :attr:`recording` shows a cell.
 
         Args:
             cell: The cell's id.
@@ -235,7 +251,7 @@ class Client:
             self._pongs.discard(number)
 
     def collect_events(self, timeout: float = 10) -> None:
-        """Have every rank send what it has recorded by now, and wait until the callbacks of :meth:`on_events` have got it.
+        """Request the events that every rank has recorded by now, and wait until the callbacks of :meth:`on_events` have got them.
 
         Raises:
             CoordinatorLostError: The coordinator is gone.
@@ -256,7 +272,7 @@ class Client:
             try:
                 self._wait(lambda: not missing(), deadline, "all ranks' events")
             finally:
-                # A rank's events and answers are in order up to the coordinator; from there on answers may overtake events.
+                # A rank's events and answers are in order up to the coordinator; from there on answers can overtake events.
                 self.flush(timeout)
         finally:
             with self._changed:
@@ -313,8 +329,8 @@ class Client:
     def on_events(self, callback: Callable[[int, bytes], Any]) -> None:
         """Call ``callback(rank, batch)`` for the ranks' event batches.
 
-        The first callback registered gets the history first; a later one gets what comes from then on. So a caller that wants no
-        history takes :attr:`recording` first, and waits until that has the history (:meth:`flush`).
+        The first callback registered gets the history first; a later one gets only later batches. So a caller that needs no
+        history reads :attr:`recording` first, and waits until that has the history (:meth:`flush`).
         """
         self._call(lambda: self._on_events.append(callback))
         with self._changed:
@@ -324,14 +340,14 @@ class Client:
         self._send(m.Subscribe(True))
 
     def off_events(self, callback: Callable[[int, bytes], Any]) -> None:
-        """Call this callback no more, apart from a call that is under way. Without effect if it is not registered."""
+        """Remove a callback of :meth:`on_events`, apart from a call that is under way. Without effect if it is not registered."""
         self._call(lambda: self._off_events(callback))
 
     @property
     def recording(self) -> Recording:
-        """Spans of all ranks, kept in this process from the first use on, with the history that the coordinator has.
+        """Return the spans of all ranks, kept in this process from the first use on, with the history that the coordinator has.
 
-        The recording goes on with a successor of the coordinator, and stays readable when this client is closed. Needs numpy.
+        The recording continues with a successor of the coordinator, and stays readable when this client is closed. Needs numpy.
         """
         from hvdlab.collectives.tracing.recording import Recording
 
@@ -351,7 +367,7 @@ class Client:
         return "" if recording is None else recording.last_seen(rank, since_ns)
 
     def adopt(self, recording: Recording) -> None:
-        """Let this empty recording be :attr:`recording`. Nothing happens if there is one already."""
+        """Use this empty recording as :attr:`recording`. Without effect if there is one already."""
         with self._changed:
             if self._recording is not None:
                 return
@@ -374,9 +390,9 @@ class Client:
         return self._labels.get(cell, cell)
 
     def gathered(self, timeout: float = ANSWERS_WITHIN) -> Recording:
-        """:attr:`recording` with what every rank has recorded by now, except ranks that do not answer in ``timeout`` seconds.
+        """Return :attr:`recording` with all that the ranks have recorded by now, except ranks that do not answer in ``timeout`` seconds.
 
-        Without a coordinator it has what came before that was lost.
+        Without a coordinator it has the events that came before that was lost.
         """
         recording = self.recording
         with contextlib.suppress(CoordinatorLostError, TimeoutError):
@@ -390,13 +406,13 @@ class Client:
     def on_returned(self, callback: Callable[[int, int, float], Any]) -> None:
         """Call ``callback(rank, pid, seconds)`` when a rank that counted as dead has connected again: the same process, with its memory.
 
-        ``seconds`` is the time since its last sign of life before that. Mail to it may have been lost meanwhile.
+        ``seconds`` is the time since its last sign of life before that. Mail to it in between can be lost.
         """
         self._call(lambda: self._on_returned.append(callback))
 
     @property
     def paused(self) -> Mapping[int, str]:
-        """Ranks in which the user looks around, and why, as it reads after ``rank 3 is``. Collectives that wait for them do not stall."""
+        """Return the ranks in which the user looks around, and why, as it reads after ``rank 3 is``. Waiting for them is no stall."""
         return self._paused
 
     def on_paused(self, callback: Callable[[Mapping[int, str]], Any]) -> None:
@@ -423,15 +439,15 @@ class Client:
         *,
         process: int = 0,
     ) -> Membership:
-        """After the connection was lost: connect to the coordinator, or to its successor, and wait for its world.
+        """Connect to the coordinator, or to its successor, after the connection was lost, and wait for its world.
 
-        The client tells it which ranks were expected, which lived, and which had died. Callbacks stay registered; events
-        go on after the last one that came, and mail that was on its way is lost. Until this has connected, sending raises
+        The client reports which ranks were expected, which lived, and which had died. Callbacks stay registered; events
+        continue after the last one that came, and mail that was on its way is lost. Until this has connected, sending raises
         ``CoordinatorLostError``, and until it returns the membership is the last one that came.
 
         Args:
             cells: The cells that run as far as the caller knows, each with its ranks.
-            timeout: Seconds that all of it may take.
+            timeout: Seconds for all steps together.
             process: The coordinator's process, if it is on this host: its end ends the wait for its answer.
 
         Returns:
@@ -458,24 +474,25 @@ class Client:
 
     @property
     def generation(self) -> int:
-        """How many coordinators have died before the one that this client is connected to."""
+        """Return how many coordinators have died before the one that this client is connected to."""
         return self._welcome.generation
 
     def _go_on(self, endpoint: Endpoint, welcome: m.Welcome, cells: Mapping[str, Sequence[int]]) -> None:
-        """Go on with this connection, and send first what the coordinator or its successor has to know."""
+        """Continue with this connection, and send first the facts that the coordinator or its successor has to know."""
         same = welcome.generation == self.generation
         with self._changed:
             losses, self._losses = self._losses, []
             if not same:
                 self._taken = 0
             subscribe = m.Subscribe(self._subscribed, after=self._taken)
+            # Sent before the connection is in use: no message of another thread can come before these, and none between them.
             try:
                 if self._closing:
                     raise CoordinatorLostError("this client was closed")
                 for message in (*self._recollection(cells, same=same), *losses, subscribe):
                     endpoint.send(message)
             except ConnectionLost as error:
-                self._losses = losses
+                self._losses = losses  # the next successor has to know them as well
                 endpoint.close()
                 raise CoordinatorLostError(str(error)) from error
             except BaseException:
@@ -494,7 +511,7 @@ class Client:
             raise TimeoutError(f"the connection was not lost within {deadline.seconds:g} s")
 
     def _recollection(self, cells: Mapping[str, Sequence[int]], *, same: bool) -> tuple[m.Recall, ...]:
-        """The message with what the coordinator has to know, if anything. One that is still the ``same`` knows the deaths itself."""
+        """Return the message for the coordinator, if there is one to send. A coordinator that is the ``same`` knows the deaths itself."""
         if same and self._expected is None and not (cells or self._released):
             return ()
         known = self._membership
@@ -508,11 +525,11 @@ class Client:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection has ended, from either side."""
+        """Return whether the connection has ended, from either side."""
         return bool(self._lost) or self._closing
 
     def close(self, timeout: float = 5) -> None:
-        """Say goodbye and end the thread. Idempotent; the ranks go on."""
+        """Take leave of the coordinator and end the thread. Idempotent; the ranks continue."""
         with self._changed:
             first = not self._closing
             self._closing = True
@@ -551,6 +568,7 @@ class Client:
             raise RuntimeError(f"waiting for {what} inside a callback of the client would wait for ever")
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._lost, deadline.remaining())
+            # The condition first: an answer that came before the loss counts.
             if condition():
                 return
             if self._lost:
@@ -590,7 +608,7 @@ class Client:
                 self._invoke(on_returned, message.rank, message.pid, message.seconds)
         elif isinstance(message, m.Pong):
             if message.number == 0:
-                return  # an answer to the heartbeat: it only says that the coordinator lives
+                return  # an answer to the heartbeat: it only shows that the coordinator lives
             with self._changed:
                 self._pongs.add(message.number)
                 self._changed.notify_all()
@@ -645,7 +663,7 @@ class Client:
     def _invoke(self, callback: Callable[..., Any], *arguments: Any) -> None:
         try:
             callback(*arguments)
-        except Exception:
+        except Exception:  # a bug in a callback must not end the thread, on which all others run
             logger.exception("a callback of the hvdlab client failed")
 
 
@@ -664,7 +682,7 @@ class CoordinatorAddress:
         return self.address.startswith("unix:")
 
     def connect(self, generation: int, deadline: Deadline, process: int = 0) -> tuple[Endpoint, m.Welcome]:
-        """Connect as a peer that was connected to this generation of the coordinator before, or to none (-1).
+        """Return a connection, as a peer that was connected to this generation of the coordinator before, or to none (-1).
 
         Args:
             generation: How many coordinators had died before the one that this peer was connected to.
@@ -681,7 +699,7 @@ class CoordinatorAddress:
 
 @contextlib.contextmanager
 def _shut_down_with(process: int) -> Iterator[Callable[[socket.socket], None] | None]:
-    """Yield a function that takes each socket of an attempt to connect: the latest is shut down when this process ends."""
+    """Yield a function to call with each socket of an attempt to connect: the latest is shut down when this process ends."""
     if not process:
         yield None
         return
@@ -723,8 +741,8 @@ class ClientConnection:
     """Connection to one coordinator, from :meth:`start` to its end, and the thread that reads it.
 
     Args:
-        endpoint: The connection; taken over.
-        pid: The coordinator's process if it is on this host, else 0.
+        endpoint: The connection, which this object owns from now on.
+        pid: The coordinator's process if it is on this host, 0 otherwise.
         calls: Calls for the thread to run; those that are left at the end are for the next connection.
         take: Called on the thread with each message.
         ended: Called on the thread with the reason, as the last thing that it does.
@@ -760,13 +778,13 @@ class ClientConnection:
             self.wake()  # the thread has to watch for room
 
     def wake(self) -> None:
-        """Let the thread look for calls."""
+        """Wake the thread, so that it runs the queued calls."""
         # A full pipe wakes as well as one more byte; a closed one means that the thread has ended.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
 
     def close(self) -> None:
-        """End the connection, once what was sent before has gone out."""
+        """End the connection, once all earlier messages have gone out."""
         self._closing = True
         self.wake()
 
@@ -779,7 +797,7 @@ class ClientConnection:
                 selector.register(self._wake_reader, selectors.EVENT_READ)
                 selector.register(self._endpoint, selectors.EVENT_READ)
                 heartbeat = Heartbeat(time.monotonic(), self._is_stopped)
-                self._receive()  # what came along with the handshake does not make the socket readable
+                self._receive()  # bytes that came along with the handshake do not make the socket readable
                 while not self._closing:
                     self._step(selector, heartbeat)
                 self._linger()
@@ -828,7 +846,8 @@ class ClientConnection:
                 self._take(message)
 
     def _linger(self) -> None:
-        """Let what was sent before close() go out, but not for ever."""
+        """Wait until the messages sent before close() have gone out, for a second at most."""
+        # A coordinator that is stopped reads nothing; closing the notebook must not wait for it.
         deadline = time.monotonic() + 1.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._endpoint, selectors.EVENT_WRITE)

@@ -1,6 +1,6 @@
 """Engine of this process: ``init()`` makes it, and everything that users call uses it.
 
-An exception that ends the program is reported through it, so that the other ranks learn why this one leaves.
+The engine also reports an exception that ends the program, so that the other ranks learn why this one leaves.
 """
 
 from __future__ import annotations
@@ -40,15 +40,20 @@ class _Context:
     """Engine of this process, and whether ``init()`` made it: ``shutdown()`` closes only such a one. An adopted one belongs to the pool."""
 
     def __init__(self) -> None:
+        #: Reentrant, since :func:`init` calls :func:`take_settings` and :func:`next_world` under it.
         self.lock = threading.RLock()
+        #: The engine in use, after ``init()``.
         self.engine: Engine | None = None
+        #: The pool's engine, which ``init()`` uses instead of making one.
         self.adopted: Engine | None = None
+        #: The coordinator of a world of one, which this process has started.
         self.coordinator: CoordinatorProcess | None = None
+        #: The world of a launcher other than hvdlab's.
         self.found: DiscoveredWorld | None = None
         self.forked_by: int | None = None  # the rank that this process was forked by
-        #: The coordinator that the environment named, if any, and the secret that was taken out of it.
+        #: The coordinator that the environment named, if any, and the secret that was removed from there.
         self.secret: tuple[str | None, str] = (None, "")
-        #: An engine, and what bindings keep beside it, by the function that made it; see :func:`companion`.
+        #: An engine, and the objects that bindings keep beside it, by the function that made each; see :func:`companion`.
         self.companions: tuple[Engine | None, dict[Any, Any]] = (None, {})
         #: How many worlds this process has looked for in a store that outlives worlds; see :func:`next_world`.
         self.worlds_sought = 0
@@ -60,11 +65,11 @@ _context = _Context()
 def init(settings: Settings | None = None) -> Engine:
     """Join the world that the environment names, and wait until it is complete; a world of one if it names none.
 
-    Does nothing if this process is initialized already. After :func:`shutdown` it may be called again, any number
+    Does nothing if this process is initialized already. After :func:`shutdown` it can be called again, any number
     of times.
 
     Args:
-        settings: How to join; by default what the environment says. Not used where a pool's engine was adopted.
+        settings: How to join; by default those of the environment. Not used where a pool's engine was adopted.
 
     Returns:
         The engine of this process.
@@ -72,7 +77,7 @@ def init(settings: Settings | None = None) -> Engine:
     Raises:
         StartError: No coordinator answers, or some ranks are not there in time; the text names them. Or there is no secret
             to show.
-        SystemExit: With code 0, if this rank was let go before elastic training let it in, since its host leaves the job.
+        SystemExit: With code 0, if this rank was released before elastic training admitted it, since its host leaves the job.
         InvalidRequestError: A variable of the environment can't be read.
     """
     with _context.lock:
@@ -88,7 +93,7 @@ def init(settings: Settings | None = None) -> Engine:
 
 
 def take_settings() -> Settings:
-    """Read the settings from the environment, and take the secret out of it: no child, crash reporter or cell needs it.
+    """Return the settings of the environment, and remove the secret from it: no child, crash reporter or cell needs it.
 
     The secret is kept for the next call, such as that of :func:`init` after :func:`shutdown`.
 
@@ -100,12 +105,13 @@ def take_settings() -> Settings:
         os.environ.pop(TOKEN, "")
         if settings.token:
             _context.secret = (settings.coordinator, settings.token)
+        # A secret is for its coordinator alone: another one, which the environment names by now, must not get it.
         coordinator, token = _context.secret
         return dataclasses.replace(settings, token=token if coordinator == settings.coordinator else "")
 
 
 def _find(settings: Settings) -> Settings:
-    """The settings to join the world for which a launcher that is not hvdlab's started this process, if one did."""
+    """Return the settings to join the world for which a launcher that is not hvdlab's started this process, if one did."""
     if settings.coordinator is not None:
         return settings
     if _context.found is None:
@@ -153,14 +159,14 @@ def _join(settings: Settings) -> Engine:
 
 
 def adopt(engine: Engine | None) -> None:
-    """Let ``init()`` use this engine, which the caller owns and closes; ``None`` undoes that."""
+    """Have ``init()`` use this engine, which the caller owns and closes; ``None`` undoes that."""
     with _context.lock:
         _context.adopted = engine
         _context.engine = None
 
 
 def in_rank_of_pool() -> bool:
-    """Whether this process is a rank of a pool."""
+    """Return whether this process is a rank of a pool."""
     engine = _context.adopted
     return engine is not None and not engine.closed
 
@@ -171,6 +177,7 @@ def shutdown() -> None:
         engine, _context.engine = _context.engine, None
         _context.companions = (None, {})
         coordinator, _context.coordinator = _context.coordinator, None
+        # The engine first: it takes leave of its coordinator.
         if engine is not None and engine is not _context.adopted:
             engine.close()
         if coordinator is not None:
@@ -178,7 +185,7 @@ def shutdown() -> None:
 
 
 def _release() -> None:
-    """Let go of a world that a launcher other than hvdlab's started; until then :func:`init` joins it again."""
+    """Release the world that a launcher other than hvdlab's started; until then :func:`init` joins it again."""
     found, _context.found = _context.found, None
     if found is not None:
         found.release()
@@ -191,13 +198,16 @@ def _end() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init` was called, and :func:`shutdown` not since."""
+    """Return whether :func:`init` was called, and :func:`shutdown` not since."""
     engine = _context.engine
     return engine is not None and not engine.closed
 
 
 def engine(what: str = "hvdlab") -> Engine:
-    """The engine of this process.
+    """Return the engine of this process.
+
+    Args:
+        what: The user's call, for the error.
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -211,11 +221,11 @@ def engine(what: str = "hvdlab") -> Engine:
 
 
 def companion(make: Callable[[Engine], Companion], what: str = "hvdlab") -> Companion:
-    """An object that a binding keeps beside the engine of this process: made once for each engine, and forgotten with it.
+    """Return an object that a binding keeps beside the engine of this process: made once for each engine, and forgotten with it.
 
     Args:
         make: Makes the object from the engine. It is also the key: the same function gets the same object.
-        what: What the user called, for the error.
+        what: The user's call, for the error.
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -232,7 +242,7 @@ def companion(make: Callable[[Engine], Companion], what: str = "hvdlab") -> Comp
 
 
 def next_world() -> int:
-    """How many times this was called before in this process: ranks that look for the same world get the same number."""
+    """Return how many times this was called before in this process: ranks that look for the same world get the same number."""
     with _context.lock:
         _context.worlds_sought += 1
         return _context.worlds_sought - 1
@@ -255,7 +265,7 @@ def own_error(error: E) -> E | CollectiveError:
     """Return hvdlab's own error if a framework's native code has made ``error`` of its text, or ``error`` itself.
 
     C++ that waits for collectives, as DDP's does, raises a ``RuntimeError`` with the text of ours, words of its own before that and a stack of
-    hvdlab's frames behind it. Each own error comes back once, with the traceback and the context of what it replaces.
+    hvdlab's frames behind it. Each own error comes back once, with the traceback and the context of the error that it replaces.
     """
     if type(error) is not RuntimeError or not is_initialized():
         return error
@@ -273,6 +283,7 @@ def with_own_errors(error: BaseException) -> BaseException:
     """Return the same, with hvdlab's own errors also among all that led to ``error``: for everything that is shown to users."""
     first = link = own_error(error)
     seen = {id(first)}
+    # The chain of an exception can be a circle, since users set causes.
     while True:
         before = link.__cause__ or link.__context__
         if before is None or id(before) in seen:
@@ -288,6 +299,7 @@ def with_own_errors(error: BaseException) -> BaseException:
 
 def watch_uncaught() -> None:
     """Have :func:`report_uncaught` called for uncaught exceptions from now on."""
+    # Once only: init() after a shutdown() comes here again, and would put a second hook in front of the first.
     previous = sys.excepthook
     if getattr(previous, "__module__", "") == __name__:
         return
@@ -307,7 +319,7 @@ def watch_uncaught() -> None:
 
 
 def _forget_in_child() -> None:
-    # The coordinator process and the engine belong to the parent.
+    # The coordinator process and the engine belong to the parent. The lock can be held by a thread that does not exist in the child.
     _context.lock = threading.RLock()
     parents = _context.engine or _context.adopted
     if parents is not None:

@@ -13,12 +13,13 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.messages import Hello, Member
 
 VARIABLE = "HVDLAB_REQUIRE_ENCRYPTION"
+"""The variable, as errors name it."""
 EVERYTHING = "1"
 """The value with which no network counts as encrypted."""
 
 
 def is_encrypted(required: str, address: str) -> bool:
-    """Whether this address is in one of the networks that the user says are encrypted."""
+    """Return whether this address is in one of the networks that the user has declared as encrypted."""
     if required == EVERYTHING:
         return False
     where = ipaddress.ip_address(address.split("%")[0])
@@ -27,7 +28,7 @@ def is_encrypted(required: str, address: str) -> bool:
 
 
 def refusal(required: str, rank: int, hello: Hello, members: Iterable[Member], hosts: Collection[str]) -> str:
-    """Why a rank may not join these, or an empty text.
+    """Return why a rank may not join these, or an empty text.
 
     Args:
         required: The value of the variable; empty if encryption is not required.
@@ -43,6 +44,7 @@ def refusal(required: str, rank: int, hello: Hello, members: Iterable[Member], h
     for member in members:
         if member.host == hello.host:
             continue
+        # Both ends: data is in the clear if one of them is outside the tunnel.
         for whose, address in ((rank, hello.address), (member.rank, member.address)):
             if not is_encrypted(required, address):
                 return (
@@ -55,7 +57,7 @@ def refusal(required: str, rank: int, hello: Hello, members: Iterable[Member], h
 
 
 def require_sealed_rendezvous(required: str, secret: str, launcher: str) -> None:
-    """Raise ``StartError`` if ranks of several hosts would tell each other the token in the clear."""
+    """Raise ``StartError`` if ranks of several hosts would send each other the token in the clear."""
     if required and not secret:
         raise StartError(
             f"Ranks that {launcher} has started on several hosts tell each other how to join over connections, or in files, "

@@ -8,18 +8,18 @@
     ├── InvalidRequestError         (also ValueError) wrong argument on this rank alone; nothing was sent
     │   ├── UnsupportedError        (also NotImplementedError) this dtype, operator or plane can't do it
     │   └── DuplicateNameError      a tensor of this name is already in flight on this rank
-    ├── ReleasedError               this rank was let go; the others go on without it
+    ├── ReleasedError               this rank was released; the others continue without it
     ├── StartError                  coordinator, rank or plane could not start
-    ├── ProtocolError               a peer sent what the protocol does not allow
+    ├── ProtocolError               a peer sent bytes that the protocol does not allow
     ├── KVStoreError                a key-value store refused a call, and is as before
     └── CollectiveError             (also HorovodInternalError's base) a collective that was submitted failed
         ├── MismatchError           ranks disagree on dtype, shape, operator, root, …; the group stays usable
         ├── JoinedRanksError        it can't be done while some ranks have joined; the group stays usable
         └── AbortedError            the collective can't complete; the group was rebuilt and stays usable
 
-Every error says what happened, what was probably meant and what to do. Data that the text is made of stays
-available as attributes. After ``CollectiveError`` the contents of output (and in-place) buffers are undefined;
-inputs that are not also outputs are untouched.
+Every error names the event, its probable reason and a remedy. The data of the text stays available as attributes.
+After ``CollectiveError`` the contents of output (and in-place) buffers are undefined; inputs that are not also
+outputs are untouched.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hvdlab.collectives.text import visible, visible_lines
 
 
 class HvdlabError(RuntimeError):
-    """Base of all errors raised by hvdlab itself. (Horovod's core reports its errors as ``RuntimeError``.)
+    """Base class of all errors that hvdlab itself raises. (Horovod's core reports its errors as ``RuntimeError``.)
 
-    Its text may quote peers and files; control characters in it are shown escaped, so that a terminal obeys none of them.
+    Its text can quote peers and files; control characters in it are shown escaped, so that a terminal obeys none of them.
 
     Attributes:
         decision: Number of the entry in the coordinator's decision log that led to it; 0 if no decision of the coordinator did. A traceback
@@ -56,7 +56,7 @@ class HvdlabError(RuntimeError):
         return visible_lines(self._text())
 
     def _text(self) -> str:
-        """The lines of the text. Parts that come from elsewhere and must stay on one line have gone through :func:`visible`."""
+        """Return the lines of the text. Foreign parts that must stay on one line have gone through :func:`visible`."""
         return super().__str__()
 
 
@@ -76,7 +76,7 @@ class ForkedProcessError(NotInitializedError):
     """hvdlab was used in a process that a rank has forked, such as the worker of a ``DataLoader``.
 
     Attributes:
-        rank: The rank that forked it; -1 if ``what`` is the whole text (a ``DataLoader`` makes its error from that).
+        rank: The rank that forked it; -1 if the first argument is the whole text (a ``DataLoader`` makes its error from that).
     """
 
     def __init__(self, what: str, rank: int = -1) -> None:
@@ -109,7 +109,7 @@ class DuplicateNameError(InvalidRequestError):
         name: The name.
         first_site: Line of code that submitted the tensor in flight.
         second_site: Line of code that submitted this one.
-        advice: What to do.
+        advice: The remedy.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class DuplicateNameError(InvalidRequestError):
 
 
 class ReleasedError(HvdlabError):
-    """The coordinator has let this rank go: the other ranks go on without it."""
+    """The coordinator has released this rank: the other ranks continue without it."""
 
 
 class StartError(HvdlabError):
@@ -167,7 +167,7 @@ class KVStoreError(HvdlabError):
         """Make all errors of stores that this process raises from now on instances of a framework's error, too.
 
         Args:
-            framework: The class of that error, whose instances have no state of their own.
+            framework: The class of that error. Its instances must have no state of their own.
         """
         KVStoreError._framework = framework
 
@@ -179,11 +179,12 @@ class KVStoreError(HvdlabError):
         return str(self.args[0])
 
 
+#: Classes of :func:`_also`, by the identities of its arguments: all errors of one pair have one class.
 _ALSO: dict[tuple[int, int], type[KVStoreError]] = {}
 
 
 def _also(klass: type[KVStoreError], framework: type[Exception]) -> type[KVStoreError]:
-    """Return a class of the same name whose instances are errors of the framework as well."""
+    """Return a class of the same name, with instances that are errors of the framework as well."""
     known = _ALSO.get((id(klass), id(framework)))  # both live as long as the class below
     if known is not None:
         return known
@@ -216,7 +217,13 @@ class Disagreement:
 
 
 class MismatchError(CollectiveError):
-    """Ranks disagree about a collective. Raised on every rank of the process set, with the same text."""
+    """Ranks disagree about a collective. Raised on every rank of the process set, with the same text.
+
+    Attributes:
+        name: Tensor name.
+        process_set: Id of its process set.
+        groups: One entry for each of the different requests.
+    """
 
     def __init__(self, name: str, process_set: int, groups: Sequence[Disagreement]) -> None:
         self.name, self.process_set, self.groups = name, process_set, tuple(groups)
@@ -234,12 +241,13 @@ class MismatchError(CollectiveError):
 class JoinedRanksError(CollectiveError):
     """The collective needs data of every rank, and some have joined. Raised on all ranks that submitted it.
 
-    Nothing else is touched: those that have joined stay so, and the group goes on.
+    Other collectives are not affected: ranks that have joined stay so, and the group continues.
 
     Attributes:
         name: Tensor name.
         process_set: Id of its process set.
         joined: The ranks that have joined.
+        reason: One sentence for the user.
     """
 
     def __init__(self, name: str, process_set: int, joined: Sequence[int], reason: str) -> None:
@@ -251,7 +259,7 @@ class JoinedRanksError(CollectiveError):
 
 
 class CauseKind(StrEnum):
-    """Why an epoch was ended."""
+    """Kind of cause that ended an epoch."""
 
     RANK_DIED = "rank_died"
     RANK_LEFT = "rank_left"
@@ -269,7 +277,7 @@ class CauseKind(StrEnum):
 
     @property
     def advice(self) -> str:
-        """Advice on the likely mistake and its remedy; empty if the cause's text decides that."""
+        """Return the advice on the likely mistake and its remedy; empty if the cause's text has it."""
         return _ADVICE[self]
 
 
@@ -300,10 +308,10 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The one reason that ended an epoch of a process set.
+    """Cause of the end of an epoch of a process set; an epoch has one.
 
     Attributes:
-        kind: What happened.
+        kind: Kind of event.
         ranks: The ranks it happened on, or that are missing; empty if it is not a matter of single ranks.
         text: One sentence for the user.
         site: The line of code that caused it, if known (``cell [7] line 4``).
@@ -320,7 +328,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A collective that was pending when its epoch ended.
+    """Collective that was pending when its epoch ended.
 
     Attributes:
         collective: Kind in words, such as ``allreduce``.
@@ -342,7 +350,13 @@ class AbortedError(CollectiveError):
 
     The process set gets a new epoch: the next collective works, with the same ranks if none died.
 
-    The first line of its text says what happened, the second what to do.
+    The first line of its text names the event, the second the remedy.
+
+    Attributes:
+        pending: The collective.
+        cause: The reason for which its epoch has ended.
+        process_set: Id of its process set.
+        epoch: The epoch that has ended.
     """
 
     def __init__(self, pending: Pending, cause: Cause, process_set: int = 0, epoch: int = 0) -> None:
@@ -352,7 +366,7 @@ class AbortedError(CollectiveError):
 
     @property
     def rank(self) -> int | None:
-        """The first rank of the cause, if it has one."""
+        """Return the first rank of the cause, if it has one."""
         return self.cause.ranks[0] if self.cause.ranks else None
 
     def _text(self) -> str:
@@ -370,7 +384,7 @@ _UNNAMED = re.compile(r"\w+\.noname(?:\.(\d+))?")
 
 
 def call_name(kind: str, name: str) -> str:
-    """``allreduce `loss```; only the kind for a tensor that was given no name."""
+    """Return the call as ``allreduce `loss```; only the kind for a tensor that was given no name."""
     return kind if name == f"{kind}.noname" else f"{kind} `{visible(name)}`"
 
 
@@ -383,7 +397,7 @@ def shown_name(name: str) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` to ``ranks 0-2,5``; one rank to ``rank 3``."""
+    """Return ``[0, 1, 2, 5]`` as ``ranks 0-2,5``, and one rank as ``rank 3``."""
     ordered = sorted(set(ranks))
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
@@ -391,7 +405,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def compact_ranks(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` to ``0-2,5``."""
+    """Return ``[0, 1, 2, 5]`` as ``0-2,5``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:

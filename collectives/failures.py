@@ -19,9 +19,9 @@ class Failure:
     """Something that could not be drawn or computed.
 
     Attributes:
-        what: What it was: ``the lanes``, ``the table of ranks``.
+        what: Its name for the user: ``the lanes``, ``the table of ranks``.
         text: The error in one line.
-        trace: Its traceback, for a developer who looks for the cause.
+        trace: Its traceback, for a developer in search of the cause.
         count: How often this has happened.
     """
 
@@ -38,7 +38,7 @@ class Failure:
 class Failures:
     """Failures so far, the last one of each thing. Any thread.
 
-    A failure stays also when the same thing works again, since what was missed in between is still missing.
+    A failure stays also when the same thing works again, since the parts missed in between are still missing.
 
     Args:
         beside: Failures of the data that is shown, which :meth:`all` returns as well.
@@ -47,10 +47,11 @@ class Failures:
     def __init__(self, beside: Failures | None = None) -> None:
         self._beside = beside
         self._lock = threading.Lock()
+        #: The last failure of each thing, by its name.
         self._known: dict[str, Failure] = {}
 
     def guard(self, what: str) -> Guard:
-        """A context manager that keeps an error of its block instead of raising it. Interrupts are raised as always."""
+        """Return a context manager that keeps an error of its block instead of raising it. Interrupts are raised as always."""
         return Guard(self, what)
 
     def add(self, what: str, error: BaseException) -> None:
@@ -64,14 +65,14 @@ class Failures:
             self._known[what] = Failure(what, text, "".join(traceback.format_exception(error)), count)
 
     def all(self) -> tuple[Failure, ...]:
-        """The failures, in the order in which they first came, after those of ``beside``."""
+        """Return the failures, in the order in which they first came, after those of ``beside``."""
         others = self._beside.all() if self._beside is not None else ()
         with self._lock:
             return (*others, *self._known.values())
 
 
 class Guard:
-    """Keeps the error of a ``with`` block. Made by :meth:`Failures.guard`."""
+    """Context manager that keeps the error of its ``with`` block. Made by :meth:`Failures.guard`."""
 
     def __init__(self, failures: Failures, what: str) -> None:
         self._failures, self._what = failures, what
@@ -82,6 +83,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        # Interrupts are raised as always; ``None`` is the end without an error.
         if not isinstance(error, Exception):
             return False
         self._failures.add(self._what, error)
@@ -89,5 +91,5 @@ class Guard:
 
 
 def as_messages(failures: Iterable[Failure]) -> list[dict[str, str]]:
-    """Failures as plain values, for a browser: a sentence and the traceback of each."""
+    """Return failures as plain values, for a browser: a sentence and the traceback of each."""
     return [{"text": str(one), "trace": one.trace} for one in failures]

@@ -10,11 +10,12 @@ from hvdlab.collectives.errors import compact_ranks
 from hvdlab.collectives.protocol.messages import Abort, Configure
 from hvdlab.collectives.text import visible, visible_coloured
 
+#: The logger of all ranks' lines; applications configure it by this name.
 LOG = logging.getLogger("hvdlab")
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to the ``sys.stderr`` of the moment, since a notebook replaces it."""
+    """Handler that writes to the ``sys.stderr`` of the moment, since a notebook replaces it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -25,7 +26,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 class _Visible(logging.Formatter):
-    """One line for each record, whatever peers say in it; below it the lines of a traceback."""
+    """Formatter that makes one line of each record, also with line ends in a peer's text; a traceback stands below it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = visible(record.message)
@@ -54,7 +55,7 @@ def set_up(level: int, *, hide_time: bool) -> None:
 
 
 def configured(rank: int, message: Configure) -> None:
-    """A process set has a new epoch."""
+    """Log the new epoch of a process set."""
     if not LOG.isEnabledFor(logging.INFO):
         return
     ranks = compact_ranks([member.rank for member in message.members])
@@ -72,7 +73,7 @@ def configured(rank: int, message: Configure) -> None:
 
 
 def aborted(rank: int, message: Abort) -> None:
-    """An epoch has ended; calls that wait for its collectives raise an error that says the same."""
+    """Log the end of an epoch; calls that wait for its collectives raise an error with the same text."""
     LOG.info(
         "rank %d: %s, epoch %d ended (%s): %s",
         rank,
@@ -84,7 +85,7 @@ def aborted(rank: int, message: Abort) -> None:
 
 
 def lost(rank: int, reason: str) -> None:
-    """The coordinator is gone; every collective that waits, or is submitted later, raises an error that says so."""
+    """Log the loss of the coordinator; every collective that waits, or is submitted later, raises an error with this reason."""
     LOG.info("rank %d: %s", rank, visible(reason))
 
 

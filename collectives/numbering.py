@@ -11,16 +11,17 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, Pending
 
 CONSECUTIVE = "consecutive"
+"""Value of ``HVDLAB_RANK_NUMBERS`` with which numbers have no gaps."""
 
 
 def own_number(what: str = "hvd.rank()") -> int:
-    """The number of this rank; ``what`` is what the user called, for the error."""
+    """Return the number of this rank; ``what`` is the user's call, for the error."""
     engine = context.engine(what)
     return shown_number(engine.rank) if engine.settings.rank_numbers == CONSECUTIVE else engine.rank
 
 
 def shown_number(rank: int) -> int:
-    """The number by which scripts know a rank of the core; the core's own number for a rank that is not in the world."""
+    """Return the number by which scripts know a rank of the core; the core's own number for a rank that is not in the world."""
     engine = context.engine()
     if engine.settings.rank_numbers != CONSECUTIVE:
         return rank
@@ -29,7 +30,7 @@ def shown_number(rank: int) -> int:
 
 
 def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
-    """The rank of the core that scripts know by this number; ``what`` is what the user called, for the error.
+    """Return the rank of the core that scripts know by this number; ``what`` is the user's call, for the error.
 
     Raises:
         InvalidRequestError: Numbers are consecutive, and there are fewer ranks.
@@ -41,7 +42,7 @@ def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
         return number
     ranks = engine.ranks()
     if not 0 <= number < len(ranks):
-        if engine.failure is not None:  # it may be a number of the world that has ended
+        if engine.failure is not None:  # perhaps it is a number of the world that has ended
             raise AbortedError(Pending(what, f"{what}.noname"), engine.failure)
         there = f"they are 0 to {len(ranks) - 1}" if len(ranks) > 1 else "there is rank 0 alone"
         raise InvalidRequestError(f"There is no rank {number}; {there}.")

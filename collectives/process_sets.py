@@ -19,10 +19,11 @@ from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.types import DType, OpKind
 
 GLOBAL_ID = 0
+"""Id of the set of all ranks, on the wire as well."""
 
 
 class _Registered(NamedTuple):
-    """A set as it was registered.
+    """Process set as it was registered.
 
     Attributes:
         ranks: Its ranks in the core.
@@ -37,16 +38,17 @@ class _Registered(NamedTuple):
     together: tuple[int, ...]
 
     def remaining(self) -> list[int]:
-        """Its ranks that are in the world still; one that was replaced is another process, which is not in the set."""
+        """Return its ranks that are still in the world; one that was replaced is another process, which is not in the set."""
         now = context.engine().processes()[1]
         return [member[0] for member in now if member[0] in self.ranks and member in self.processes]
 
 
 class _Known:
-    """The sets that were registered with one engine, but for the global one, by id.
+    """Sets that were registered with one engine, but for the global one.
 
     Attributes:
         world: Number of the engine in this process. An id of one world means nothing, or another set, in the next.
+        sets: The sets, by id.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,7 @@ class _Known:
 
 
 _worlds = itertools.count(1)
+# Weak: a module's variable must not keep an engine after shutdown().
 _latest: tuple[weakref.ref[Engine], _Known] | None = None
 
 
@@ -67,14 +70,14 @@ def _known(what: str = "hvd.ProcessSet") -> _Known:
 
 
 class ProcessSet:
-    """Ranks that take part in a collective; pass it as ``process_set=``.
+    """Set of ranks that have collectives of their own; pass it as ``process_set=``.
 
     ``ProcessSet([0, 2])`` names the ranks; it can be used after :func:`add_process_set` (or after being given to
     ``hvd.init(process_sets=...)``), which sets :attr:`process_set_id`. A communicator of mpi4py in place of the ranks
     stands for its processes; each rank then gives the one that it is in.
 
     Attributes:
-        ranks: The set's ranks in ascending order; once it is registered, those that are there now. Before, it can be set.
+        ranks: The set's ranks in ascending order; once it is registered, those in the world now. Before, it can be set.
         mpi_comm: The communicator it was made from, or ``None``.
     """
 
@@ -83,19 +86,20 @@ class ProcessSet:
         self._ranks = _checked_ranks(
             world_ranks(self.mpi_comm) if self.mpi_comm is not None else ranks_or_comm
         )
+        #: Id of the latest registration, or the one that users' code has set.
         self._id: int | None = None
-        self._is_assigned = False  # users' code has set the id, which may be of no set
+        self._is_assigned = False  # users' code has set the id, which can be that of no set
         self._world = 0  # number of the world that the id belongs to; 0 for the next one
 
     @property
     def process_set_id(self) -> int | None:
-        """Id of the set in the core; ``None`` while it is not registered with the world that there is now.
+        """Return the id of the set in the core; ``None`` while it is not registered with the present world.
 
-        Users' code may set it, as in Horovod, where it is a plain attribute: the object then stands for the set with this id until the
+        Users' code can set it, as in Horovod, where it is a plain attribute: the object then stands for the set with this id until the
         world ends, and using it raises ``InvalidRequestError`` if there is none. With ``None`` it is not registered.
 
         Raises:
-            InvalidRequestError: It is set to something that is no integer, or that of the global set is changed.
+            InvalidRequestError: It is set to a value that is no integer, or the id of the global set is changed.
         """
         if not self._is_assigned:
             return self._id if _is_there(self._id, self._world) else None
@@ -174,7 +178,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={which})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another rank, a set is the same set there (without its communicator)."""
+        """Return the set's ranks and id: on another rank it is the same set, without its communicator."""
         return _received, (self._ranks, self.process_set_id, self._is_assigned)
 
 
@@ -218,12 +222,13 @@ def _checked_ranks(ranks: object) -> list[int]:
 
 
 def is_communicator(value: object) -> bool:
-    """Whether this is a communicator of mpi4py."""
+    """Return whether this is a communicator of mpi4py."""
+    # By its methods: importing ``mpi4py.MPI`` would initialize MPI in processes that do not use it.
     return hasattr(value, "Get_rank") and hasattr(value, "Get_group")
 
 
 def world_ranks(comm: Any) -> list[int]:
-    """The ranks, in MPI's world, of the processes of a communicator.
+    """Return the ranks, in MPI's world, of the processes of a communicator.
 
     Raises:
         UnsupportedError: It reaches processes outside MPI's world.
@@ -243,12 +248,12 @@ def world_ranks(comm: Any) -> list[int]:
 
 
 def _exists(id: int) -> bool:
-    """Whether the core has a set of this id."""
+    """Return whether the core has a set of this id."""
     return id == GLOBAL_ID or context.engine().knows_process_set(id)
 
 
 def _is_there(id: int | None, world: int) -> bool:
-    """Whether the set that was registered under this id, with the world of this number, is there still."""
+    """Return whether the core still has the set that was registered under this id, with the world of this number."""
     if id is None or id == GLOBAL_ID:
         return True
     if not context.is_initialized():
@@ -258,7 +263,7 @@ def _is_there(id: int | None, world: int) -> bool:
 
 
 def _ranks_now(id: int) -> Sequence[int]:
-    """The ranks of the core that are in an existing set; a rank outside need not know its members."""
+    """Return the ranks of the core that are in an existing set; a rank outside need not know its members."""
     engine, registered = context.engine(), _known().sets.get(id)
     there = members(id)
     if there or id == GLOBAL_ID:
@@ -274,7 +279,7 @@ def check_id(number: int, what: str = "hvd.ProcessSet") -> None:
 
     Args:
         number: A ``process_set_id``.
-        what: What the user called, for the error if ``init()`` was not called.
+        what: The user's call, for the error if ``init()`` was not called.
 
     Raises:
         InvalidRequestError: There is none; the text names the numbers that there are.
@@ -290,7 +295,7 @@ def check_id(number: int, what: str = "hvd.ProcessSet") -> None:
 
 
 def is_registered(process_set: ProcessSet) -> bool:
-    """Whether a set can be used now: it need not be registered, by this object or another one."""
+    """Return whether a set can be used now: it need not be registered, by this object or another one."""
     id = process_set.process_set_id
     if process_set is global_process_set:
         return True
@@ -317,9 +322,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The set, ready to be used as ``process_set=``.
 
     Raises:
-        InvalidRequestError: It is registered already, or another set of the same ranks is (then nothing was sent; a set of before a rank
-            was replaced or added does not count, nor one of before elastic training has begun anew); or it names ranks that are not
-            there (raised on all).
+        InvalidRequestError: It is registered already, or another set of the same ranks is (then nothing was sent; a set from before a
+            rank was replaced or added does not count, nor one from before elastic training has begun again); or it names ranks that are
+            not in the world (raised on all).
         MismatchError, AbortedError: The ranks disagree, or one of them failed before it got here.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -332,7 +337,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def register(process_set: ProcessSet) -> None:
-    """Register a set, even if there is another one of the same ranks. Raises what :func:`add_process_set` does."""
+    """Register a set, even if there is another one of the same ranks. Raises as :func:`add_process_set` does."""
     known = _known("hvd.add_process_set()")
     epoch, processes = context.engine().processes()
     ids: dict[tuple[int, ...], int] = {}
@@ -347,7 +352,7 @@ def register(process_set: ProcessSet) -> None:
 
 
 def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
-    """The lists of ranks that all ranks register together: one, or with communicators that of each of them."""
+    """Return the lists of ranks that all ranks register together: one, or one for each of their communicators."""
     own = tuple(process_set._ranks)
     if process_set.mpi_comm is None:
         return [own]
@@ -355,6 +360,7 @@ def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
     request = Request(OpKind.ALLGATHER, "process_set.communicators", mine, dtype=DType.I64)
     gathered = context.engine().run(request).output
     assert gathered is not None
+    # Each rank's part: the number of its ranks, then these.
     rows = host_view(gathered).tolist()
     found: dict[tuple[int, ...], None] = {}
     while rows:
@@ -369,8 +375,8 @@ def _refuse_second(ranks: tuple[int, ...]) -> None:
     wanted = tuple(sorted(core_rank(rank) for rank in ranks))
     if wanted == tuple(sorted(engine.ranks())):
         raise InvalidRequestError(f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set.")
-    # Ranks that came later know no set of before, and elastic training begins anew with them, or the set has lost a rank: all register
-    # it again then, and one that refused would let the others wait. Within an epoch, and among the same processes, all know the same sets.
+    # Ranks that came later know no earlier set. When elastic training begins again with them, or the set has lost a rank, all register
+    # it again, and one that refused would let the others wait. Within an epoch, and among the same processes, all know the same sets.
     now, processes = engine.processes()
     epoch = now if engine.elastic.training else None
     for id, known in _known().sets.items():
@@ -412,7 +418,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def set_id(process_set: ProcessSet) -> int:
-    """The id that a collective is submitted with.
+    """Return the id that a collective is submitted with.
 
     Raises:
         InvalidRequestError: The argument is no process set, or one that was never registered (or was removed), or users' code has
@@ -432,21 +438,21 @@ def set_id(process_set: ProcessSet) -> int:
 
 
 def members(process_set: int) -> tuple[int, ...]:
-    """The ranks of the core that make up a registered process set now, by position."""
+    """Return the ranks of the core that make up a registered process set now, by position."""
     return context.engine().ranks(process_set)
 
 
 def position(process_set: int) -> int:
-    """This rank's position among the members of a process set that it belongs to."""
+    """Return this rank's position among the members of a process set that it belongs to."""
     return members(process_set).index(context.engine().rank)
 
 
 def newest(ranks: tuple[int, ...], otherwise: int) -> int:
-    """The id of the process set of just these ranks of the core that was registered last; ``otherwise`` if there is none now.
+    """Return the id of the process set of just these ranks of the core that was registered last; ``otherwise`` if there is none now.
 
-    A set has lost a rank that was cut off for good, also when that is back: then all ranks register one of the same ranks anew. They
-    do that together, so that all find the same one afterwards.
+    A set has lost a rank that was cut off for good, also when that is back: then all ranks register a set of the same ranks again.
+    They do that together, so that all find the same one afterwards.
     """
     engine, sets = context.engine(), _known().sets
-    alike = [id for id, known in [*sets.items()] if known.ranks == ranks]  # a copy: any thread may ask
+    alike = [id for id, known in [*sets.items()] if known.ranks == ranks]  # a copy: any thread can ask
     return next((id for id in reversed(alike) if engine.knows_process_set(id)), otherwise)

@@ -19,6 +19,7 @@ TOKEN = "HVDLAB_TOKEN"
 TOKEN_FILE = "HVDLAB_TOKEN_FILE"
 """The variable that names a file with the secret, which only the user may read; for launchers that send variables in the clear."""
 _LONGEST_TOKEN = 4096
+"""Bytes that are read of such a file: the path can name another file by mistake, of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class Settings:
         cut_off: Seconds that a rank which can come back waits for the network, if the coordinator's host does not answer at all.
         elastic_timeout: Seconds that ranks of elastic training wait for each other.
         min_np: How many ranks elastic training needs.
-        reset_limit: How often elastic training may begin again; 0 for no limit.
+        reset_limit: How often elastic training begins again at most; 0 for no limit.
         rank_numbers: How scripts know ranks when others come or go, ``stable`` or ``consecutive``.
         record: Whether spans and metrics are recorded.
-        metrics_interval: Seconds between two samples of what this process uses; 0 for none.
+        metrics_interval: Seconds between two samples of this process's resources; 0 for none.
         log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
         log_hide_time: Whether these lines leave the time out.
         cache_capacity: Tensors that the coordinator knows by number, at most.
@@ -56,7 +57,7 @@ class Settings:
             commas, that count as encrypted.
         kv_optimizers: Modules that parameter servers import.
         kv_servers: Parameter servers on each host.
-        kv_bigarray_bound: Elements from which on a key is spread over all servers.
+        kv_bigarray_bound: Elements of the smallest key that is spread over all servers.
         kv_partition_bytes: Bytes of the parts in which a ``byteps`` store sums a large array that the caller does not wait for.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
         host_directory: Private directory that this host's agent removes after the ranks; ``None`` without an agent.
@@ -106,7 +107,7 @@ class Settings:
             environ: The variables; by default those of this process.
 
         Raises:
-            InvalidRequestError: Variables do not hold what they should; the text names them.
+            InvalidRequestError: Variables hold no value of their kind; the text names them.
         """
         env = os.environ if environ is None else environ
         values: dict[str, Any] = for_reader(Reader.RANK, env)
@@ -152,6 +153,7 @@ def _token(env: Mapping[str, str]) -> str:
         return given
     try:
         with open(path, "rb") as file:
+            # Of the opened file: another user could replace the path between a check of the name and the reading.
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise InvalidRequestError(
@@ -173,14 +175,14 @@ def _certificate(value: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class WorldEnvironment:
-    """Environment of a job, as far as it is the same for all ranks of a job.
+    """Environment of a job, as far as it is the same for all its ranks.
 
     Attributes:
         coordinator: Address of the coordinator, ``unix:/path`` or ``tls:host:port``.
         token: The coordinator's secret for ranks.
         certificate: PEM text (``tls`` only).
         plane: Data plane to use, or ``auto``.
-        master_address, master_port: Where ``torch.distributed`` of a rank's code may rendezvous.
+        master_address, master_port: Where ``torch.distributed`` of a rank's code can rendezvous.
     """
 
     coordinator: str
@@ -191,13 +193,14 @@ class WorldEnvironment:
     master_port: int = 0
 
 
+# Its value begins with the coordinator's address; see host_directory_variable().
 _HOST_DIRECTORY = "HVDLAB_HOST_DIRECTORY"
 
 
 def host_directory_variable(directory: str, coordinator: str) -> dict[str, str]:
     """Return the variable by which ranks know their host's directory, bound to the job's coordinator.
 
-    A process that a rank starts inherits the variable, and may belong to another job.
+    A process that a rank starts inherits the variable, and can belong to another job.
 
     Args:
         directory: A private directory, which the agent of the host removes after the ranks.
@@ -254,8 +257,8 @@ def sizes(rank: int, size: int, where: HostPosition | None = None) -> dict[str, 
 def restore_world_size() -> None:
     """Set ``WORLD_SIZE`` again if of the variables for other libraries only that is missing.
 
-    Lightning's Trainer removes it when a training ends, as if it were its own. Without it, what looks for these variables next takes
-    this rank for one of a single process.
+    Lightning's Trainer removes it when a training ends, as if it were its own. Without it, the next library that reads these variables
+    treats this rank as the only process.
     """
     if "WORLD_SIZE" not in os.environ and os.environ.keys() >= {"RANK", "LOCAL_RANK", "HVDLAB_SIZE"}:
         os.environ["WORLD_SIZE"] = os.environ["HVDLAB_SIZE"]
@@ -286,14 +289,15 @@ def rank_environment(
     base: Mapping[str, str], world: WorldEnvironment, rank: int, size: int
 ) -> dict[str, str]:
     """Return the whole environment of a rank on this host. Variables of ``base`` about threads stay as they are."""
+    # The rank's own ones last: ``base`` can have those of another rank.
     return {**base, **thread_counts(base, size), **own_environment(world, rank, size)}
 
 
 def thread_counts(base: Mapping[str, str], size: int) -> dict[str, str]:
     """Return the variables with the number of threads of a rank's libraries: its share of a host with ``size`` ranks; those in ``base`` stay.
 
-    TensorFlow does not follow OpenMP's number. Between operations it gets two threads at least, so that an operation that computes
-    for long does not hold up the input of the next step.
+    TensorFlow does not follow OpenMP's number. Between operations it gets two threads at least, so that a long operation does not
+    hold up the input of the next step.
     """
     threads = base.get("OMP_NUM_THREADS") or str(threads_per_rank(size))
     between = str(max(2, int(threads))) if threads.isdecimal() else "2"
@@ -307,6 +311,7 @@ def thread_counts(base: Mapping[str, str], size: int) -> dict[str, str]:
 
 def threads_per_rank(size: int) -> int:
     """Return the number of usable cores divided by ranks, at least 1."""
+    # Of the process, not the machine: a container or a scheduler can have given it a part of the cores.
     return max(1, len(os.sched_getaffinity(0)) // max(1, size))
 
 

@@ -1,9 +1,9 @@
-"""Stopping in the debugger on some ranks, or when something holds."""
+"""Breakpoints on some ranks only, or under a condition."""
 
 from __future__ import annotations
 
 import os
-import pdb  # noqa: T100  # stopping is what this is for
+import pdb  # noqa: T100  # this module is for stopping
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -36,6 +36,7 @@ def breakpoint(
         debugger = pdb.Pdb()
         if header is not None:
             debugger.message(header)
+        # In the caller's frame: the user's own line, not this one.
         debugger.set_trace(sys._getframe(1))
     elif header is not None and hook is not sys.__breakpointhook__:
         hook(header=header)

@@ -29,6 +29,7 @@ from typing import Any
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 
 _CREDENTIALS = struct.Struct("3i")
+# Numbers of prctl(2), which Python does not name.
 _SET_DEATH_SIGNAL = 1
 _SET_NAME = 15
 _SET_CHILD_SUBREAPER = 36
@@ -49,17 +50,18 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when its parent ends; end at once if that has happened already.
+    """Request SIGKILL for this process when its parent ends; end at once if that has happened already.
 
     The signal comes when the *thread* that forked ends, so the parent must have forked on its main thread.
     """
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    # Only after the request: a parent that ends before it causes no signal, one that ends later does.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of descendants whose parent ends."""
+    """Make this process the new parent of its orphaned descendants."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
@@ -72,7 +74,7 @@ def name_process(name: str, title: str) -> None:
 
 
 def _write_title(title: bytes) -> None:
-    # Field 48 and 49 of stat(5) are where the kernel looks for the command line, in this process's own memory.
+    # Fields 48 and 49 of proc(5)'s stat are the addresses of the command line in this process's own memory, where the kernel reads it.
     fields = process_status("self")
     start, end = int(fields[45]), int(fields[46])
     room = end - start
@@ -81,7 +83,7 @@ def _write_title(title: bytes) -> None:
 
 
 def raise_on_hangup(descriptor: int, wanted: bool) -> None:
-    """Have SIGIO, which ends the process, sent when the other end of this pipe is closed; or no longer."""
+    """Request SIGIO, which ends the process, for the moment when the other end of this pipe is closed; or cancel the request."""
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC if wanted else flags & ~os.O_ASYNC)
@@ -102,7 +104,7 @@ def process_status(pid: int | str, proc: Path = Path("/proc")) -> list[str]:
         text = (proc / str(pid) / "stat").read_text()
     except OSError:  # also if no descriptor is left
         return []
-    # The name before may hold any character.
+    # The name before it can hold any character.
     return text.rpartition(")")[2].split()
 
 
@@ -113,7 +115,7 @@ def process_state(pid: int, proc: Path = Path("/proc")) -> str:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Process id and user at the other end of a connected Unix socket. Raises ``OSError`` where the system does not tell."""
+    """Return process id and user at the other end of a connected Unix socket. Raises ``OSError`` where the system does not report them."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         raise OSError("this system does not say whose the other end of a socket is")
@@ -129,7 +131,7 @@ def require_own_peer(sock: socket.socket) -> int:
 
     Raises:
         PermissionError: The process belongs neither to this user nor to root.
-        OSError: The system does not tell.
+        OSError: The system does not report the other end.
     """
     pid, user = peer_credentials(sock)
     if user not in (os.geteuid(), 0):
@@ -149,7 +151,7 @@ def boot_id() -> str:
 
 
 def living_children() -> list[int]:
-    """Process ids of this process's children, adopted ones included."""
+    """Return the process ids of this process's children, adopted ones included."""
     pid = os.getpid()
     children: list[int] = []
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -185,7 +187,7 @@ def private_parents(environ: Mapping[str, str]) -> list[Path]:
     Processes of one user that look for each other choose alike, by :func:`choose_private`: a directory that exists wins over one
     that could be made, and the order is the same for all.
 
-    The user's runtime directory belongs to the user alone. In the temporary directory another user may have taken the name, and
+    The user's runtime directory belongs to the user alone. In the temporary directory another user can occupy the name, and
     only that one can remove it; then the directory lies among the user's caches.
     """
     given = environ.get("XDG_RUNTIME_DIR", "")
@@ -200,12 +202,12 @@ def private_parents(environ: Mapping[str, str]) -> list[Path]:
 
 
 def private_name() -> str:
-    """Return the name of a private directory in each of these."""
+    """Return the name of a private directory in each of :func:`private_parents`."""
     return f"hvdlab-{os.geteuid()}"
 
 
 def choose_private(places: list[Path]) -> Path:
-    """Return the first of these directories that is private, else the first that can be made, else the last."""
+    """Return the first of these directories that is private; without one, the first that can be made, or the last."""
     for usable in (is_private, _can_be_made):
         for place in places:
             if usable(place):
@@ -214,7 +216,7 @@ def choose_private(places: list[Path]) -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether this is a directory, and no link, that belongs to this user and is closed to others."""
+    """Return whether the path is a directory, and no link, that belongs to this user and is closed to others."""
     try:
         status = path.lstat()
     except OSError:
@@ -223,7 +225,7 @@ def is_private(path: Path) -> bool:
 
 
 def _can_be_made(path: Path) -> bool:
-    """Return whether the name is free, in a directory in which other users can't replace what this process makes."""
+    """Return whether the name is free, in a directory in which other users can't replace a directory of this process."""
     try:
         parent = path.parent.stat()
     except OSError:
@@ -242,6 +244,7 @@ def open_own_directory(path: Path) -> int:
         OSError: It can't be opened, or is a link.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # Of the descriptor, not the path: another user can't put a directory of its own in place between check and use.
     status = os.fstat(descriptor)
     try:
         if status.st_uid != os.geteuid():
@@ -255,10 +258,10 @@ def open_own_directory(path: Path) -> int:
 
 
 def create_private(path: Path, text: str) -> None:
-    """Make a file that only this user may read, in a directory of this user's; a file or link that is there is not touched.
+    """Create a file that only this user may read, in a directory of this user's; an existing file or link is not touched.
 
     Raises:
-        FileExistsError: There is something of that name.
+        FileExistsError: The name exists.
         OSError: As :func:`open_own_directory` does, or the file can't be written.
     """
     directory = open_own_directory(path.parent)
@@ -273,7 +276,7 @@ def create_private(path: Path, text: str) -> None:
 
 LOOPBACK = "127.0.0.1"
 CHOICES = ("HVDLAB_ADDRESS", "HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")
-"""Variables that choose, the first that is set. Each may hold an address, a network or names of interfaces."""
+"""Variables that choose, the first that is set. Each can hold an address, a network or names of interfaces."""
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: to ask which interface leads out
 
 
@@ -344,7 +347,7 @@ def _interfaces() -> Iterator[tuple[str, str]]:
 
 
 def address_towards(host: str) -> str | None:
-    """Return the address of this host from which it reaches ``host``, and at which ``host`` reaches it; ``None`` if there is no way."""
+    """Return the address of this host from which it reaches ``host``, and at which ``host`` reaches it; ``None`` without a route."""
     try:
         candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -386,20 +389,22 @@ def is_loopback(address: str) -> bool:
 
 
 HOST_VARIABLE = "HVDLAB_HOST"
+"""Variable that replaces the name of :func:`host_key`."""
 
 
 def host_key() -> str:
     """Return a name that processes have in common if and only if they can share memory.
 
-    ``HVDLAB_HOST`` in the environment, if set, is that name: for cases that a process can't see, such as containers that do
+    ``HVDLAB_HOST`` in the environment, if set, is that name: for cases that a process can't detect, such as containers that do
     share memory, or processes that should behave as if they were on different hosts.
     """
+    # Read on each call, unlike the rest, which is cached: the variable can be set after the first call.
     return os.environ.get(HOST_VARIABLE, "").strip() or _found_host_key()
 
 
 @cache
 def _found_host_key() -> str:
-    """Return the host's name with a digest of the boot (two machines may have one name) and of the namespaces of memory and sockets."""
+    """Return the host's name with a digest of the boot (two machines can have one name) and of the namespaces of memory and sockets."""
     parts = [boot_id()]
     for namespace in ("ipc", "mnt", "pid"):
         try:
@@ -412,7 +417,14 @@ def _found_host_key() -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostPosition:
-    """Position of a rank among the ranks of its host, and among the hosts."""
+    """Position of a rank among the ranks of its host, and among the hosts.
+
+    Attributes:
+        local_rank: Its number among the ranks of its host, from 0.
+        local_size: Number of ranks on its host.
+        cross_rank: Number of its host among those that have a rank with this local rank.
+        cross_size: Number of these hosts.
+    """
 
     local_rank: int
     local_size: int
@@ -462,7 +474,7 @@ def create_memory(name: str, size: int) -> int:
     Without a name nothing is left behind, however the processes that use it end.
 
     Raises:
-        OSError: No descriptors, no memory, or no such thing on this system.
+        OSError: No descriptors, no memory, or no memfd on this system.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd")

@@ -1,8 +1,8 @@
 """Text that is shown: foreign text made harmless for terminals and logs, and call sites, the lines of the user's code.
 
 Names of tensors, hosts and cells, and all other text of peers and files, can hold escape sequences that a terminal obeys: they change its
-title, clear it, or hide what was written. Line ends forge lines of a log, and controls of the direction of writing show something
-else than there is. Output of a user's own cells is not touched.
+title, clear it, or hide earlier text. Line ends forge lines of a log, and controls of the direction of writing make a text read
+differently. Output of a user's own cells is not touched.
 
 In a call site, frames of hvdlab and of the frameworks are skipped. Cells are compiled under a file name of their own; the code that
 compiles them registers a label for it, so that a site reads ``cell [7] line 4``.
@@ -24,30 +24,32 @@ _CONTROLS = re.compile(
     "\ud800-\udfff"  # halves of a character, which can't be written
     "]"
 )
+# Colours and tabs. The group keeps them in the result of split(), as its odd parts.
 _HARMLESS = re.compile("(\x1b\\[[0-9;]*m|\t)")
 
 
 def visible(text: str, most: int | None = None) -> str:
-    """One line in which each control character stands as its escape, such as ``\\x1b``.
+    """Return one line in which each control character stands as its escape, such as ``\\x1b``.
 
     Args:
         text: From elsewhere.
         most: Characters that are left of a longer line, the last of them ``…``; ``None`` cuts nothing.
     """
     if most is not None:
-        text = text[: most + 1]  # before it grows
+        # Before it grows: a peer's text can be long, and an escape has up to six characters.
+        text = text[: most + 1]
     if not text.isascii() or not text.isprintable():
         text = _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
 
 
 def visible_lines(text: str) -> str:
-    """The same for a text of several lines, which stay lines."""
+    """Return the same for a text of several lines, which stay lines."""
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
 def visible_coloured(text: str) -> str:
-    """The same for lines that a program has coloured or indented by tabs, such as a traceback: colours and tabs stay."""
+    """Return the same for lines that a program has coloured or indented by tabs, such as a traceback: colours and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -57,33 +59,35 @@ def visible_coloured(text: str) -> str:
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # src/hvdlab, or an installed hvdlab
 _HOME = os.path.join(_PACKAGE, "")
-# The rooms may be reached through links, so a code object's file name is compared in both spellings.
+# The rooms can be reached through links, so a code object's file name is compared in both spellings.
 _REAL_HOMES = tuple(
     os.path.join(os.path.realpath(os.path.join(_PACKAGE, room)), "")
     for room in ("collectives", "kernel_ext", "magics", "widgets")
     if os.path.isdir(os.path.join(_PACKAGE, room))
 )
 _CACHE_LIMIT = 8192
+"""Entries of each cache below; a full one is emptied. They keep code objects alive, and each cell of a notebook has new ones."""
 
 UNKNOWN_SITE = "<thread>"
 """The site of a call that comes from no line of the user's code, such as one in a hook that a framework's own thread calls."""
 
 _labels: dict[str, str] = {}
-# By the identity of code objects, since hashing one takes longer than all else here. The objects themselves are kept as well, or
-# else another one could get the same identity.
+# By the identity of code objects: hashing one costs more time than all other steps here. The objects themselves are kept as well, so
+# that no other one gets the same identity.
 _skip: dict[int, tuple[bool, CodeType]] = {}
 _sites: dict[tuple[int, int], tuple[str, CodeType]] = {}
 
 
 def register_label(filename: str, label: str) -> None:
-    """Let sites in code that was compiled under ``filename`` read ``<label> line <n>``."""
+    """Set the label of code that was compiled under ``filename``: its sites read ``<label> line <n>``."""
     _labels[filename] = label
+    # The code can have run under no label, or an earlier one.
     for key in [key for key, (_, code) in _sites.items() if code.co_filename == filename]:
         del _sites[key]
 
 
 def call_site(depth: int = 1) -> str:
-    """The innermost frame outside hvdlab and the frameworks, above ``depth`` frames, in words.
+    """Return the innermost frame outside hvdlab and the frameworks, above ``depth`` frames, in words.
 
     Returns ``cell [7] line 4`` for registered files, ``train.py:12`` otherwise, and ``UNKNOWN_SITE`` if there is no such
     frame.
@@ -100,7 +104,7 @@ def call_site(depth: int = 1) -> str:
 
 
 def site_of_lines(lines: Iterable[tuple[str, int]]) -> str:
-    """The site in a stack that a framework keeps: file names and line numbers, the innermost first."""
+    """Return the site in a stack that a framework keeps: file names and line numbers, the innermost first."""
     for filename, line in lines:
         if not _is_ours_by_name(filename):
             return _in_words(filename, line)

@@ -20,6 +20,7 @@ class Deadline:
     def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
         self._clock = clock
+        #: The end in the clock's seconds, or ``None``.
         self._when = None if seconds is None else clock() + seconds
 
     def remaining(self) -> float | None:
@@ -42,11 +43,11 @@ class Deadline:
 
 
 ASK_AFTER = 2.0
-"""Seconds of silence after which the client sends the coordinator a ping."""
+"""Seconds of silence after which the client sends the coordinator a ping. An idle coordinator is silent, so this is not the loss itself."""
 STOPPED_AFTER = 1.0
 """Seconds without an answer after which the coordinator counts as lost if its process is stopped (SIGSTOP, a debugger)."""
 SILENT_AFTER = 30.0
-"""Seconds without an answer after which it counts as lost in any case."""
+"""Seconds without an answer after which it counts as lost in any case. A busy machine can keep it from answering for many seconds."""
 
 
 class Heartbeat:
@@ -62,6 +63,7 @@ class Heartbeat:
     def __init__(self, now: float, stopped: Callable[[], bool]) -> None:
         self._stopped = stopped
         self._heard = now
+        #: Time of the unanswered ping, or ``None``.
         self._asked: float | None = None
 
     def heard(self, now: float) -> None:
@@ -88,14 +90,15 @@ class Heartbeat:
         return ""
 
     def timeout(self, now: float) -> float:
-        """Return the seconds until there is something to do."""
+        """Return the seconds until the next :meth:`asks` or :meth:`lost` is due."""
         if self._asked is None:
             return max(0.0, self._heard + ASK_AFTER - now)
+        # No descriptor reports that a process was stopped, so that it has to be checked again and again.
         return STOPPED_AFTER
 
 
 RESTARTS = 5
-"""Restarts that are allowed within :data:`RESTART_WINDOW`: whatever ended the last ones would end the next one as well."""
+"""Restarts that are allowed within :data:`RESTART_WINDOW`: the fault that ended the last ones would end the next one as well."""
 RESTART_WINDOW = 60.0
 """Seconds within which restarts count."""
 
@@ -122,6 +125,7 @@ class RestartLimit:
         self.most = most
         self._window = window
         self._clock = clock
+        #: Times of the latest restarts.
         self._times: deque[float] = deque(maxlen=most)
 
     def add(self) -> None:
@@ -129,7 +133,7 @@ class RestartLimit:
         self._times.append(self._clock())
 
     def forget_last(self) -> None:
-        """Take back the latest :meth:`add`: nothing had to be restarted after all."""
+        """Remove the latest :meth:`add`: nothing had to be restarted after all."""
         self._times.pop()
 
     @property

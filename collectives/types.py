@@ -14,6 +14,7 @@ from hvdlab.collectives.protocol import messages as m
 class DType(IntEnum):
     """Element type of a tensor; ``BF16`` is stored as its 16 raw bits, since numpy has no bfloat16."""
 
+    # The numbers are on the wire and in recordings.
     BOOL = 0
     U8 = 1
     I8 = 2
@@ -27,7 +28,7 @@ class DType(IntEnum):
 
     @property
     def itemsize(self) -> int:
-        """Size of one element in bytes."""
+        """Return the size of one element in bytes."""
         return _ITEMSIZE[self]
 
     @property
@@ -40,6 +41,7 @@ class DType(IntEnum):
         return self in (DType.F16, DType.BF16, DType.F32, DType.F64)
 
 
+# Not from numpy, which the coordinator does not import.
 _ITEMSIZE = {
     DType.BOOL: 1,
     DType.U8: 1,
@@ -84,6 +86,7 @@ class OpKind(IntEnum):
     ``SENDRECV`` is a message of one member to another: these two submit it, and do not wait for the other members.
     """
 
+    # The numbers are on the wire and in recordings.
     ALLREDUCE = 0
     ALLGATHER = 1
     BROADCAST = 2
@@ -159,12 +162,12 @@ class Stall:
 
     Attributes:
         process_set: Its process set.
-        seconds: How long.
-        kind, name: Which collective.
+        seconds: Seconds that it has been waiting, or executing, so far.
+        kind, name: The collective: its number in :class:`OpKind`, and its tensor.
         waited: Ranks that submitted it.
         missing: Ranks that did not, and for which the others wait.
         sites: The line of code of each of ``waited``.
-        joined: Ranks that have joined: they take part without submitting it.
+        joined: Ranks that have joined: they participate without submitting it.
     """
 
     process_set: int

@@ -16,6 +16,7 @@ from hvdlab.collectives.errors import AbortedError
 TOPIC = "hvdlab.uncaught"
 """Topic of the mail to clients; its body is :class:`Uncaught` as JSON."""
 LONGEST = 300
+"""Characters of the report's line; a message can hold a whole array."""
 OUR_FILES = f"{Path(__file__).parents[1]}/"
 
 
@@ -43,18 +44,20 @@ def describe(error: BaseException, rank: int) -> Uncaught:
 
 
 def blamed_ranks(error: BaseException) -> tuple[int, ...]:
-    """Return the ranks whose failure ended the collective that raised an exception; none for any other exception."""
+    """Return the ranks that caused the end of the collective behind an exception; none for any other exception."""
     aborted = _in_chain(error)
     return tuple(aborted.cause.ranks) if aborted is not None else ()
 
 
 def _in_chain(error: BaseException | None) -> AbortedError | None:
     """Return the aborted collective among ``error`` and the errors that led to it."""
+    # The chain can be a circle, since users set causes.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, AbortedError):
             return error
         seen.add(id(error))
+        # The chain that a traceback shows.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 

@@ -27,9 +27,9 @@ class Kind:
 
     Attributes:
         unit: For the table in the documentation.
-        expected: What was expected, for the error text.
+        expected: The expected form, for the error text.
         parse: Parses a text; raises ``ValueError`` for a text that is no such value.
-        absent: Words, in lower case, that are no values, though one may expect them; why they are not, and what to do instead.
+        absent: Words, in lower case, that are no values, though users expect them; why they are not, and the remedy.
     """
 
     unit: str
@@ -44,7 +44,7 @@ def _flag(text: str) -> bool:
         return True
     if text in _NO:
         return False
-    return int(text) > 0
+    return int(text) > 0  # as Horovod reads its flags
 
 
 def _number(least: float) -> Callable[[str], float]:
@@ -115,7 +115,7 @@ FILE = Kind("file", "a file name", str)
 
 
 def choice(*words: str, absent: Mapping[str, str] | None = None) -> Kind:
-    """Return the kind whose values are a few words; see :class:`Kind` for ``absent``."""
+    """Return the kind with these words as its only values; see :class:`Kind` for ``absent``."""
 
     def parse(text: str) -> str:
         if text.lower() not in words:
@@ -129,7 +129,7 @@ PLANES = ("auto", "shm", "gloo", "mpi", "hierarchical", "local")
 ABSENT_PLANES = {
     "nccl": "NCCL moves CUDA tensors only, beside a plane for the others, and needs no setting where each rank has a GPU of its own"
 }
-"""Planes that one may expect, and why they are not there."""
+"""Planes that users expect, and why there are none of these names."""
 CUDA_PLANES = ("auto", "ipc", "nccl")
 
 

@@ -1,7 +1,7 @@
 """``python -m hvdlab.collectives.coordinator``: the coordinator's process.
 
-It reads one line of JSON (:class:`CoordinatorLaunch`) from standard input, takes over the sockets that its starter has opened,
-answers with one line (:class:`CoordinatorReady`) on standard output, and serves until standard input ends, its starter ends, or
+It reads one line of JSON (:class:`CoordinatorLaunch`) from standard input, listens on the sockets that its starter has opened, and
+answers with one line (:class:`CoordinatorReady`) on standard output. It serves until standard input ends, its starter ends, or
 it gets SIGTERM.
 """
 
@@ -27,7 +27,7 @@ from hvdlab.collectives.variables import LEVELS
 
 
 def main() -> int:
-    """Run the coordinator; returns the exit status."""
+    """Run the coordinator. Return the exit status."""
     launch = msgspec.json.decode(_read_line(0), type=CoordinatorLaunch)
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
@@ -60,20 +60,20 @@ def main() -> int:
         _watch(server, launch)
         try:
             _answer(ready)
-        except BrokenPipeError:  # our starter has ended
+        except BrokenPipeError:  # the starter has ended
             return 1
         server.serve()
     finally:
-        # A successor that has lost its starter before any peer found it leaves the directory, too: the process that looks
-        # after the ranks now starts another successor there. A coordinator whose state is unsound leaves it to that successor as well.
+        # A successor that has lost its starter before any peer found it leaves the directory, too: the process that supervises
+        # the ranks now starts another successor there. A coordinator with an unsound state leaves it to that successor as well.
         found = launch.generation == 0 or (server is not None and server.connections.met)
         if not launch.keeps or server is None or (server.alone and found and not server.state.unsound):
-            shutil.rmtree(directory, ignore_errors=True)  # else the successor uses the directory, too
+            shutil.rmtree(directory, ignore_errors=True)  # otherwise the successor uses the directory, too
     return 0
 
 
 def _log(launch: CoordinatorLaunch, level: int) -> Callable[[str], None]:
-    """Return a function that writes lines of this level to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr if they are important enough."""
+    """Return a function that writes lines of this level to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr from the set level on."""
     sinks: list[Callable[[str], None]] = [log_to_stderr] if level >= launch.log_level else []
     journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
     if journal:
@@ -101,29 +101,31 @@ def _listen(server: CoordinatorServer, launch: CoordinatorLaunch, directory: Pat
 
 
 def _watch(server: CoordinatorServer, launch: CoordinatorLaunch) -> None:
-    """Stop when the starter's process ends, even if a child of it still holds the other end of our lifeline."""
+    """Stop when the starter's process ends, even if a child of it still holds the other end of this process's lifeline."""
     if not hasattr(os, "pidfd_open"):
         return
     try:
         descriptor = os.pidfd_open(launch.starter)
     except OSError:
-        # The starter has ended already, or is hidden from this process; end of file on the lifeline says which.
+        # The starter has ended already, or is hidden from this process; end of file on the lifeline decides.
         return
     server.stop_at_end_of(descriptor, linger=launch.linger)
 
 
 def _catch_sigterm() -> int:
     """Return a descriptor that becomes readable on SIGTERM."""
+    # Python repeats a wait that a signal interrupts, so that only a readable descriptor ends the server's.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
+    # An interrupt is for the ranks: the coordinator has to outlive it, so that they can recover.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return reader
 
 
 def _leave_stderr() -> None:
-    """Write to stderr no more: its reader may have ended with the starter, or wait until no process of the starter has it open."""
+    """Redirect stderr to ``/dev/null``: its reader has perhaps ended with the starter, or waits until no process has it open."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
@@ -148,7 +150,7 @@ def _has_ended(descriptor: int) -> bool:
 
 def _answer(ready: CoordinatorReady) -> None:
     os.write(1, msgspec.json.encode(ready) + b"\n")
-    # Nothing else is written to stdout: let a reader that waits for its end go on.
+    # Only this line is written to stdout: a reader that waits for its end can continue.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

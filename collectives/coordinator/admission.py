@@ -1,12 +1,12 @@
 """Admission: which peers may connect, which ranks make up the world, and when newcomers enter it.
 
 Elastic training decides at which point the world changes, and its ranks begin again together. A rank in training keeps newcomers
-out, since its collectives would wait for them. When it is at a point where the world may change, after a failure or because a
+out, since its collectives would wait for them. When it is at a point where the world can change, after a failure or because a
 newcomer waits to enter, it reports so (*regroups*) and submits nothing more. Collectives in which other ranks wait for it are aborted
 at once, so that they come, too. Once no rank of the world is in training any more, the world gets a new epoch, with the newcomers.
 
 Once training has ended on a rank of a script, newcomers wait until that rank trains again or leaves. Otherwise they would begin to
-train from the start, with no rank whose state they could take over. (A pool's ranks only run cells that their notebook sends.)
+train from the start, without a rank that could give them its state. (A pool's ranks only run cells that their notebook sends.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WorldRestoration(Protocol):
 
     Attributes:
         active: Whether it still lasts: which ranks train and are in the world is not known yet.
-        released: Ranks to let go once it is over.
+        released: Ranks to release once it is over.
     """
 
     active: bool
@@ -44,7 +44,7 @@ class Admission:
 
     Args:
         options: Settings of the state.
-        membership: Ranks that are there, expected and dead.
+        membership: Ranks that live, are expected, or have died.
         sets: Process sets, to change and abort.
         cells: Cells that run.
         elastic: Ranks in elastic training.
@@ -53,7 +53,7 @@ class Admission:
         log: Where decisions are added.
 
     Attributes:
-        due: Whether newcomers may be admitted at the end of this batch of events.
+        due: Whether to consider newcomers at the end of this batch of events.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Admission:
         return reason or self._too_late(rank, hello) or self._differs(rank, hello)
 
     def _differs(self, rank: int, hello: m.Hello) -> str:
-        """Return why a rank does not fit those that are there, or an empty text.
+        """Return why a rank does not fit those in the world, or an empty text.
 
         They are compared one by one only for the text, which names the one that differs.
         """
@@ -93,7 +93,7 @@ class Admission:
         members = (living.member for living in membership.ranks.values())
         required, hosts = self._options.require_encryption, membership.hosts.keys()
         reason = encryption.refusal(required, rank, hello, members, hosts)
-        # For hvdlab itself the coordinator's counts: of two ranks that differ, the first one to come need not be right.
+        # The coordinator's own version of hvdlab counts: of two ranks that differ, the first one to come need not be right.
         others = [("the coordinator", {"hvdlab": handshake.own_versions()["hvdlab"]})]
         if not membership.versions.fit(hello.versions):
             others += [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
@@ -130,7 +130,7 @@ class Admission:
         self._effects.send((rank.peer,), m.Outdated(text))
 
     def set_expected(self, ranks: tuple[int, ...]) -> None:
-        """Make these ranks, and no others, the expected ones; members among the others leave."""
+        """Set the expected ranks; members that are not among them leave."""
         decision = 0
         if self._membership.expected != tuple(sorted(set(ranks))):
             decision = self._log.add(DecisionKind.RESIZED, ranks=sorted(set(ranks)))
@@ -144,6 +144,7 @@ class Admission:
             going = leaving & (set(ps.members) - ps.gone)
             if not going:
                 continue
+            # An orderly change only if nothing is under way: a rank that leaves at once would let the others wait in their collective.
             if busy or (ps.phase == OPEN and ps.negotiation.pending):
                 text = f"{format_ranks(sorted(going))} left, because the world was resized"
                 self._sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text, cause=decision)
@@ -170,7 +171,7 @@ class Admission:
             self.due = True
 
     def _remove_released(self, going: set[int]) -> None:
-        """Remove released ranks that have come to where the world may change; the others continue without them, and nothing fails."""
+        """Remove released ranks at a point where the world can change; the others continue without them, and nothing fails."""
         decision = self._log.add(DecisionKind.RELEASED, ranks=sorted(going))
         left = [rank for rank in self._membership.expected or () if rank not in going]
         for rank in self._membership.set_expected(left):
@@ -213,11 +214,11 @@ class Admission:
                 self._effects.send((rank.peer,), refusal)
 
     def admit_newcomers(self) -> list[tuple[int, m.Regrouped]]:
-        """Form a larger world once all expected ranks are there (or dead).
+        """Form a larger world once all expected ranks have come (or died).
 
-        A tracked newcomer without a cell waits until no member runs one. It would not take part in that cell's
-        collectives, and the ranks that run it would fail for no reason of their own. Ranks that train elastically let
-        newcomers in when they regroup; then not all expected ranks need be there. A rank that the others have gone on without waits until its own training has
+        A tracked newcomer without a cell waits until no member runs one. It would not submit that cell's
+        collectives, and the ranks that run it would fail for no reason of their own. Ranks that train elastically admit
+        newcomers when they regroup; then not all expected ranks need have come. An outdated rank waits until its own training has
         gone back to its last commit, or the cells of the members have ended.
 
         Returns:
@@ -240,6 +241,7 @@ class Admission:
         ]
         if any(cells.is_running(rank) for rank in current):
             new = [rank for rank in new if rank not in cells.idle]
+        # A script's rank that has shut down and comes back waits for the others to do the same.
         if any(not membership.ranks[rank].tracked for rank in stay):
             new = [rank for rank in new if rank not in membership.returning]
         going = membership.leaving.intersection(stay)
@@ -262,14 +264,14 @@ class Admission:
         return []
 
     def _may_enter(self, rank: int, members: Sequence[int]) -> bool:
-        """Return whether an outdated rank may be admitted now, beside these members.
+        """Return whether an outdated rank can be admitted now, beside these members.
 
-        Not while the members are inside something that it did not start with them:
+        It can't while the members are inside a cell or training that it did not start with them:
 
         * A rank that is still training itself waits for its reset; its own submissions fail until then
           (:class:`~hvdlab.collectives.protocol.messages.Outdated`).
         * A rank at a reset point is admitted if a member trains elastically too, or no member runs a cell.
-        * Any other one must be a pool's, and comes in between cells.
+        * Any other one must be a pool's, and enters between cells.
         """
         training, ready = self._elastic.training, self._elastic.ready
         if rank in training:
@@ -298,7 +300,7 @@ class Admission:
 
 
 class WorldChange(Enum):
-    """Answer to the question whether the world may change."""
+    """Answer to the question whether the world can change now."""
 
     FREE = "no rank trains"
     LATER = "when the ranks in training have come"
@@ -321,7 +323,7 @@ class ElasticRanks:
 
     @property
     def active(self) -> bool:
-        """Whether elastic training decides when ranks are admitted."""
+        """Return whether elastic training decides when ranks are admitted."""
         return bool(self.training or self.ready or self.finished)
 
     def drop(self, rank: int) -> None:
@@ -331,11 +333,11 @@ class ElasticRanks:
         self.finished.discard(rank)
 
     def consider(self, stay: Sequence[int], new: Sequence[int], leaving: int = 0) -> WorldChange:
-        """Return whether the world may change.
+        """Return whether the world can change now.
 
         Args:
-            stay: Members of the world that stay there.
-            new: Newcomers that are there.
+            stay: Members of the world that stay.
+            new: Newcomers.
             leaving: How many of ``stay`` leave with the change.
         """
         if not self.training.isdisjoint(stay):
@@ -347,7 +349,7 @@ class ElasticRanks:
         return WorldChange.NOW if len(stay) + len(new) - leaving >= max(wanted) else WorldChange.LATER
 
     def resume(self) -> list[tuple[int, int]]:
-        """Put all ranks that have regrouped into training again; returns them with their tickets."""
+        """Return all ranks that have regrouped, with their tickets; they are in training again from now on."""
         answered = [(rank, said.ticket) for rank, said in self.ready.items()]
         self.training.update(self.ready)
         self.ready.clear()

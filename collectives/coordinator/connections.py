@@ -26,10 +26,11 @@ EVERYTHING = -1
 
 
 NEVER = float("inf")
+"""Time of a check that is not due: later than any other."""
 
 
 MOST_STRANGERS = 256
-"""Connections over the network that may owe their Hello at a time, beyond the ranks that are expected. Each costs some 80 KiB."""
+"""Connections over the network that can owe their Hello at a time, beyond the number of expected ranks. Each costs some 80 KiB."""
 
 
 _HELLO_SECONDS = 0.5
@@ -37,14 +38,15 @@ _HELLO_SECONDS = 0.5
 
 
 LOGGED_PER_MINUTE = 5
-"""Lines of a minute before the rest is only counted: any process that reaches the port could fill the log otherwise."""
+"""Lines of a minute; the rest is only counted, or any process that reaches the port could fill the log."""
 
 
 LONGEST_REJECTION = 300
-"""Characters of a line at most: some lines have text in them that a stranger has sent."""
+"""Characters of a line at most: some lines contain a stranger's text."""
 
 
 MINUTE = 60.0
+"""Seconds for which :data:`LOGGED_PER_MINUTE` holds."""
 
 
 class Connections:
@@ -52,10 +54,10 @@ class Connections:
 
     Attributes:
         poller: Its targets are connections, or functions to call.
-        listeners: Sockets that connections come from.
+        listeners: Sockets that accept connections.
         open: Connections that were introduced, by peer.
-        lost: Events about connections that ended while something was sent to them.
-        next_check: When :meth:`check_timeouts` is due.
+        lost: Events about connections that ended while the server sent to them.
+        next_check: Time at which :meth:`check_timeouts` is due.
         rejections: Logs, for the operator, the connections that were not let in.
         met: Whether any peer was ever introduced.
     """
@@ -71,12 +73,14 @@ class Connections:
         self._log = log
         self.rejections = RejectionLog(log, self.call_at)
         self._transient: dict[Connection, None] = {}  # neither introduced yet nor quite closed
+        #: Number of the next connection.
         self._next_peer = 1
+        #: Calls of :meth:`call_at`, with their times.
         self._calls: list[tuple[float, Callable[[], None]]] = []
 
     @property
     def idle(self) -> bool:
-        """Whether no rank or client is connected, or about to be. Observers don't count: the coordinator does not stay for them."""
+        """Return whether no rank or client is connected, or about to be. Observers don't count: the coordinator does not stay for them."""
         return not self._transient and all(connection.observer for connection in self.open.values())
 
     # -- beginnings -----------------------------------------------------------------------------------------------
@@ -90,7 +94,7 @@ class Connections:
         self.poller.register(connection, READ, connection)
 
     def has_place_for_stranger(self) -> bool:
-        """Return whether one more connection over the network may be accepted; the oldest that has had its time ends for it.
+        """Return whether one more connection over the network can be accepted; the oldest that has had its time ends for it.
 
         Any process that reaches the port costs memory until it shows the token. A Unix socket lets in only this user.
         """
@@ -103,10 +107,11 @@ class Connections:
         connection.phase = OPEN
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
         connection.tracked = hello.cells_tracked
+        # Ranks get short lists of members from now on; clients and observers, which are few, get whole ones.
         if not (connection.client or connection.observer):
             connection.members_sent = 0
         connection.name = f"rank {hello.rank}" if hello.role == "rank" else f"{hello.role} {connection.peer}"
-        connection.endpoint.limit = FRAME_LIMIT
+        connection.endpoint.limit = FRAME_LIMIT  # only now: a stranger's frames stay small
         connection.heard = time.monotonic()
         self.open[connection.peer] = connection
         self.met = True
@@ -120,17 +125,19 @@ class Connections:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def close_now(self, connection: Connection) -> None:
-        """Close a connection now. Without effect if it is closed already: results of the poller's last wait may still name it."""
+        """Close a connection now. Without effect if it is closed already: results of the poller's last wait can still name it."""
         if connection.endpoint.closed:
             return
         connection.phase = CLOSING
         self._transient.pop(connection, None)
+        # Before the close: the next accepted socket can get the same descriptor.
         self.poller.unregister(connection)
         connection.endpoint.close()
 
     def close_oldest_stranger(self) -> bool:
-        """Close the connection that has owed its Hello for longest; false if none has had enough time to send it."""
+        """Close the connection that has owed its Hello for longest. Return false if none has had enough time to send it."""
         until = time.monotonic() + self._options.hello_timeout - _HELLO_SECONDS
+        # In the order of acceptance, hence of deadlines.
         for connection in self._transient:
             if connection.phase != CLOSING and connection.deadline <= until:
                 self.rejections.add(
@@ -151,6 +158,7 @@ class Connections:
 
     def close_after_flush(self, connection: Connection) -> None:
         """Close a connection after its backlog has been sent; the server does not read from it any more."""
+        # Not open from now on: later effects of this batch send it nothing.
         self.open.pop(connection.peer, None)
         if connection.broken or not connection.endpoint.backlog:
             self.close_now(connection)
@@ -184,14 +192,13 @@ class Connections:
             if connection.endpoint.send_frame(frame, descriptor, bulk=bulk):
                 return
         except ConnectionLost:
-            connection.broken = (
-                True  # bytes that the peer sent before are read first; then its end of file comes
-            )
+            connection.broken = True  # earlier bytes of the peer are read first; then its end of file comes
             return
         if not connection.writing:
             connection.writing = True
             self.poller.modify(connection, READ | WRITE)
         if connection.endpoint.backlog > self._options.backlog_limit and connection.phase == OPEN:
+            # Into ``lost``, not the present events: the state is in the middle of handling those.
             self._log(f"{connection.name} is dropped: it does not read what it is sent")
             self.peer_lost(connection, "it did not read what it was sent", self.lost)
 
@@ -221,6 +228,7 @@ class Connections:
         self.next_check = min(self.next_check, when)
 
     def _call_due(self, now: float) -> float:
+        # Removed before they are made: a call can schedule itself again.
         due = [call for when, call in self._calls if now >= when]
         self._calls = [(when, call) for when, call in self._calls if now < when]
         for call in due:
@@ -247,7 +255,7 @@ class Connections:
 
 
 class Connection:
-    """An accepted socket, from the handshake to the last byte.
+    """Accepted socket, from the handshake to the last byte.
 
     Attributes:
         peer: Number of this connection; never used again.
@@ -255,16 +263,16 @@ class Connection:
             backlog).
         name: For log lines.
         client: Whether the peer is a client.
-        observer: Whether the peer is an observer, which only learns which ranks there are. A peer that is neither is a rank.
+        observer: Whether the peer is an observer, which only learns which ranks live. A peer that is neither is a rank.
         tracked: Whether it is a rank of a pool.
-        deadline: When (``time.monotonic()``) it has to have left its present phase, unless that is ``OPEN``.
-        heard: When the last bytes came.
+        deadline: Time (``time.monotonic()``) by which it has to leave its present phase, unless that is ``OPEN``.
+        heard: Time at which the last bytes came.
         writing: Whether the selector watches for writability.
-        broken: Whether sending has failed; the end of the connection is noticed when reading.
+        broken: Whether sending has failed; the end of the connection comes up when reading.
         sock, endpoint: The socket, and the end of the connection that reads and writes frames on it.
         tls: Whether it comes over the network, over TLS.
         pid: Process id of the peer, if it is of this host; otherwise 0.
-        subscriber: How it keeps up with the events, if it gets any.
+        subscriber: Its progress in reading events, if it gets any.
         members_sent: Which descriptions of members the server has sent it, as numbered by
             :class:`~hvdlab.collectives.protocol.member_lists.SentMembers`.
     """
@@ -297,7 +305,7 @@ class Connection:
         return decode_from_client(payload) if self.client or self.observer else decode_from_rank(payload)
 
     def shake(self) -> bool:
-        """Go on with the TLS handshake. Returns whether it is done; raises ``OSError`` if it failed."""
+        """Continue the TLS handshake. Return whether it is done. Raises ``OSError`` if it failed."""
         assert isinstance(self.sock, ssl.SSLSocket)
         try:
             self.sock.do_handshake()
@@ -308,7 +316,7 @@ class Connection:
 
 
 def _peer_pid(sock: socket.socket) -> int:
-    """Process id at the other end of a Unix socket, or 0 if the system does not tell."""
+    """Return the process id at the other end of a Unix socket, or 0 if the system does not report it."""
     try:
         return peer_credentials(sock)[0]
     except OSError:
@@ -319,8 +327,8 @@ class RejectionLog:
     """Log of rejected connections, a few lines each minute.
 
     Args:
-        log: Takes a line for the operator.
-        call_at: ``call_at(when, call)`` has something called later.
+        log: Called with a line for the operator.
+        call_at: ``call_at(when, call)`` schedules a call.
         clock: Returns the time, in seconds.
     """
 
@@ -332,6 +340,7 @@ class RejectionLog:
     ) -> None:
         self._log, self._call_at, self._clock = log, call_at, clock
         self._logged = 0  # in this minute
+        #: Rejections that were only counted in this minute, and the text of the last one.
         self._counted = 0
         self._last = ""
 

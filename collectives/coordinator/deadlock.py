@@ -1,4 +1,4 @@
-"""Collectives that can't complete: their ranks wait for each other in a circle, or for ranks that run no cell.
+"""Detection of collectives that can't complete: their ranks wait for each other in a circle, or for ranks that run no cell.
 
 The cells that run on each rank explain why it has not submitted a collective that others wait for.
 """
@@ -26,6 +26,7 @@ class RunningCells:
 
     def __init__(self) -> None:
         self.idle: set[int] = set()
+        #: Cells on each rank, in order; and the last cell of each that has ended there, with the line of its failure.
         self._active: dict[int, dict[str, None]] = {}
         self._last: dict[int, tuple[str, str]] = {}
 
@@ -52,7 +53,7 @@ class RunningCells:
         self.idle.discard(rank)
 
     def end(self, cell: str, rank: int, error: str) -> bool:
-        """Record that a cell ended on a rank; return whether the rank is idle now."""
+        """Record that a cell ended on a rank. Return whether the rank is idle now."""
         active = self._active.get(rank)
         if active is not None:
             active.pop(cell, None)
@@ -67,7 +68,9 @@ class RunningCells:
         return rank in self._active
 
     def absence_reason(self, missing: Sequence[int], waiting: Iterable[int]) -> AbsenceReason:
-        """Return why the idle ranks ``missing`` do not take part in the collective that the ranks ``waiting`` wait for."""
+        """Return why the idle ranks ``missing`` do not submit the collective that the ranks ``waiting`` wait for."""
+        # A failure before an orderly end, and either only of a cell that the waiting ranks run, if they run any: an older one explains
+        # nothing.
         cells = {cell for rank in waiting for cell in self._active.get(rank, ())}
         last = {rank: self._last.get(rank, ("", "")) for rank in missing}
         failed = [rank for rank in missing if last[rank][1] and (last[rank][0] in cells or not cells)]
@@ -102,7 +105,7 @@ def find_absence(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int
     """Return why ranks without a cell will not submit the oldest collective of ``ps`` that waits for one; ``None`` if none does."""
     for current, missing in ps.negotiation.waiting():
         absent = [rank for rank in (missing or ps.members) if rank in idle]
-        if absent and not current.info.from_any:  # otherwise another rank may send
+        if absent and not current.info.from_any:  # otherwise another rank can send
             return cells.absence_reason(absent, current.submissions)
     return None
 
@@ -114,7 +117,7 @@ class DeadlockedRank(NamedTuple):
         process_set: Process set of the collective.
         call: Collective that it waits in, such as ``allreduce `loss```.
         site: The user's line.
-        missing: The ranks that it waits for. If one of them can go on, so may this rank.
+        missing: The ranks that it waits for. If one of them can continue, perhaps this rank can, too.
     """
 
     process_set: ProcessSetState
@@ -132,7 +135,7 @@ def find_deadlock(
 
     Args:
         sets: The process sets.
-        ranks: The ranks that may be stuck.
+        ranks: The ranks that are perhaps stuck.
         idle: Those that do nothing, and free no other rank.
     """
     stuck: dict[int, DeadlockedRank] = {}
@@ -140,6 +143,8 @@ def find_deadlock(
         waits = _waits_for(sets, peer)
         if waits is not None:
             stuck[rank] = waits
+    # The largest set in which each rank waits only for members of it, or for idle ranks: those that can be freed are removed until
+    # none is left.
     changed = True
     while changed:
         free = [rank for rank, s in stuck.items() if any(m not in stuck and m not in idle for m in s.missing)]
@@ -159,7 +164,7 @@ def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> Deadlocke
         return None
     negotiation = ps.negotiation
     if any(kept.submissions.get(peer.rank) is defined for kept in negotiation.priorities):
-        return None  # it will be executed; the rank does not wait for a later round of the name, which may be incomplete
+        return None  # it will be executed; the rank does not wait for a later round of the name, which can be incomplete
     current = negotiation.rounds.get(defined.info.name)
     if current is not None and peer.rank in current.submissions:
         if current.mismatch_since is not None:
@@ -169,7 +174,7 @@ def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> Deadlocke
             return _in_round(ps, current, defined.site, negotiation.missing(current))
     for held in negotiation.incomplete_groups.get(defined.info.group, ()):
         if held.submissions.get(peer.rank) is defined:
-            # Complete by itself; the rest of its group may have to come from any member that has not joined.
+            # Complete by itself; the rest of its group can come from any member that has not joined.
             joined = negotiation.joined
             return _in_round(ps, held, defined.site, tuple(r for r in ps.members if r not in joined))
     return None

@@ -1,8 +1,8 @@
 """Decision log: the coordinator's newest decisions, each with the number of the entry that led to it.
 
 An entry is a decision, or an incoming event that led to one. The log has as many as :data:`KEPT`, so that it never grows. Events that lead
-to no decision leave no entry, and neither does an order: each epoch of a process set has one entry, whose number all its orders carry,
-and which counts them. So a healthy job, whose epochs last, writes nothing here.
+to no decision leave no entry, and neither does an order: each epoch of a process set has one entry, which counts its orders, and they
+carry its number. So a healthy job, with epochs that last, writes nothing here.
 
 ::
 
@@ -25,7 +25,7 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.protocol.messages import Decision, Recall, Resume, StoryRequest
 
 KEPT = 1024
-"""Entries that are kept. One is some hundred bytes, so that all of them are less than a megabyte."""
+"""Entries that are kept. One has some hundred bytes, so that all of them need less than a megabyte."""
 
 LONGEST_FACT = 300
 """Characters of a text that are kept: ranks choose some of them."""
@@ -37,7 +37,7 @@ STORY_OF_ERROR = 8
 """Decisions in the notes of a broken invariant, apart from their causes."""
 
 _REASONS = ("reason", "kind", "text", "cell", "error", "first_site", "second_site")
-"""Fields of messages that say why they were sent."""
+"""Fields of messages with the reason for which they were sent."""
 
 
 class DecisionKind(StrEnum):
@@ -66,7 +66,7 @@ class DecisionKind(StrEnum):
 
 
 class Sender(Protocol):
-    """Rank that an event came from."""
+    """Sender of an event: a rank."""
 
     @property
     def rank(self) -> int: ...
@@ -89,7 +89,9 @@ class DecisionLog:
         self._wall = wall
         self._first = first
         self._next = first
+        #: The newest entries, in order of their numbers, without gaps.
         self._entries: deque[Decision] = deque(maxlen=kept)
+        #: The event that is being handled, the rank that it came from, and its entry; 0 as long as it has none.
         self._event: Event | None = None
         self._sender: Sender | None = None
         self._event_number = 0
@@ -99,7 +101,7 @@ class DecisionLog:
 
     @property
     def dropped(self) -> int:
-        """Number of entries that have made room for newer ones."""
+        """Return the number of entries that have made room for newer ones."""
         return self._next - self._first - len(self._entries)
 
     def handling(self, event: Event, sender: Sender | None) -> None:
@@ -109,6 +111,7 @@ class DecisionLog:
             event: The event.
             sender: The rank that it came from, if it came from one.
         """
+        # By identity: the last event of a batch comes here again at its end, and must not get a second entry.
         if event is not self._event:
             self._event, self._sender, self._event_number = event, sender, 0
 
@@ -144,6 +147,7 @@ class DecisionLog:
 
     def amend(self, number: int, facts: Mapping[str, str]) -> None:
         """Add facts to an entry, as far as it is still kept."""
+        # Numbers are consecutive, so that the place of an entry follows from its number.
         place = number - (self._next - len(self._entries))
         if 0 <= place < len(self._entries):
             old = self._entries[place]
@@ -169,7 +173,7 @@ class DecisionLog:
         return number
 
     def _cause(self) -> int:
-        """Return the number of the event that is being handled, and add its entry if it has none yet; 0 if there is none."""
+        """Return the number of the event that is being handled, and add its entry if it has none yet; 0 without an event."""
         event, sender = self._event, self._sender
         if event is None or self._event_number:
             return self._event_number
@@ -188,6 +192,7 @@ class DecisionLog:
         found = {entry.number: entry for entry in chosen[-max(asked.last, 0) :] if asked.last > 0}
         by_number = {entry.number: entry for entry in self._entries}
         for entry in list(found.values()):
+            # A cause can be older than the oldest entry that is kept; the story begins behind it then.
             while (cause := by_number.get(entry.cause)) is not None and cause.number not in found:
                 found[cause.number] = entry = cause
         return tuple(found[number] for number in sorted(found))
@@ -202,7 +207,7 @@ class DecisionLog:
 
 
 def line_of(entry: Decision) -> str:
-    """Return an entry as one line; texts in it may come from peers."""
+    """Return an entry as one line; some texts in it come from peers."""
     about = subject_of(entry)
     facts = ", ".join(f"{key}: {text}" for key, text in entry.facts.items())
     cause = f" (caused by {entry.cause})" if entry.cause else ""
@@ -234,7 +239,7 @@ def _is_about(entry: Decision, asked: StoryRequest) -> bool:
 
 
 def _described(event: Event) -> tuple[DecisionKind, dict[str, str]]:
-    """Return an event's kind, and those of its fields that say why it happened."""
+    """Return an event's kind, and those of its fields that explain it."""
     if isinstance(event, Received) and isinstance(event.message, Resume):
         return DecisionKind.RESUMED, _of_resume(event.message)
     if isinstance(event, Received) and isinstance(event.message, Recall):

@@ -1,8 +1,8 @@
 """Event history: the newest event batches of all ranks, and the peers that subscribe to new ones.
 
-Ranks may record faster than a subscriber reads. Its events wait in this process, and its other messages overtake them. One that
-lags far behind gets no more events until it has read those that wait; then it goes on with the present. The number of events that it
-has missed is added to the number that the batches themselves give as lost.
+Ranks can record faster than a subscriber reads. Its events wait in this process, and its other messages overtake them. One that
+lags far behind gets no more events until it has read those that wait; then it continues with the present. The number of events that
+it has missed is added to the number that the batches themselves give as lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class EventHistory:
         self.nbytes = 0
         self.dropped = 0
         self.number = 0
+        #: The newest batches, in order.
         self._batches: deque[RankEvents] = deque()
+        #: Connections of subscribers; a tuple, since it is the audience of each batch.
         self._subscribers: tuple[int, ...] = ()
 
     def add(self, rank: int, batch: bytes, effects: Effects) -> None:
@@ -44,6 +46,7 @@ class EventHistory:
         message = RankEvents(rank, batch, self.number)
         self._batches.append(message)
         self.nbytes += len(batch)
+        # A batch that alone exceeds the limit is not kept either; subscribers get it all the same.
         while self.nbytes > self.limit:
             self.nbytes -= len(self._batches.popleft().batch)
             self.dropped += 1
@@ -54,12 +57,13 @@ class EventHistory:
 
         Args:
             peer: The subscriber.
-            outbox: Takes the messages.
+            effects: Where the messages are added.
             past: Whether it gets the history.
             after: Number of the last batch that it has already: of the history it gets those after that one.
         """
         if peer in self._subscribers:
             return
+        # Before it is a subscriber: it gets all batches in the order of their numbers.
         for message in self._batches if past else ():
             if message.number > after:
                 effects.send((peer,), message)
@@ -70,15 +74,15 @@ class EventHistory:
 
 
 LAG_LIMIT = 16 << 20
-"""Bytes that may wait for a peer that has caught up before."""
+"""Bytes that can wait for a peer that has caught up before."""
 FIRST_LAG_LIMIT = 128 << 20
-"""Bytes that may wait for a peer that is still reading the history."""
+"""Bytes that can wait for a peer that is still reading the history, which has up to :data:`HISTORY_BYTES` of payload by default."""
 CAUGHT_UP_BYTES = 1 << 20
-"""Bytes that may wait for a peer that counts as having caught up."""
+"""Bytes that can wait for a peer that counts as having caught up."""
 
 
 class LaggingSubscriber:
-    """Subscriber that may read more slowly than events come.
+    """Subscriber that can read more slowly than events come.
 
     Attributes:
         lagging: Whether it gets no events for now.
@@ -88,7 +92,9 @@ class LaggingSubscriber:
 
     def __init__(self) -> None:
         self.lagging = False
+        #: Bytes that can wait for it now.
         self._room = FIRST_LAG_LIMIT
+        #: Number of events that it has missed, by the rank that recorded them.
         self._missed: dict[int, int] = {}
 
     def next_batch(self, message: RankEvents, waiting: int) -> RankEvents | None:

@@ -10,23 +10,23 @@ from hvdlab.collectives.protocol.messages import Configure, FromClient, FromRank
 
 
 class PeerConnected(NamedTuple):
-    """A connection has introduced itself with a valid token. ``peer`` is a number that is never used again."""
+    """Introduction of a connection with a valid token. ``peer`` is a number that is never used again."""
 
     peer: int
     hello: Hello
 
 
 class Received(NamedTuple):
-    """A message came from a peer that was welcomed."""
+    """Message from a peer that was welcomed."""
 
     peer: int
     message: FromRank | FromClient
 
 
 class PeerLost(NamedTuple):
-    """A peer's connection ended without Bye.
+    """End of a peer's connection without Bye.
 
-    ``silence`` is for how many seconds nothing had come from it. ``faulty``: it broke the protocol, and would do so again.
+    ``silence`` are the seconds since its last bytes. ``faulty``: it broke the protocol, and would do so again.
     """
 
     peer: int
@@ -36,7 +36,7 @@ class PeerLost(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """The time that :meth:`CoordinatorState.next_deadline` named has come."""
+    """Arrival of the time that :meth:`CoordinatorState.next_deadline` has named."""
 
 
 Event = PeerConnected | Received | PeerLost | Tick
@@ -45,16 +45,16 @@ Event = PeerConnected | Received | PeerLost | Tick
 
 
 class Send(NamedTuple):
-    """Send one message to these peers."""
+    """Order to send one message to these peers."""
 
     peers: tuple[int, ...]
     message: Message
 
 
 class SendConfigure(NamedTuple):
-    """Send ``message`` to these peers with one shared memory object of ``memory`` bytes.
+    """Order to send ``message`` to these peers with one shared memory object of ``memory`` bytes.
 
-    If the object can't be created, send ``fallback`` without one.
+    If the object can't be created, the server sends ``fallback`` without one.
     """
 
     peers: tuple[int, ...]
@@ -64,13 +64,13 @@ class SendConfigure(NamedTuple):
 
 
 class CloseConnection(NamedTuple):
-    """Close a peer's connection once all messages to it are delivered; no event follows."""
+    """Order to close a peer's connection once all messages to it are delivered; no event follows."""
 
     peer: int
 
 
 class Log(NamedTuple):
-    """Write a line for the operator.
+    """Order to write a line for the operator.
 
     ``warning`` is False for news that peers learn anyway, such as a death: they go to the log file only. ``decision`` is the entry of the
     decision log that the line is about, or 0.
@@ -82,7 +82,7 @@ class Log(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """Add a line to the tuner's log."""
+    """Order to add a line to the tuner's log."""
 
     line: str
 
@@ -102,7 +102,7 @@ class Effects:
         return bool(self._effects)
 
     def add(self, effect: Effect) -> None:
-        """Add an effect after those that there are."""
+        """Add an effect behind the others."""
         self._effects.append(effect)
 
     def send(self, peers: tuple[int, ...], message: Message) -> None:
@@ -115,10 +115,10 @@ class Effects:
         self._effects.append(Log(text, decision=decision))
 
     def note(self, text: str, decision: int = 0) -> None:
-        """Write a line to the log file only, about an event that peers get to know anyway."""
+        """Write a line to the log file only, about an event that peers learn anyway."""
         self._effects.append(Log(text, warning=False, decision=decision))
 
     def pop_all(self) -> list[Effect]:
-        """Return the effects, and begin with none."""
+        """Remove and return all effects."""
         effects, self._effects = self._effects, []
         return effects

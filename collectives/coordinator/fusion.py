@@ -1,8 +1,8 @@
 """Fusion: from ready rounds to the orders to execute them, several allreduces as one operation.
 
 At the end of each batch of events the ready rounds of a process set are dispatched, and its rejections sent (:meth:`Fusion.flush`).
-They wait while a fusion window is open, for more rounds to fuse with them. The order of these effects is part of the protocol: a rank distinguishes its
-submissions of one local id by their order alone, so no rejection overtakes an earlier order.
+They wait while a fusion window is open, for more rounds to fuse with them. The order of these effects is part of the protocol: a rank
+distinguishes its submissions of one local id by their order alone, so no rejection overtakes an earlier order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdlab.collectives.types import OpKind
 
 
 class Fusion:
-    """Dispatch of ready rounds, fused as far as they may be, with the rejections at their place among them.
+    """Dispatch of ready rounds, fused as far as possible, with the rejections at their place among them.
 
     Args:
         options: Settings of the state.
@@ -36,7 +36,7 @@ class Fusion:
     Attributes:
         threshold: Bytes that are fused into one operation at most.
         flush_delay: Seconds that a fusion window is open.
-        windows: Process sets whose ready rounds wait for more to fuse with them.
+        windows: Process sets with ready rounds that wait for more to fuse with them.
         tuning: Changes these settings, if the options ask for it.
     """
 
@@ -58,7 +58,7 @@ class Fusion:
         return self.windows.defer(ps, now, 0.0 if urgent else self.flush_delay, self.threshold)
 
     def tune(self, now: float) -> None:
-        """Put the tuner's settings into effect, if it has new ones; called at the end of each batch of events."""
+        """Apply the tuner's settings, if it has new ones; called at the end of each batch of events."""
         chosen = self.tuning.advance(now)
         if chosen is not None:
             self.threshold, self.flush_delay = chosen.fusion_threshold, chosen.flush_delay
@@ -68,7 +68,7 @@ class Fusion:
 
         Args:
             ps: The process set.
-            release_all: Whether to hold nothing back for its priority, as the epoch may be aborted.
+            release_all: Whether to hold nothing back for its priority, as the epoch is perhaps about to be aborted.
 
         Returns:
             The decision to abort the epoch, if it can't continue after that; otherwise ``None``.
@@ -81,6 +81,7 @@ class Fusion:
             ready = self._dispatch_by_priority(ps, ready, release_all=release_all)
         if negotiation.rejections:
             rejections, negotiation.rejections = negotiation.rejections, []
+            # Each rejection goes behind the orders of the rounds that were ready before it.
             done = 0
             for after, rejected in itertools.groupby(rejections, lambda r: r.after):
                 self._dispatch_ready(ps, ready[done:after])
@@ -97,15 +98,15 @@ class Fusion:
     def _dispatch_by_priority(
         self, ps: ProcessSetState, ready: list[NegotiationRound], *, release_all: bool
     ) -> list[NegotiationRound]:
-        """Dispatch the rounds with a priority whose turn it is, and hold the others with one back.
+        """Dispatch the rounds with a priority that are due, and hold the others with one back.
 
-        All of them are dispatched at once, whatever their priorities, in three cases:
+        All of them are dispatched at once, for all priorities, in three cases:
 
-        * A member has left, runs no cell or goes back to its last commit (``release_all``): the epoch may be aborted, and rounds that
-          are held back with it.
+        * A member has left, runs no cell or goes back to its last commit (``release_all``): an abort of the epoch would also end the
+          rounds that are held back.
         * There are rejections: a rank distinguishes its submissions of one local id by their order, so that no rejection may overtake
           an earlier round.
-        * All ranks have joined: they go on as if all that was submitted before were over.
+        * All ranks have joined: they continue as if all earlier submissions were over.
 
         Returns:
             The rounds that are still to be dispatched, in order.
@@ -136,7 +137,7 @@ class Fusion:
         self.dispatch(ps, plain)
 
     def dispatch(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
-        """Order all members to execute these rounds, fused as far as they may be."""
+        """Order all members to execute these rounds, fused as far as possible."""
         for between, some in itertools.groupby(rounds, lambda current: current.info.between):
             if between:
                 self._dispatch_messages(ps, tuple(some), between)
@@ -146,7 +147,7 @@ class Fusion:
     def _dispatch_messages(
         self, ps: ProcessSetState, rounds: Sequence[NegotiationRound], between: tuple[int, ...]
     ) -> None:
-        """Order the two ranks that messages go between to execute them.
+        """Order the two ranks of these messages to execute them.
 
         All messages have the same order on every rank, so that no two ranks wait for each other.
         """
@@ -170,6 +171,7 @@ class Fusion:
                 batches = fuse(rounds, threshold, separate_groups=self._separate_groups)
             tuned = self.tuning.configured
             if tuned:
+                # In front of the order, so that all members change the size at the same place.
                 self.tuning.before(ps)
             if reported:
                 ps.negotiation.priorities.ordered(ps.sequence, batches)
@@ -199,6 +201,7 @@ def fuse(
     Batches are in the order in which their first rounds became ready; within a batch that order holds too. A
     threshold of 0 fuses nothing. With ``separate_groups`` tensors of a group are fused with each other only.
     """
+    # One pass, with the latest open batch of each kind: a full one stays where it is, so that the order holds.
     batches: list[list[NegotiationRound]] = []
     open_batches: dict[tuple[FuseKey, str], tuple[list[NegotiationRound], int]] = {}
     for current in ready:
@@ -218,7 +221,7 @@ def fuse(
 
 
 class _FusionWindow:
-    """Window of a process set's epoch: when it ends, and number and bytes of the rounds in it so far."""
+    """Window of a process set's epoch: its end, and number and bytes of the rounds in it so far."""
 
     __slots__ = ("count", "nbytes", "negotiation", "until")
 
@@ -230,13 +233,14 @@ class _FusionWindow:
 
 
 class FusionWindows:
-    """Fusion windows: process sets whose ready rounds wait for more to fuse with them.
+    """Fusion windows of the process sets with ready rounds that wait for more to fuse with them.
 
     Attributes:
-        due: When the first window ends, or ``None``.
+        due: Time at which the first window ends, or ``None``.
     """
 
     def __init__(self) -> None:
+        #: Open windows.
         self._held: dict[ProcessSetState, _FusionWindow] = {}
         self.due: float | None = None
 
@@ -244,14 +248,18 @@ class FusionWindows:
         return ps in self._held
 
     def expired(self, now: float, *, all: bool) -> list[ProcessSetState]:
-        """Return the process sets to flush now: those whose window has ended, or all."""
+        """Return the process sets to flush now: those with a window that has ended, or all."""
         return [ps for ps, held in self._held.items() if all or now >= held.until]
 
     def defer(self, ps: ProcessSetState, now: float, delay: float, enough: int) -> bool:
         """Return whether the ready rounds of ``ps`` wait in its window.
 
-        Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, not if one of them is never fused, such as a
-        barrier, and not if it is the turn of rounds that were kept back for their priority.
+        They do not wait in these cases:
+
+        * ``delay`` seconds have passed.
+        * They have ``enough`` bytes.
+        * One of them is never fused, such as a barrier.
+        * It is the turn of rounds that were kept back for their priority.
         """
         negotiation = ps.negotiation
         ready = negotiation.ready
@@ -259,6 +267,7 @@ class FusionWindows:
             return self._close(ps)
         if delay <= 0 or not ready or negotiation.rejections or negotiation.conflict or ps.gone:
             return self._close(ps)
+        # By the object: an epoch that began since then has another negotiation, and the window of the last one must not count for it.
         held = self._held.get(ps)
         if held is None or held.negotiation is not negotiation or held.count > len(ready):
             held = self._held[ps] = _FusionWindow(negotiation, now + delay)
@@ -293,10 +302,11 @@ def send_execute(
     *,
     reported: bool = False,
 ) -> None:
-    """Order these ranks of ``ps`` to execute ``batches``; ranks whose local ids agree share a message.
+    """Order these ranks of ``ps`` to execute ``batches``; ranks with the same local ids share a message.
 
-    The end of each batch is ``reported`` by the member at position 0, if asked for.
+    With ``reported``, the member at position 0 reports the end of each batch.
     """
+    # Each message is encoded once for all its peers, so the ways below look for the fewest different messages.
     process_set, epoch, sequence, decision = ps.id, ps.epoch, ps.sequence, ps.decision
     if len(batches) == 1 and len(batches[0]) == 1:
         (only,) = batches[0]
@@ -372,6 +382,7 @@ def _payloads(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tupl
         return ()
     if not only.absent:
         return tuple([payloads[rank] for rank in ranks])
+    # A rank that has joined contributes zeros, without having sent them.
     zeros = bytes(only.info.nbytes)
     return tuple([payloads.get(rank, zeros) for rank in ranks])
 
@@ -386,7 +397,9 @@ class Tuning:
     def __init__(self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects) -> None:
         self._sets = sets
         self._effects = effects
+        #: The tuner, if the options ask for one.
         self._tuner: Tuner | None = None
+        #: Bytes of the present slice size, and epoch and size that each process set has got last, by id.
         self._slice = 0
         self._announced: dict[int, tuple[int, int]] = {}
         if options.tuning is not None:
@@ -395,12 +408,12 @@ class Tuning:
 
     @property
     def configured(self) -> bool:
-        """Whether there is a tuner, which may have finished."""
+        """Return whether there is a tuner, finished or not."""
         return self._tuner is not None
 
     @property
     def active(self) -> bool:
-        """Whether settings may still change."""
+        """Return whether settings can still change."""
         return self._tuner is not None and not self._tuner.done
 
     def before(self, ps: ProcessSetState) -> None:
@@ -411,7 +424,7 @@ class Tuning:
         before = self._announced.get(ps.id)
         if before == announced:
             return
-        if before is None:
+        if before is None:  # a new set: a good moment to forget those that were removed
             for id in [id for id in self._announced if id not in self._sets.by_id]:
                 del self._announced[id]
         self._announced[ps.id] = announced
@@ -426,7 +439,7 @@ class Tuning:
             )
 
     def advance(self, now: float) -> Parameters | None:
-        """End a batch of events; return the settings to use from now on, or ``None`` if they stay."""
+        """End a batch of events. Return the settings to use from now on, or ``None`` if they stay."""
         tuner = self._tuner
         if tuner is None or tuner.done:
             return None

@@ -1,7 +1,7 @@
-"""How the listening socket of a coordinator that outlives its starter gets to the process that looks after it next.
+"""Handover of the listening socket of a coordinator that outlives its starter, to the process that supervises it next.
 
 A process that holds the listening socket can start a successor when the coordinator dies. The coordinator hands it out at a Unix
-socket in a directory that only the user may enter; a process of another user that gets there none the less is sent away.
+socket in a directory that only the user may enter; it sends away a process of another user that gets there all the same.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from hvdlab.collectives.system import require_own_peer
 
 _NAME = "handover"
+"""Name of the socket in the coordinator's directory."""
 _LARGEST = 1 << 16
+"""Bytes of one read; the launch has a few thousand."""
 
 
 class Handover:
-    """The coordinator's side.
+    """Coordinator's side of the handover.
 
     Args:
-        launch: What a successor is started with, and the descriptor of the listening socket.
+        launch: Settings for a successor, and the descriptor of the listening socket.
 
     Attributes:
         socket: The socket to watch: call :meth:`serve` when it is readable.
@@ -40,19 +42,19 @@ class Handover:
         self.socket.setblocking(False)
 
     def serve(self) -> None:
-        """Give one process the launch and the listening socket."""
+        """Send one process the launch and the listening socket."""
         with contextlib.suppress(OSError):  # it has gone again, or is another user's
             peer, _ = self.socket.accept()
             with peer:
                 require_own_peer(
                     peer
-                )  # tokens and key are the user's alone, whatever has become of the directory
-                peer.setblocking(False)
+                )  # tokens and key are the user's alone, also if the directory has been opened to others
+                peer.setblocking(False)  # a process that does not read must not stop the coordinator
                 socket.send_fds(peer, [msgspec.json.encode(self._launch)], [self._launch.listener])
 
 
 def server_of(directory: Path, timeout: float) -> int:
-    """The process id of the coordinator in this directory; 0 if it has ended, or is another user's."""
+    """Return the process id of the coordinator in this directory; 0 if it has ended, or is another user's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.settimeout(timeout)
         try:
@@ -63,7 +65,7 @@ def server_of(directory: Path, timeout: float) -> int:
 
 
 def take_over(directory: Path, timeout: float) -> tuple[CoordinatorLaunch, socket.socket]:
-    """The settings and the listening socket of the coordinator in this directory.
+    """Return the settings and the listening socket of the coordinator in this directory.
 
     Raises:
         OSError: No coordinator of this user's hands them over there within ``timeout`` seconds for each step.

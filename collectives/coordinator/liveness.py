@@ -1,14 +1,14 @@
-"""Liveness: where the server notices that a peer is dead, stopped or silent.
+"""Liveness: detection of peers that are dead, stopped or silent.
 
 There are four signs, from the quickest to the slowest:
 
 1. The end of its connection: the kernel closes the sockets of a process that ends on this host, however it ends.
 2. The launcher's word (:class:`~hvdlab.collectives.protocol.messages.RankLost`), which also has the reason. Messages that the rank had
    written before are read first: one that sent Bye has not died.
-3. Silence, after a ping, of a peer on another host: its connection may end without any packet.
+3. Silence, after a ping, of a peer on another host: its connection can end without any packet.
 4. Silence of a process of this host that is stopped, unless it is a pool's rank. A silent process that runs is only busy.
 
-A peer that is paused for its user may be silent, perhaps with all its threads stopped.
+A peer that is paused for its user can be silent, perhaps with all its threads stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hvdlab.collectives.system import process_state
 
 
 class WatchedJob(Protocol):
-    """Job whose peers are watched, as far as that depends on it."""
+    """Job of the watched peers, as far as the watch depends on it."""
 
     @property
     def membership(self) -> MembershipTable: ...
@@ -40,13 +40,13 @@ class WatchedJob(Protocol):
 
 
 class Liveness:
-    """Watch over the connections that were introduced.
+    """Watch over the introduced connections.
 
     Args:
         connections: The connections, to close those of dead peers.
         job: Membership of the job, and the ranks that are paused; it is only read.
         options: Times after which silent peers are pinged, and count as dead.
-        log: Takes warnings for the operator.
+        log: Called with warnings for the operator.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Liveness:
         self._job = job
         self._options = options
         self._log = log
+        #: Number of the last ping; each round of pings has its own.
         self._ping = 0
 
     def read(self, connection: Connection, events: list[Event], now: float) -> None:
@@ -70,6 +71,7 @@ class Liveness:
         try:
             for payload in connection.endpoint.receive():
                 message = connection.decode(payload)
+                # In front of the launcher's word, as the rank had written them before its end.
                 if type(message) is RankLost and connection.client:
                     self._read_last_words(message, events)
                 events.append(Received(peer, message))
@@ -84,7 +86,7 @@ class Liveness:
     def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
         """Read the messages that a rank had written before its process ended: one that sent Bye has not died.
 
-        They were written before the launcher could see the end, but may lie unread where clients are read first.
+        They were written before the launcher could see the end, but can be unread where clients are read first.
         """
         rank = self._job.membership.ranks.get(lost.rank)
         connection = self._connections.open.get(rank.peer) if rank is not None else None
@@ -100,6 +102,7 @@ class Liveness:
         upcoming = NEVER
         options = self._options
         silent: list[Connection] = []
+        # A copy: the end of a connection removes it.
         for connection in list(self._connections.open.values()):
             silence = now - connection.heard
             if silence < options.ping_after:
@@ -124,8 +127,8 @@ def may_be_busy(connection: Connection) -> bool:
     """Return whether a silent peer can only be busy: its process is on this host, and not stopped.
 
     The end of a local process closes its socket, so that silence alone proves nothing. A process that holds the interpreter
-    for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory, and the user,
-    to whom that is shown, decides.
+    for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory, and the user
+    sees the stop and decides.
     """
     if not connection.pid:
         return False

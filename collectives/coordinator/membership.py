@@ -1,4 +1,4 @@
-"""The job's membership: ranks that are expected, alive and dead, and clients."""
+"""Membership of the job: ranks that are expected, alive and dead, and clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORLD_INTERVAL = 0.2
 
 
 class Wait(NamedTuple):
-    """A rank's user is blocked in a wait for this local id. ``since`` is the coordinator's monotonic time, in seconds."""
+    """Wait of a rank's user for this local id. ``since`` is the coordinator's monotonic time, in seconds."""
 
     process_set: int
     epoch: int
@@ -35,9 +35,9 @@ class RankPeer:
         admitted: Whether it has been in a world.
         outdated: Whether the others have continued without it since its connection was lost, and have not admitted it again yet.
         versions: Versions that all ranks must have alike, by name, as far as its Hello has them.
-        definitions: What its local ids stand for.
+        definitions: Definitions of its local ids.
         wait: The undecided collective in which its user is blocked, or ``None``.
-        executing: The executing operation for whose end its user is blocked, or ``None``.
+        executing: The executing operation in which its user is blocked, or ``None``.
     """
 
     __slots__ = (
@@ -66,20 +66,20 @@ class MembershipTable:
     Attributes:
         ranks: Living ranks.
         clients: Connections of clients.
-        observers: Connections of observers, which only learn which ranks there are.
+        observers: Connections of observers, which only learn which ranks live.
         expected: Ranks that make up the world, or ``None`` as long as neither the options nor a client have set them.
         awaited: Expected ranks that have not connected yet and are not known to be dead.
         returning: Ranks of scripts that have sent Bye and not become members again. Shutting down and initializing
             again concerns the whole world: one that is back waits until all others have sent Bye as well.
         deaths: The last death of each rank that was not replaced.
         waiting: Ranks that elastic training has to admit.
-        hosts: How many living ranks run on each host.
+        hosts: Number of living ranks, by host.
         versions: The versions of the living ranks.
         leaving: Ranks of the world that are released where elastic training lets it change.
         changed: Whether the membership has changed since clients got it last.
         formed: Whether an epoch of the world has begun since clients got the membership last; its members know of it.
         urgent: Whether ranks have to get the membership without delay.
-        ranks_sent_at: When ranks got it last (monotonic seconds).
+        ranks_sent_at: Time at which ranks got it last (monotonic seconds).
     """
 
     def __init__(self, expected: Iterable[int] | None, wall: Callable[[float], float]) -> None:
@@ -98,18 +98,19 @@ class MembershipTable:
         self.formed = False
         self.urgent = False
         self.ranks_sent_at = -WORLD_INTERVAL
+        #: Whether ranks have to get a changed membership that clients have got already.
         self._ranks_owed = False
         self._wall = wall
         self._left: dict[
             int, int
         ] = {}  # pid of ranks that have sent Bye: the end of that process is no death
-        # Ranks of whose death only a closed connection is known, and since when nothing has come from them.
+        #: Ranks that are dead only because their connection ended, with the time of their last sign of life.
         self._unexplained: dict[int, float] = {}
 
     # -- joining --------------------------------------------------------------------------------------------------
 
     def free_rank(self) -> int:
-        """Return the rank for a newcomer that asks to be given one."""
+        """Return the rank for a newcomer that leaves the choice to the coordinator."""
         for rank in self.expected or ():
             if rank not in self.ranks:
                 return rank
@@ -141,7 +142,7 @@ class MembershipTable:
         return newcomer
 
     def cut_off_since(self, rank: int, pid: int) -> float | None:
-        """Return when this process was last heard from, if its only cause of death is a lost connection, so that it may come back.
+        """Return the time of this process's last sign of life, if its only cause of death is a lost connection: it can come back.
 
         ``None`` if another process has this rank or had it, if the launcher has reported its exit, or if it broke the protocol.
         """
@@ -149,7 +150,7 @@ class MembershipTable:
         return self._unexplained.get(rank) if death is not None and death.pid == pid else None
 
     def set_expected(self, ranks: Iterable[int]) -> list[RankPeer]:
-        """Set which ranks the world is made of; return the living ranks that have no place in it any more."""
+        """Set the ranks that make up the world. Return the living ranks that have no place in it any more."""
         self.expected = tuple(sorted(set(ranks)))
         self.awaited = {rank for rank in self.expected if rank not in self.ranks}
         self.returning.intersection_update(self.expected)
@@ -178,7 +179,7 @@ class MembershipTable:
     def die(
         self, gone: RankPeer, reason: str, now: float, *, explained: bool, since: float | None = None
     ) -> None:
-        """Remove a rank that was lost; ``since`` is when it was last heard from, if that was before ``now``."""
+        """Remove a rank that was lost; ``since`` is the time of its last sign of life, if that was before ``now``."""
         self._remove(gone)
         self.leaving.discard(gone.rank)
         self.record_death(
@@ -213,6 +214,7 @@ class MembershipTable:
             return
         known = self.deaths.get(rank)
         if known is not None and known.pid == pid:
+            # The first explanation stays: the launcher can report a process that the coordinator has ended itself.
             if not explained or rank not in self._unexplained:
                 return
             self.deaths[rank] = Death(rank, pid, known.when, reason, known.admitted)
@@ -229,7 +231,7 @@ class MembershipTable:
 
     @property
     def complete(self) -> bool:
-        """Whether all expected ranks are there or known to be dead."""
+        """Return whether all expected ranks have come or are known to be dead."""
         return self.expected is not None and not self.awaited
 
     def restore_deaths(self, deaths: Iterable[Death]) -> None:
@@ -237,7 +239,7 @@ class MembershipTable:
         for death in deaths:
             if death.rank not in self.ranks and self.expected is not None and death.rank in self.expected:
                 self.deaths[death.rank] = death
-        self.awaited -= self.deaths.keys()  # some may have died since
+        self.awaited -= self.deaths.keys()
         self.changed = True
 
     def world(
@@ -271,7 +273,7 @@ class MembershipTable:
 
     @property
     def has_news(self) -> bool:
-        """Whether any peer has to get the membership, now or later."""
+        """Return whether any peer has to get the membership, now or later."""
         return self.changed or self.formed or self.urgent or self._ranks_owed
 
     def recipients(self, now: float) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Negotiation: which submissions of the ranks belong together, when they are complete, and with which error they end if not.
+"""Negotiation: which submissions of the ranks belong together, when they are complete, and with which error they end otherwise.
 
 The heads of the ranks' queues are matched by name. A *round* of a name ends when each member has a submission at the head:
 ready if they are equal, otherwise with a verdict.
@@ -38,13 +38,13 @@ from hvdlab.collectives.protocol.messages import (
 from hvdlab.collectives.types import OpKind, ReduceOp
 
 SITES_LIMIT = 4096
-"""Call sites that one report of pending collectives carries at most."""
+"""Call sites that one report of pending collectives carries at most: ranks times collectives can be millions, in one message."""
 
 _JOIN = int(OpKind.JOIN)
 
 
 class Negotiation:
-    """Negotiation of one epoch of a process set: all submissions of its members, until they are dispatched or rejected.
+    """Negotiation of one epoch of a process set, with all submissions of its members, until they are dispatched or rejected.
 
     Attributes:
         ranks, members, size: Members, by position; as a set; and their number.
@@ -77,12 +77,12 @@ class Negotiation:
 
     @property
     def pending(self) -> bool:
-        """Whether some rank waits for a decision."""
+        """Return whether some rank waits for a decision."""
         return bool(self.rounds or self.incomplete_groups or self.ready or self.priorities)
 
     @property
     def joined(self) -> tuple[int, ...]:
-        """Ranks that have joined, lowest first."""
+        """Return the ranks that have joined, lowest first."""
         return () if self.joining is None else tuple(sorted(self.joining.submissions))
 
     def add(self, current: NegotiationRound) -> None:
@@ -121,6 +121,7 @@ class Negotiation:
             Its round, or ``None`` if it got a verdict or waits behind another one.
         """
         info = defined.info
+        # First: a submission that the rank owes belongs to a round that is over, and must not begin another one.
         if self.owed and (verdict := self.owed.pop_next(rank, info)) is not None:
             self._reject(rank, defined, verdict)
             return None
@@ -131,6 +132,7 @@ class Negotiation:
             current = NegotiationRound(info, defined.local, now, defined.priority)
             self.add(current)
         elif rank in current.submissions:
+            # Its payload is dropped: rounds that start from a queue use the plane, on all members alike.
             if current.queued is None:
                 current.queued = {}
             current.queued.setdefault(rank, deque()).append((defined, extra))
@@ -149,9 +151,11 @@ class Negotiation:
             if current.mismatch_since is None:
                 current.mismatch_since = now
                 self.mismatches[info.name] = current
+        # With one local id on all ranks, one message can order all of them to execute it.
         elif defined.local != current.local:
             current.same_local_id = False
         if check:
+            # Without joined ranks and messages a count decides: this runs for each submission of each rank.
             if self.joining is not None or info.kind == _JOIN or current.info.between:
                 self._complete_if_ready(current, now)
             elif len(submissions) == self.size:
@@ -180,7 +184,7 @@ class Negotiation:
             self._complete(current, now)
 
     def _match_any_source(self, current: NegotiationRound, now: float) -> NegotiationRound:
-        """Make one round of a message and a receive from any rank that wait for each other.
+        """Merge the rounds of a message and a receive from any rank that wait for each other.
 
         Args:
             current: A round that has a new head.
@@ -203,12 +207,12 @@ class Negotiation:
 
     def _join(self, joining: NegotiationRound, now: float) -> None:
         """Complete the rounds that waited only for a rank that has joined: no round but the joining itself waits for it any more."""
-        self.joining = joining
+        self.joining = joining  # first, since is_complete() reads it
         if self.owed:
             for rank in joining.submissions:
                 self.owed.discard_rank(rank)
         for current in list(self.rounds.values()):
-            # Completing one may complete others of its name, or of its group, as well.
+            # Completing one can complete others of its name, or of its group, as well.
             there = current is not joining and self.rounds.get(current.info.name) is current
             if there and self.is_complete(current):
                 self._complete(current, now)
@@ -227,6 +231,7 @@ class Negotiation:
             if verdict is not None:
                 self._reject_round(complete, verdict, now)
                 return
+        # Removed before the queued submissions of its name start the next round.
         self.remove(complete)
         if self.joining is not None:
             self._progress(complete, now)
@@ -247,7 +252,7 @@ class Negotiation:
         if complete is self.joining:
             for held in list(
                 self.incomplete_groups.values()
-            ):  # no rank is left that might complete these groups
+            ):  # no rank is left that could complete these groups
                 info = held[0].info
                 self._reject_group(info, refuse_incomplete(info.signature, self.joined), {}, now)
             complete.extras = dict.fromkeys(self.ranks, (next(reversed(complete.submissions)),))
@@ -258,6 +263,7 @@ class Negotiation:
     def _start_queued(self, name: str, queued: dict[int, deque[Item]], now: float) -> None:
         """Start the next rounds of ``name`` with the submissions that were queued behind the last one."""
         while queued:
+            # Without a check: the round gets one submission of each rank before it is decided, as if they came at the same time.
             for rank, queue in queued.items():
                 while queue:
                     defined, extra = queue.popleft()
@@ -281,7 +287,8 @@ class Negotiation:
             if current.info.group and self._gets_verdict(current):
                 self._complete(current, now)  # the verdict concerns the queued submissions as well
                 return
-            current.queued = None  # this loop goes on with it, and not a recursion: there may be thousands
+            # This loop continues with it, instead of a recursion: there can be thousands.
+            current.queued = None
             self._complete(current, now)
 
     def _gets_verdict(self, complete: NegotiationRound) -> bool:
@@ -328,7 +335,7 @@ class Negotiation:
 
     @property
     def oldest_mismatch(self) -> float | None:
-        """When the oldest mismatch was seen, or ``None`` if there is none."""
+        """Return the time at which the oldest mismatch came up, or ``None`` if there is none."""
         return min(
             (r.mismatch_since for r in self.mismatches.values() if r.mismatch_since is not None), default=None
         )
@@ -338,7 +345,7 @@ class Negotiation:
     def end_message(
         self, current: NegotiationRound, kind: CauseKind, ranks: tuple[int, ...], text: str, now: float
     ) -> None:
-        """End a message whose other rank won't come: the rank that waits gets this verdict, and its next submission of the name is due."""
+        """End a message that the other rank won't meet: the rank that waits gets this verdict, and its next submission of the name is due."""
         verdict = InVain(self.report_round(current, self.missing(current)), kind, ranks, text)
         left = list(self._all_submissions(current))[len(current.submissions) :]  # the heads come first
         self._remove_incomplete(current.info.name)
@@ -362,6 +369,7 @@ class Negotiation:
         if current is None or not defined.info.between:
             return None
         items = list(self._all_submissions(current))
+        # Counted from the youngest: the rank can't know how many of its submissions have been decided by now.
         alike = [place for place, (of, item) in enumerate(items) if of == rank and item[0] is defined]
         if len(alike) <= later:
             return None
@@ -388,6 +396,7 @@ class Negotiation:
         if info.group:
             self._reject_group(info, verdict, dict.fromkeys(current.submissions, 1), now, current.queued)
             return
+        # A third rank will never submit a message between two others, and would keep the verdict for its own next one.
         concerned = self.concerned(current)
         for rank in self.not_joined():
             if rank not in current.submissions and rank in concerned:
@@ -404,6 +413,7 @@ class Negotiation:
         queued: dict[int, deque[Item]] | None = None,
     ) -> None:
         """Extend a verdict to the whole group: its tensors are dispatched together or not at all."""
+        # ``taken`` counts the submissions of the group that have got the verdict, by rank.
         group, size = info.group, info.group_size
         for complete in self.incomplete_groups.pop(group, ()):
             for rank, defined in complete.submissions.items():
@@ -424,7 +434,7 @@ class Negotiation:
         for rank in self.not_joined():
             if taken.get(rank, 0) < size:
                 self.owed.add(rank, info, size - taken.get(rank, 0), verdict)
-        self._submit_all(again, now)
+        self._submit_all(again, now)  # last: their rounds must find all verdicts that their ranks owe
 
     def _reject(self, rank: int, defined: LocalDefinition, verdict: RejectReason) -> None:
         self.rejections.append(Rejection(len(self.ready), rank, defined.local, verdict))
@@ -446,7 +456,7 @@ class Negotiation:
         joining, submissions = self.joining, current.submissions
         if (
             current.info.from_any
-        ):  # it is given to a message's round as soon as there is one, so only joining can end its wait here
+        ):  # a message's round gets it as soon as there is one, so only joining can end its wait here
             return joining is not None and not self.missing(current)
         if current.info.between:
             joined = () if joining is None else joining.submissions
@@ -477,9 +487,9 @@ class Negotiation:
         return {rank for head in current.submissions.values() for rank in head.info.between or self.ranks}
 
     def waiting(self) -> Iterable[tuple[NegotiationRound, tuple[int, ...]]]:
-        """Undecided rounds with the ranks that are missing (none for those held back by their group).
+        """Yield the undecided rounds with the ranks that are missing (none for those held back by their group).
 
-        Those that wait for their turn are not among them: nothing is missing, and they will be executed.
+        Those that wait for their turn are not among them: no rank is missing, and they will be executed.
         """
         for current in self.rounds.values():
             yield current, self.missing(current)
@@ -578,7 +588,7 @@ class Mismatch:
 
 
 class DuplicateName:
-    """Reason to reject a round whose name one rank has submitted twice."""
+    """Reason to reject a round: one rank has submitted its name twice."""
 
     __slots__ = ("decision", "first_site", "name", "rank", "second_site")
 
@@ -598,7 +608,7 @@ class DuplicateName:
 
 
 class Impossible:
-    """Reason to reject a round that all agree about, but that is impossible.
+    """Reason to reject a round on which all ranks agree, but which is impossible.
 
     Attributes:
         name: Its name.
@@ -622,10 +632,10 @@ class Impossible:
 
 
 class InVain:
-    """Reason to end a message whose other rank won't come: it ends alone, since it concerns no third rank.
+    """Reason to end a message that the other rank won't meet: it ends alone, since it concerns no third rank.
 
     Attributes:
-        report: Submissions that there had been.
+        report: Its submissions so far.
         kind, culprits, text: The cause.
     """
 
@@ -649,7 +659,7 @@ class InVain:
 
 
 def log_verdict(log: DecisionLog, process_set: int, epoch: int, verdict: RejectReason) -> None:
-    """Add the verdict to the decision log, unless it is there: slower ranks get it later, under the same number."""
+    """Add the verdict to the decision log, unless it has an entry: slower ranks get it later, under the same number."""
     if not verdict.decision:
         verdict.decision = log.add(
             DecisionKind.REJECTED,
@@ -720,7 +730,7 @@ _WITH_ZEROS = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE})
 
 
 def refuse_with_joined(signature: Signature, joined: tuple[int, ...]) -> Impossible | None:
-    """Return the verdict on a collective in which the ranks ``joined`` can't take part; ``None`` if they can."""
+    """Return the verdict on a collective to which the ranks ``joined`` can't contribute; ``None`` if they can."""
     kind = signature.kind
     if kind == OpKind.BARRIER or (kind == OpKind.ALLREDUCE and signature.op in _WITH_ZEROS):
         return None

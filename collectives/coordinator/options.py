@@ -23,20 +23,21 @@ class CoordinatorOptions:
         fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
         flush_delay: Seconds that ready collectives wait for more to fuse with them; 0 executes at once.
         separate_groups: Whether tensors of a group are fused with each other only.
-        scheduling_credit: Bytes of tensors with a priority that are executed at a time; 0 orders all at once, whatever their priorities.
-        stall_seconds: After how long (and then how often) a waiting collective is reported; 0 never.
-        stall_shutdown: After how long a waiting collective ends its epoch; 0 never.
-        failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
+        scheduling_credit: Bytes of tensors with a priority that are executed at a time; 0 orders all at once, in the order of their
+            priorities.
+        stall_seconds: Seconds after which (and then how often) a waiting collective is reported; 0 never.
+        stall_shutdown: Seconds after which a waiting collective ends its epoch; 0 never.
+        failure_grace: Seconds that a plane's failure waits for the report that explains it, a rank's death.
         dispute_grace: Seconds that ranks which disagree wait for the others, so that the error names all requests.
-        history_bytes: Size of the history of events.
+        history_bytes: Bytes of the history of events at most.
         hierarchical_allreduce, hierarchical_allgather: Whether ranks on several hosts work within each host first;
             ``None`` chooses.
         tuning: How to tune the parameters above, or ``None``.
         generation: How many coordinators of these ranks have died before.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
         pid: The coordinator's process id, which its welcome has for peers, or 0.
-        require_encryption: Refuse ranks whose data would travel between hosts in the clear: empty, ``1``, or the networks
-            that count as encrypted.
+        require_encryption: Whether to refuse ranks with data that would travel between hosts in the clear: empty, ``1``, or the
+            networks that count as encrypted.
         by_seniority: Whether members of process sets are in the order in which they came into the world, those that came
             at once by their numbers; otherwise by their numbers alone.
     """
@@ -71,7 +72,7 @@ class ServerOptions:
         hello_timeout: Time for a stranger to introduce itself, and for the peer of a closing connection to read its backlog.
         ping_after: Silence after which the server asks a peer for a sign of life.
         dead_after: Silence after which the peer counts as lost, unless it is a process of this host that runs.
-        backlog_limit: Bytes that may wait for a peer that does not read.
+        backlog_limit: Bytes that can wait for a peer that does not read, before it is dropped.
         tuning_log: File that samples of the tuner are written to, or empty.
         state: Settings of the state.
     """

@@ -9,18 +9,18 @@ from hvdlab.collectives.planes.shm.layout import SLOTS, segment_size, slot_bytes
 from hvdlab.collectives.protocol.messages import Member
 
 SHM_LIMIT = 1024
-"""Ranks of one host that may share a segment: each chunk is divided among them."""
+"""Ranks of one host that can share a segment: each chunk is divided among them."""
 CUDA_IPC, CUDA_IPC_LIMIT = "cuda/ipc", 64
-"""The plane for GPUs of one host, and how many ranks it has room for: its kernels take that many addresses."""
+"""The plane for GPUs of one host, and the number of ranks for which it has room: its kernels have that many addresses."""
 CUDA_NCCL, CUDA_NCCL_LIMIT = "cuda/nccl", 127
-"""The plane for ranks that have a GPU each, and how many ranks it has room for."""
+"""The plane for ranks that have a GPU each, and the number of ranks for which it has room."""
 CUDA_AUTO = "cuda/auto"
 """Either of these: the ranks choose it at their first collective of CUDA tensors, once they know which GPUs these are on."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneChoice:
-    """A plane with its options.
+    """Choice of a plane, with its options.
 
     Attributes:
         plane: Name of the plane.
@@ -39,24 +39,25 @@ class PlaneChoice:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Whether collectives of ranks on several hosts work within each host first; ``None`` leaves that to hvdlab."""
+    """Wish of the user for collectives of ranks on several hosts to work within each host first; ``None`` leaves that to hvdlab."""
 
     allreduce: bool | None = None
     allgather: bool | None = None
 
     @property
     def refused(self) -> bool:
-        """Whether the user refuses hierarchical operations of any kind."""
+        """Return whether the user refuses hierarchical operations of any kind."""
         return self.allreduce is False and self.allgather is not True
 
     @property
     def flat(self) -> str:
-        """Operations that the user does not want to be hierarchical, separated by commas."""
+        """Return the operations that must not be hierarchical for the user, separated by commas."""
         kinds = {"allreduce": self.allreduce, "allgather": self.allgather}
         return ",".join(kind for kind, wanted in kinds.items() if wanted is False)
 
 
 AUTOMATIC = Hierarchy()
+"""No wish: hvdlab chooses."""
 
 
 def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) -> PlaneChoice:
@@ -71,7 +72,7 @@ def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) ->
 
 
 def _device_planes(members: Sequence[Member]) -> dict[str, str]:
-    """For each device class the first plane that the first member offers, that all others offer, too, and that can connect them.
+    """Return the plane for each device class: the first of the first member's that all others offer, too, and that can connect them.
 
     Where both planes for CUDA tensors can, it is :data:`CUDA_AUTO`.
     """
@@ -94,6 +95,7 @@ def _suits(plane: str, members: Sequence[Member]) -> bool:
 
 
 def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> PlaneChoice:
+    # The order is the rule: a user's wish, then the hosts, then the launcher, then the number of members.
     notes: list[str] = []
     wish = _wish(members, notes)
     if wish:
@@ -103,6 +105,7 @@ def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> Plane
     if len(hosts) > 1:
         plane = "hierarchical" if _nests(hosts, hierarchy, notes) else between
         return _choice(plane, members, notes, hierarchy)
+    # Also on one host: only ranks that an MPI launcher has started offer it, so it is their user's choice.
     if between == "mpi":
         return _choice("mpi", members, notes, hierarchy)
     if len(members) == 1:
@@ -165,6 +168,7 @@ def _between(members: Sequence[Member]) -> str:
 
 
 def _wish(members: Sequence[Member], notes: list[str]) -> str:
+    # Backwards, so that of the ranks with one wish the first one is kept.
     wishes = {member.plane: member.rank for member in reversed(members) if member.plane not in ("", "auto")}
     if not wishes:
         return ""

@@ -20,9 +20,10 @@ from hvdlab.collectives.coordinator.signatures import Channel
 
 
 class MessageChannels:
-    """Incomplete rounds of messages and of receives from any rank, by channel, oldest first."""
+    """Table of the incomplete rounds of messages and of receives from any rank, by channel, oldest first."""
 
     def __init__(self) -> None:
+        #: Rounds by channel; dicts as ordered sets, from which a round is removed in one step.
         self._rounds: dict[Channel, dict[NegotiationRound, None]] = {}
 
     def add(self, current: NegotiationRound) -> None:
@@ -39,7 +40,7 @@ class MessageChannels:
                 del self._rounds[channel]
 
     def match(self, current: NegotiationRound) -> tuple[NegotiationRound, NegotiationRound] | None:
-        """Return the message and the receive from any rank that wait for each other, one of which is ``current``, if there are any."""
+        """Return the message and the receive from any rank that wait for each other, one of them ``current``; ``None`` without such a pair."""
         channel = current.info.channel
         if channel is None or current.mismatch_since is not None:
             return None
@@ -66,7 +67,7 @@ class MessageChannels:
         return next((each for each in waiting if each.mismatch_since is None and each.info.from_any), None)
 
     def validate(self, rounds: Iterable[NegotiationRound]) -> None:
-        """Assert what must hold between calls, where ``rounds`` are all that are incomplete."""
+        """Assert the invariants that hold between calls; ``rounds`` are all incomplete ones."""
         for channel in self._rounds:
             assert self._oldest_sent(channel) is None or self._oldest_received(channel) is None, channel
         on_channels = {current for current in rounds if current.info.channel is not None}
@@ -79,7 +80,7 @@ def waits_for_receiver(current: NegotiationRound) -> bool:
 
 
 def give_to_receiver(sent: NegotiationRound, received: NegotiationRound, now: float) -> None:
-    """Make a receive from any rank the receiver's part of a message's round, which is complete then.
+    """Add a receive from any rank to a message's round, as the receiver's part; the round is complete then.
 
     If the receive does not fit the message, the round has a mismatch from ``now`` on.
     """
@@ -95,9 +96,9 @@ def give_to_receiver(sent: NegotiationRound, received: NegotiationRound, now: fl
 def lost_messages(
     waiting: Iterable[tuple[NegotiationRound, tuple[int, ...]]], idle: AbstractSet[int]
 ) -> dict[str, list[int]]:
-    """Return the messages whose other rank won't come, since it runs no cell.
+    """Return the messages that wait in vain, since their other rank runs no cell.
 
-    A receive from any rank is lost only if all ranks that may send run no cell.
+    A receive from any rank is lost only if all ranks that can send run no cell.
 
     Args:
         waiting: Undecided rounds, with the ranks that are missing.

@@ -9,22 +9,26 @@ from typing import Generic, Protocol, TypeVar
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 _AT_ONCE = 256
+"""Descriptors that one wait returns at most; the others follow in the next one."""
 
 Target = TypeVar("Target")
 
 
 class Watched(Protocol):
+    """Object with a descriptor."""
+
     def fileno(self) -> int: ...
 
 
 class Poller(Generic[Target]):
-    """An epoll set; costs a third of ``selectors`` per wait, which is a good part of a small collective.
+    """Set of descriptors in an epoll; costs a third of ``selectors`` per wait, which is a good part of a small collective.
 
     Errors and hang-ups are reported as both readable and writable: the target meets them when it reads or writes.
     """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        #: Targets by descriptor.
         self._targets: dict[int, Target] = {}
 
     def register(self, watched: Watched | int, events: int, target: Target) -> None:
@@ -47,8 +51,8 @@ class Poller(Generic[Target]):
         return iter(list(self._targets.values()))
 
     def wait(self, timeout: float | None) -> list[tuple[Target, int]]:
-        """Wait for at most ``timeout`` seconds (``None``: for ever). Returns the targets that are ready, with their events."""
-        # Rounded up, or else the caller would spend the last fraction of a millisecond in a busy loop.
+        """Wait for at most ``timeout`` seconds (``None``: for ever). Return the targets that are ready, with their events."""
+        # Rounded up: otherwise the caller would spend the last fraction of a millisecond in a busy loop.
         seconds = -1 if timeout is None else math.ceil(timeout * 1000) / 1000
         targets = self._targets
         return [

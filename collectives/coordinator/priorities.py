@@ -1,8 +1,8 @@
 """Priorities: which of the rounds with one is ordered next, and how many bytes of them are executed at a time.
 
-Ranks execute collectives in the order of the coordinator, whatever becomes ready meanwhile. So the coordinator holds rounds with a
-priority back while others with one are being executed, up to a *credit* of bytes, and the member at position 0 reports the end of
-each of their batches. Rounds that become ready then go before all held ones that are less urgent.
+Ranks execute collectives in the order of the coordinator, and a more urgent one can become ready meanwhile. So the coordinator holds
+rounds with a priority back while others with one are being executed, up to a *credit* of bytes. The member at position 0 reports the
+end of each of their batches. Rounds that become ready then go before all held ones that are less urgent.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ class PriorityQueue:
     Iterating over it gives the rounds that are kept back.
 
     Attributes:
-        under_way: Bytes of each batch that was ordered and whose end was not reported yet, by its order and its number in that.
+        under_way: Bytes of each ordered batch without a reported end, by its order and its number in that.
     """
 
     def __init__(self) -> None:
         #: A heap of (-priority, order of becoming ready, round).
         self._kept: list[tuple[int, int, NegotiationRound]] = []
+        #: Number of rounds so far, for their order in the heap.
         self._added = 0
         #: How many rounds of each name are kept, and the lowest priority that any of them has.
         self._names: dict[str, tuple[int, int]] = {}
@@ -55,7 +56,7 @@ class PriorityQueue:
     def add(self, rounds: Iterable[NegotiationRound]) -> None:
         """Keep these rounds until it is their turn.
 
-        Rounds of one name stay in order whatever their priorities, since a rank may have submitted all of them under one local id.
+        Rounds of one name stay in order for all priorities, since a rank can have submitted all of them under one local id.
         """
         for current in rounds:
             name = current.info.name
@@ -68,7 +69,8 @@ class PriorityQueue:
             heapq.heappush(self._kept, (-priority, self._added, current))
 
     def pop_due(self, credit: int | None = None) -> list[NegotiationRound]:
-        """Remove and return the rounds whose turn it is, most urgent first, until ``credit`` bytes are under way; ``None`` for all."""
+        """Remove and return the due rounds, most urgent first, until ``credit`` bytes are under way; ``None`` for all."""
+        # While there is any room, not only if the round fits: one that is larger than the credit would never be ordered.
         room = None if credit is None else credit - sum(self.under_way.values())
         due: list[NegotiationRound] = []
         while self._kept and (room is None or room > 0):

@@ -1,8 +1,8 @@
-"""The coordinator's process, as its starter sees it: settings, listening sockets, start, successor, end.
+"""Process of the coordinator, as its starter sees it: settings, listening sockets, start, successor, end.
 
-The starter makes the sockets, and exchanges one line of JSON in each direction with the process over pipes
-(:class:`CoordinatorLaunch`, :class:`CoordinatorReady`). One that keeps the sockets when the coordinator dies lets a rank or client that
-connects meanwhile wait there for the successor, instead of being refused.
+The starter creates the sockets, and exchanges one line of JSON in each direction with the process over pipes
+(:class:`CoordinatorLaunch`, :class:`CoordinatorReady`). If it keeps the sockets when the coordinator dies, a rank or client that
+connects meanwhile waits there for the successor, instead of being refused.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.variables import Reader, for_reader
 
 SOCKET_NAME = "coordinator"
+"""Name of the Unix socket in the private directory."""
 
 
 BACKLOG = 1024
 """Connections that can wait while no coordinator accepts them; the ranks of a lost coordinator all come at once."""
 
 
+# mkdtemp() adds eight characters to the prefix.
 _NAME_LENGTH = len("/hvdlab-abcdefgh/coordinator")
 
 
 class CoordinatorProcess:
-    """A coordinator that runs as long as its starter, or until :meth:`close`.
+    """Coordinator's process, which runs as long as its starter, or until :meth:`close`.
 
-    It ends by itself when its starter ends in whatever way, and removes its directory. If it dies, a starter that keeps
-    its sockets can let a successor take over with :meth:`respawn`.
+    It ends by itself at any end of its starter, and removes its directory. If it dies, a starter that keeps
+    its sockets can replace it by a successor with :meth:`respawn`.
 
     Attributes:
         address: Address at which ranks and clients of this host connect (``unix:/path``).
@@ -73,10 +75,12 @@ class CoordinatorProcess:
         ready: CoordinatorReady,
     ) -> None:
         self._process = process
-        # With the certificate, so that a successor gets the same one, which ranks trust.
+        # With the certificate, so that a successor gets the same one: ranks trust no other.
         self._launch = msgspec.structs.replace(launch, certificate=ready.certificate, key=ready.key)
         self._listeners = listeners
+        #: Held by :meth:`respawn` and :meth:`close`: no successor starts after the end.
         self._changing = threading.Lock()
+        #: Whether :meth:`close` was called.
         self._closed = False
         self.directory = Path(launch.directory)
         self.token, self.client_token = launch.token, launch.client_token
@@ -100,19 +104,19 @@ class CoordinatorProcess:
 
         Args:
             size: Number of ranks, if known; otherwise a client sends the ranks to expect.
-            directory: Where to make its private directory; by default the system's temporary directory.
+            directory: Parent of its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             linger: Whether it stays, when its starter has ended, until the last rank has gone.
             keep: Whether this process keeps its sockets, for :meth:`respawn`. Ranks that lose the coordinator then wait for a
                 successor (three times ``HVDLAB_REATTACH`` seconds), otherwise they give up at once.
-            timeout: Seconds that the start may take.
-            environ: Mapping in which users' variables are looked up; by default this process's environment.
+            timeout: Seconds for the start.
+            environ: Mapping with users' variables; by default this process's environment.
             settings: Other fields of :class:`~hvdlab.collectives.coordinator.process.CoordinatorLaunch`, such as
                 ``stall_seconds``; they win over users' variables.
 
         Raises:
             InvalidRequestError: A variable of the environment has an invalid value.
-            StartError: It did not come up; the text says why.
+            StartError: It did not come up; the text has the reason.
         """
         deadline = Deadline(timeout)
         settings = {**settings_from(os.environ if environ is None else environ), **settings}
@@ -150,10 +154,10 @@ class CoordinatorProcess:
         Args:
             launch: The settings that the ended coordinator was started with.
             listeners: Its sockets; they belong to the result then.
-            timeout: Seconds that the start may take.
+            timeout: Seconds for the start.
 
         Raises:
-            StartError: The successor did not come up; this may be tried again.
+            StartError: The successor did not come up; the caller can try again.
         """
         launch = msgspec.structs.replace(launch, generation=launch.generation + 1, starter=os.getpid())
         process, ready = _start(launch, listeners, Deadline(timeout))
@@ -173,7 +177,7 @@ class CoordinatorProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is there but stopped (SIGSTOP, a debugger), so that it answers no peer."""
+        """Return whether the process exists but is stopped (SIGSTOP, a debugger), so that it answers no peer."""
         return process_state(self.pid) in ("T", "t")
 
     def ending(self) -> str:
@@ -195,12 +199,12 @@ class CoordinatorProcess:
         the facts that they send it.
 
         Args:
-            timeout: Seconds that the start may take.
+            timeout: Seconds for the start.
             size: Number of ranks that the successor has to wait for, if no client will send it.
 
         Raises:
             InvalidRequestError: It was started without ``keep``.
-            StartError: The successor did not come up, and this may be tried again; or :meth:`close` was called.
+            StartError: The successor did not come up, and the caller can try again; or :meth:`close` was called.
         """
         if not self._launch.keeps:
             raise InvalidRequestError(
@@ -211,7 +215,7 @@ class CoordinatorProcess:
             if self._closed:
                 raise StartError("The coordinator was closed.")
             self._process.kill()
-            self._process.wait()  # before its lifeline is cut: at the end of that it might remove the directory
+            self._process.wait()  # before its lifeline is cut: at the end of that it could remove the directory
             _end(self._process, 0)
             following = msgspec.structs.replace(self._launch, generation=self._launch.generation + 1)
             launch = following if size is None else msgspec.structs.replace(following, size=size)
@@ -241,7 +245,7 @@ class CoordinatorProcess:
         """
         with self._changing:
             self._closed = True
-            # First, or else ranks that lose the coordinator would wait for a successor.
+            # First, so that ranks that lose the coordinator do not wait for a successor.
             self._listeners.close()
             _end(self._process, timeout)
         remove_directory(self.directory)
@@ -259,7 +263,7 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     Attributes:
         token: Secret that ranks have to show.
         client_token: Secret that clients have to show.
-        directory: A private directory for the socket; the coordinator removes it at its end.
+        directory: Private directory for the socket; the coordinator removes it at its end.
         starter: Process id of the starter.
         size: Number of ranks, or ``None`` if a client will send the ranks to expect.
         tcp_host: Address to listen on for ranks of other hosts, or empty.
@@ -267,10 +271,10 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         listener: Descriptor of the listening Unix socket, passed on by the starter.
         tls_listener: Descriptor of the listening socket for other hosts, or -1.
         certificate, key: PEM texts of the predecessor, or empty to make new ones.
-        generation: How many coordinators there have been before on these sockets.
+        generation: How many coordinators have served these sockets before.
         keeps: Whether the starter keeps the sockets for a successor: then the directory stays as long as it lives.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
-        stall_disable: Neither report nor end stalled collectives, whatever the other fields are.
+        stall_disable: Neither report nor end stalled collectives, for all values of the other fields.
         autotune, autotune_log, autotune_*: Whether to tune, the file to log to, and ``TuningOptions``.
         log_level: The least important lines to write to stderr, as ``logging`` counts.
         fusion_threshold, …: See ``ServerOptions`` and ``CoordinatorOptions``.
@@ -359,12 +363,12 @@ def state_options(launch: CoordinatorLaunch) -> CoordinatorOptions:
 
 
 class Listeners:
-    """A Unix socket, and one for ranks of other hosts if there are any.
+    """Listening sockets of a coordinator: a Unix socket, and one for ranks of other hosts if there are any.
 
     Args:
-        directory: Where the Unix socket is made.
+        directory: Directory of the Unix socket.
         tcp_host: Address to listen on for other hosts, or empty.
-        local: The Unix socket, if another process has made it.
+        local: The Unix socket, if another process has created it.
 
     Attributes:
         address: Address at which ranks and clients of this host connect.
@@ -392,7 +396,7 @@ class Listeners:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Numbers of the two sockets; -1 for one that is not there."""
+        """Return the descriptors of the two sockets; -1 for one that does not exist."""
         return self._local.fileno(), self._remote.fileno() if self._remote is not None else -1
 
     def close(self) -> None:
@@ -416,6 +420,7 @@ os.register_at_fork(after_in_child=_forked)
 
 def remove_directory(directory: Path) -> None:
     """Remove the private directory. Where this process can open no file any more, that works if only a socket is in it."""
+    # rmtree() opens the directory; unlink() and rmdir() need no descriptor.
     shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Process sets: how their epochs begin and end, how sets are added and removed, and the values that members exchange to connect."""
+"""Process sets: begins and ends of their epochs, additions and removals of sets, and the values that members exchange to connect."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from hvdlab.collectives.protocol.messages import (
 from hvdlab.collectives.types import OpKind
 
 WORLD = 0
+"""Id of the process set of all ranks."""
 
 
 OPEN, SWITCHING, ENDED = range(3)
 
 
 PAST_STORES = 4
-"""Former epochs of a process set whose rendezvous stores are kept."""
+"""Former epochs of a process set that keep their rendezvous stores: ranks finish operations of the last few, not of older ones."""
 
 
 class EpochAbort(NamedTuple):
@@ -61,7 +62,7 @@ class EpochAbort(NamedTuple):
 
 
 class AboutSet(Protocol):
-    """A message about one epoch of a process set."""
+    """Message about one epoch of a process set."""
 
     @property
     def process_set(self) -> int: ...
@@ -78,17 +79,17 @@ class ProcessSetState:
         epoch: Grows by one with each change; 0 means never configured.
         phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: operations that execute are finished); or ``ENDED`` (aborted).
             In the latter two ``epoch`` is the one that ``Configure`` will name.
-        members: Ranks, by position. peers: their connections, by position.
+        members, peers: Ranks, and their connections, by position.
         next_members: Ranks of the epoch that is due (those of them that live then); ``None`` if none is due.
         gone: Members that have sent Bye. The first collective after that ends the epoch.
         former: Ranks that an orderly change left out and that are still connected, with their connections and their
-            last epochs: members may need them to finish operations of those epochs.
-        aborted: The newest epoch of which nothing is executed any more.
+            last epochs: members can need them to finish operations of those epochs.
+        aborted: The newest epoch in which all execution has ended.
         declined: Epoch and number of the latest request on the board that members were asked to decline.
         negotiation, store, sequence: Submissions of this epoch, values that its members exchange to connect, number of its last order.
-        past_stores: Stores of former epochs, in which ranks may still be finding each other to finish operations.
-        failure: (when, rank, text) of a plane's failure that is about to end the epoch.
-        past_failure: (when, epoch, rank, text) of a plane's failure that is about to abort operations of a former epoch.
+        past_stores: Stores of former epochs, in which perhaps ranks still find each other to finish operations.
+        failure: (due time, rank, text) of a plane's failure that is about to end the epoch.
+        past_failure: (due time, epoch, rank, text) of a plane's failure that is about to abort operations of a former epoch.
         decision: Entry of the decision log that began this epoch, which counts its orders; they carry its number.
         ended_by: Entry of the decision that ended the epoch before, while the next has not begun; 0 if it is not known.
     """
@@ -119,12 +120,12 @@ class ProcessSetState:
 
     @property
     def current(self) -> tuple[int, ...]:
-        """The members, or those that the epoch that is due is for."""
+        """Return the members, or those of the epoch that is due."""
         return self.members if self.next_members is None else self.next_members
 
     @property
     def quiet(self) -> bool:
-        """Whether all members are there and agree, so that a ready round can be dispatched as it is."""
+        """Return whether all members are present and agree, so that a ready round can be dispatched as it is."""
         negotiation = self.negotiation
         return not (self.gone or negotiation.mismatches or negotiation.rejections or negotiation.conflict)
 
@@ -146,10 +147,10 @@ class ProcessSetState:
 
 
 class ProcessSets:
-    """Process sets of the job; their epochs end and begin here.
+    """Table of the job's process sets; it ends and begins their epochs.
 
     Args:
-        membership: Ranks that live, and may enter an epoch.
+        membership: Ranks that live, and can enter an epoch.
         effects: Where messages to members are added.
         log: Where decisions are added.
         hierarchy: Wishes of the user for ranks on several hosts.
@@ -178,6 +179,7 @@ class ProcessSets:
         self._log = log
         self._hierarchy = hierarchy
         self._by_seniority = by_seniority
+        #: Id of the next set that is added.
         self._next_id = 1
         self._world_replaced = (
             False  # whether all members of the world were replaced since the last set was added
@@ -207,7 +209,7 @@ class ProcessSets:
         return ps
 
     def past_set(self, rank: RankPeer, message: AboutSet) -> ProcessSetState | None:
-        """Return the process set of a message of an earlier epoch, in which ranks may still be executing; otherwise ``None``."""
+        """Return the process set of a message of an earlier epoch, in which perhaps ranks still execute; otherwise ``None``."""
         ps = self.by_id.get(message.process_set)
         if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
             return None
@@ -222,7 +224,7 @@ class ProcessSets:
         return ps.past_stores.get(message.epoch) if ps is not None else None
 
     def decline_post(self, rank: RankPeer, message: DeclinePost) -> None:
-        """Pass a request to decline on to the members that may have to."""
+        """Pass a request to decline on to the members that it can concern."""
         ps = self.open_set(rank, message)
         if ps is not None and ps.gone:
             # A rank that has left has declined everything for good, but perhaps it left before it had mapped the board.
@@ -237,13 +239,13 @@ class ProcessSets:
             self.send_to_board(past, message)
 
     def board_missing(self, rank: RankPeer, message: BoardMissing) -> None:
-        """Inform the ranks that may be at a board that ``rank`` has none of this epoch, or none any more."""
+        """Inform the ranks that are perhaps at a board that ``rank`` has none of this epoch, or none any more."""
         ps = self.open_set(rank, message) or self.past_set(rank, message)
         if ps is not None:
             self.send_to_board(ps, DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
 
     def plane_failed(self, rank: RankPeer, message: PlaneFailed, due: float) -> None:
-        """Record that a plane failed on ``rank``; :meth:`abort_failed` ends its epoch at ``due``, unless something else has before."""
+        """Record that a plane failed on ``rank``; :meth:`abort_failed` ends its epoch at ``due``, unless it has ended before."""
         ps = self.open_set(rank, message)
         if ps is not None and ps.failure is None:
             ps.failure = (due, rank.rank, message.text)
@@ -257,10 +259,7 @@ class ProcessSets:
             self.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
 
     def send_to_board(self, ps: ProcessSetState, message: DeclinePost, *, without: int | None = None) -> None:
-        """Pass the message on to all ranks that may be at that board.
-
-        With it go the process ids of those that are there, except ``without``.
-        """
+        """Pass the message on to all ranks that are perhaps at that board, with their process ids, except ``without``."""
         there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
         ranks = [other for other in self._membership.ranks.values() if other.peer in there]
         peers = tuple(sorted(other.peer for other in ranks))
@@ -288,6 +287,7 @@ class ProcessSets:
         """
         if ps.phase == ENDED:
             return
+        # In the middle of an orderly change ``epoch`` is the next one already, of which no member knows.
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
         pending = ps.negotiation.report()
         ranks = tuple(ranks)
@@ -308,7 +308,7 @@ class ProcessSets:
         *,
         cause: int = 0,
     ) -> None:
-        """Abort operations that are still executed of the epochs up to ``epoch``, which ended in order."""
+        """Abort the operations that are still being executed in epochs up to ``epoch``, which ended in order."""
         if ps.aborted < epoch < ps.epoch:
             ranks = tuple(ranks)
             number = self._log_abort(ps, epoch, kind, ranks, text, site, cause)
@@ -337,11 +337,12 @@ class ProcessSets:
         )
 
     def _send_abort(self, ps: ProcessSetState, abort: Abort) -> None:
-        """Send an abort to members that live, and to former members that may be executing something with them."""
+        """Send an abort to members that live, and to former members that perhaps still execute operations with them."""
         ps.aborted = abort.epoch
         ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
         self._effects.send(self._living_peers(ps), abort)
         for rank, (peer, last) in list(ps.former.items()):
+            # A former member knows no epoch after its last one, and none of the collectives that are pending in them.
             mine = abort if last >= abort.epoch else msgspec.structs.replace(abort, epoch=last, pending=())
             self._effects.send((peer,), mine)
             if last <= abort.epoch:
@@ -362,11 +363,12 @@ class ProcessSets:
             self._count_orders(ps)
             if phase == SWITCHING:
                 if ps.failure is not None:
-                    # What the members execute can't come to its end, although the epoch ends in order.
+                    # The members' operations can't come to their end, although the epoch ends in order.
                     due, rank, text = ps.failure
                     ps.plane_failed_before(due, ps.epoch, rank, text)
                 ps.past_stores[ps.epoch] = ps.store
                 ps.past_stores.pop(ps.epoch - PAST_STORES, None)
+            # From now on messages of the old epoch are recognized by its number.
             ps.epoch += 1
         ps.phase = phase
         if phase == ENDED:
@@ -392,7 +394,7 @@ class ProcessSets:
     def restore(
         self, sets: Mapping[int, tuple[int, ...]], last_id: int, epoch: int, decision: int = 0
     ) -> None:
-        """Restore the process sets of a coordinator that died, with those members that are here; they are configured next.
+        """Restore the process sets of a coordinator that died, with those of their members that have come; they are configured next.
 
         Args:
             sets: Members of each set, by id.
@@ -423,6 +425,7 @@ class ProcessSets:
     def configure(self, ps: ProcessSetState) -> None:
         """Open the epoch that is due, with those of its members that live."""
         ranks = self._membership.ranks
+        # Those that live now: a rank can have died since the change became due.
         members = self._in_order(ps, [r for r in ps.next_members or () if self._may_enter(ps, r)])
         if ps.phase == SWITCHING:
             left = {
@@ -433,7 +436,7 @@ class ProcessSets:
         ps.members = members
         ps.next_members = None
         ps.gone.clear()
-        old = {*ps.peers}
+        old = {*ps.peers}  # before they are replaced
         ps.peers = tuple(ranks[r].peer for r in members)
         ps.clear()
         if not members:
@@ -551,6 +554,7 @@ class ProcessSets:
         text = f"process set {target.id} was removed"
         self.abort(target, CauseKind.MEMBERSHIP, (), text, cause=number)
         self.remove(target, ps.peers)
+        # After the removal: when a rank's call returns, the set is gone there.
         for rank, peer in zip(ps.members, ps.peers, strict=True):
             batch = Batch((current.submissions[rank].local,))
             self._effects.send((peer,), Execute(ps.id, ps.epoch, ps.sequence, (batch,), ps.decision))
@@ -563,11 +567,12 @@ class ProcessSets:
             )
             return
         added = self.add(ranks)
+        # After its Configure: when a rank's call returns, the set can be used there.
         for rank, peer in zip(ps.members, ps.peers, strict=True):
             self._effects.send((peer,), ProcessSetAdded(current.submissions[rank].local, added.id, ranks))
 
     def _find_set(self, signature: Signature) -> ProcessSetState | None:
-        """Return the process set to remove: that with the id in ``root``, or without one by its ranks."""
+        """Return the process set to remove: the one with the id in ``root``, or without an id by its ranks."""
         if signature.root > 0:
             return self.by_id.get(signature.root)
         for ps in self:
@@ -583,7 +588,7 @@ class ProcessSets:
             self._effects.send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
 
     def abort_failed(self, now: float) -> None:
-        """Abort the epochs whose plane failed a moment ago, and for which no better explanation has come since."""
+        """Abort the epochs in which a plane failed a moment ago, and for which no better explanation has come since."""
         for ps in list(self):
             if ps.failure is not None and now >= ps.failure[0]:
                 _, rank, text = ps.failure
@@ -619,6 +624,7 @@ class RendezvousValues:
     __slots__ = ("_values", "_waiting")
 
     def __init__(self) -> None:
+        #: Values by key; and by key the waits for a value, as (connection, ticket).
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[int, int]]] = {}
 

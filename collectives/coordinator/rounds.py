@@ -19,13 +19,13 @@ class NegotiationRound:
         info, local: Signature and local id of the first submission.
         same_local_id: Whether all ranks that have submitted it did so under the local id of the first.
         submissions: Definitions under which ranks have submitted it, by rank.
-        extras: Numbers that came along and may differ between ranks, by rank; ``None`` if there are none.
+        extras: Numbers that came along and can differ between ranks, by rank; ``None`` if there are none.
         payloads: Small tensors that came along, by rank; ``None`` if there are none.
         queued: Later submissions of the same name by rank, oldest first; ``None`` if there never were any.
-        since: When the first submission came (monotonic seconds).
+        since: Time at which the first submission came (monotonic seconds).
         reported: How many times it was reported as stalled.
         stalled: Entry of the decision log about that; 0 until then.
-        mismatch_since: When the first signature that differs came, or ``None``.
+        mismatch_since: Time at which the first signature that differs came, or ``None``.
         absent: Once it is complete, members that have joined and did not submit it.
         priority: Priority of the first submission, or ``None`` if that had none.
     """
@@ -42,6 +42,7 @@ class NegotiationRound:
         self.local = local
         self.same_local_id = True
         self.submissions: dict[int, LocalDefinition] = {}
+        # Empty dicts only where they are needed: nearly every round needs none of these three.
         self.extras: dict[int, Extra] | None = None
         self.payloads: dict[int, bytes] | None = None
         self.queued: dict[int, deque[Item]] | None = None

@@ -1,6 +1,6 @@
 """Server: the shell around the coordinator's state, with sockets, clock and one poller.
 
-The server waits for everything in one call, until the next thing is due. So the coordinator of an idle job wakes up for heartbeats
+The server waits for all descriptors in one call, until the next deadline. So the coordinator of an idle job wakes up for heartbeats
 only.
 """
 
@@ -56,13 +56,13 @@ from hvdlab.collectives.system import create_memory, require_own_peer
 from hvdlab.collectives.text import visible
 
 LONGEST_LINE = 4000
-"""Characters of a line of the log."""
+"""Characters of a line of the log at most: peers choose parts of some lines."""
 _ACCEPT_AGAIN = 0.2
 """Seconds until the server accepts again after it had no descriptor or no place left for a new connection."""
 
 
 def log_to_stderr(text: str) -> None:
-    """Write one line for the operator, with anything unusual in it escaped."""
+    """Write one line for the operator, with its control characters escaped."""
     print(f"hvdlab coordinator: {visible(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
@@ -71,8 +71,9 @@ def drop(text: str) -> None:
 
 
 def log_to_file(path: str) -> Callable[[str], None]:
-    """Append lines with their time to a file."""
+    """Return a function that appends lines with their time to a file."""
 
+    # Opened for each line, so that the file can be moved or removed while the coordinator runs.
     def log(text: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             print(f"{time.strftime('%F %T')} {visible(text, LONGEST_LINE)}", file=file)
@@ -81,7 +82,7 @@ def log_to_file(path: str) -> Callable[[str], None]:
 
 
 class UnsoundStateError(Exception):
-    """The failure of a handler that left the coordinator's state broken; the process must end."""
+    """A handler's failure has left the coordinator's state broken; the process must end."""
 
 
 class CoordinatorServer:
@@ -89,8 +90,8 @@ class CoordinatorServer:
 
     Args:
         options: Settings.
-        log: Takes warnings for the operator.
-        note: Takes lines about ordinary events, deaths included, which peers learn anyway.
+        log: Called with warnings for the operator.
+        note: Called with lines about ordinary events, deaths included, which peers learn anyway.
         memory: Creates shared memory, as :func:`create_memory` does; tests let it fail.
 
     Attributes:
@@ -117,10 +118,13 @@ class CoordinatorServer:
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
+        #: Descriptions of members that were sent to any rank; each connection has the number of the last one that it got.
         self._members = SentMembers()
+        #: File of the tuner's log, empty once it can't be written; and whether this process has begun it.
         self._tuning_log = options.tuning_log
         self._tuning_begun = False
         self._due = NEVER  # of the state
+        #: Whether :meth:`serve` continues; see :meth:`stop`.
         self._running = True
         self.on_alone: Callable[[], None] = lambda: None
         self.alone = False
@@ -128,7 +132,7 @@ class CoordinatorServer:
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def listen(self, sock: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        """Accept connections on a listening socket, over TLS if a context is given. Takes the socket over."""
+        """Accept connections on a listening socket, over TLS if a context is given. The server owns the socket from now on."""
         sock.setblocking(False)
         self.connections.listeners.append(sock)
         self._watch(sock, context)
@@ -141,7 +145,7 @@ class CoordinatorServer:
 
         Args:
             descriptor: The starter's lifeline, or its process descriptor.
-            linger: Serve on until no rank or client is connected.
+            linger: Whether to serve until no rank or client is connected.
         """
         self._poller.register(descriptor, READ, lambda: self._read_lifeline(descriptor, linger))
 
@@ -184,12 +188,12 @@ class CoordinatorServer:
             self.connections.close()
 
     def timeout(self) -> float | None:
-        """Return the seconds until something is due, or ``None`` for never."""
+        """Return the seconds until the next deadline, or ``None`` for never."""
         due = min(self._due, self.connections.next_check)
         return None if due == NEVER else max(0.0, due - time.monotonic())
 
     def serve_once(self, timeout: float | None) -> None:
-        """Wait at most ``timeout`` seconds for something to happen, and handle it."""
+        """Wait at most ``timeout`` seconds for descriptors, and handle a batch of events."""
         connections = self.connections
         ready = self._poller.wait(timeout)
         now = time.monotonic()
@@ -205,7 +209,7 @@ class CoordinatorServer:
                 if target.phase != OPEN:
                     self._read_stranger(target, events)
                 elif target.client:
-                    # The pool's message about a cell comes before those of the cell's ranks.
+                    # Clients first: the pool's message about a cell comes before those of the cell's ranks.
                     self._liveness.read(target, events, now)
                 else:
                     later.append(target)
@@ -216,14 +220,15 @@ class CoordinatorServer:
             self._liveness.check(now, events)
         if now >= self._due:
             events.append(Tick())
-        # The pings of the check may have been too much for a peer that does not read.
+        # Perhaps the pings of the check were too much for a peer that does not read.
         events, connections.lost = events + connections.lost, []
+        # Sending can lose further peers: their ends are the next batch, before the server waits again.
         while events:
             self._perform(self.state.handle_all(events, now))
             if self.state.unsound:
-                # To serve on could decide wrongly, or leave ranks waiting for ever. The ranks keep all they know, so a
-                # successor, whose number the starter bounds, begins from that. The sender's connection was ended
-                # by the effects above. Without a successor the ranks learn of the end by their connections.
+                # Further service could decide wrongly, or leave ranks waiting for ever. The ranks keep all they know, so a
+                # successor begins from that; the starter bounds the number of successors. The effects above have ended the
+                # sender's connection. Without a successor the ranks learn of the end by their connections.
                 raise UnsoundStateError(
                     f"the coordinator's state can't be used any more: {self.state.unsound}. Its log says which message failed"
                 )
@@ -259,7 +264,7 @@ class CoordinatorServer:
         self.connections.add(sock)
 
     def _make_room(self, listener: socket.socket, context: ssl.SSLContext | None, error: OSError) -> None:
-        """Close the oldest stranger that has not sent its Hello, as no descriptor is left; without one newcomers have to wait."""
+        """Close the oldest stranger that has not sent its Hello, as no descriptor is left; otherwise newcomers have to wait."""
         if self.connections.close_oldest_stranger():
             return
         self._accept_later(listener, context, str(error))
@@ -301,7 +306,7 @@ class CoordinatorServer:
             return "the token is wrong"
         if hello.role != role and not (
             role == "rank" and hello.role == "observer"
-        ):  # or else a rank, and any process that sees its environment, could post cells
+        ):  # otherwise a rank, and any process that sees its environment, could post cells
             return f"its token is that of a {role}, and it wants to be a {hello.role[:20]!r}"
         if hello.version != PROTOCOL_VERSION:
             return f"version {hello.version} of the protocol is not spoken here, but {PROTOCOL_VERSION}"
@@ -309,6 +314,7 @@ class CoordinatorServer:
 
     def _role_of(self, token: str) -> str:
         """Return the role of a peer with this token: ``rank``, ``client``, or an empty text."""
+        # Compared in constant time: a stranger could otherwise find the token byte by byte.
         for role, expected in (("rank", self.options.token), ("client", self.options.client_token)):
             if expected and hmac.compare_digest(token.encode(), expected.encode()):
                 return role
@@ -352,6 +358,7 @@ class CoordinatorServer:
     def _send_roster(self, message: Message, peers: Iterable[int], descriptor: int = -1) -> None:
         """Send a message with lists of members, without the descriptions that each of these peers has got before."""
         self._members.add(message)
+        # Connections that have got the same descriptions share a frame.
         frames: dict[int, tuple[bytes, int]] = {}  # by ``members_sent`` of a connection
         for peer in peers:
             connection = self.connections.open.get(peer)

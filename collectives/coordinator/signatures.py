@@ -1,4 +1,4 @@
-"""Signatures as objects that are compared by identity, and the definitions of the ranks' local ids."""
+"""Interned signatures, which are compared by identity, and the definitions of the ranks' local ids."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hvdlab.collectives.types import DType, OpKind, ReduceOp
 Channel = tuple[str, int]
 """The channel of messages, and the rank that receives them."""
 FuseKey = tuple[int, int, str, float, float]
+"""Element type, operator, device class, prescale and postscale: equal in all tensors of a fused operation."""
 
 
 class InternedSignature:
@@ -20,12 +21,12 @@ class InternedSignature:
 
     Attributes:
         signature, name, kind: The signature, and the fields of it that are read most.
-        references: How many definitions use it.
+        references: Number of definitions that use it.
         group, group_size: Equal for the tensors that are dispatched together, empty for one that stands alone; and their number.
-        fuse_key: Equal for allreduces that may be one operation; ``None`` for collectives that are never fused.
+        fuse_key: Equal for allreduces that can be one operation; ``None`` for collectives that are never fused.
         nbytes: Size of the tensor in bytes, for the fusion threshold.
         between: The two ranks that a message goes between, or the one that receives from any rank; empty for a collective of all members.
-        channel: The channel of a message, whose receives from any rank may get it; ``None`` if it has none.
+        channel: The channel of a message, whose receives from any rank can get it; ``None`` if it has none.
         from_any: Whether it is a receive from any rank.
     """
 
@@ -87,6 +88,7 @@ class SignatureTable:
     """Table of signatures that some rank's definition uses."""
 
     def __init__(self) -> None:
+        #: Signatures with at least one definition; names that change with each step must not add up.
         self._interned: dict[Signature, InternedSignature] = {}
 
     def __len__(self) -> int:
@@ -106,6 +108,7 @@ class SignatureTable:
         definitions[definition.local] = LocalDefinition(
             definition.local, info, definition.site, definition.priority
         )
+        # After the new one has its reference: both can be the same signature, which must not be dropped in between.
         if old is not None:
             self._release(old.info)
 
@@ -144,7 +147,7 @@ def _nbytes(signature: Signature) -> int:
 
 
 def kind_label(kind: int) -> str:
-    """``allreduce`` for its number; a number that is unknown here stays a number."""
+    """Return ``allreduce`` for its number; a number that is unknown here stays a number."""
     try:
         return OpKind(kind).label
     except ValueError:
@@ -152,7 +155,7 @@ def kind_label(kind: int) -> str:
 
 
 def describe(signature: Signature, *, device: bool = False) -> str:
-    """Describe a request in words, such as ``allreduce float32[10, 4] sum``. Names the device if it is not the host, or if ``device`` is true."""
+    """Return a request in words, such as ``allreduce float32[10, 4] sum``. They name a device other than the host; with ``device`` any."""
     kind = signature.kind
     words = [kind_label(kind)]
     if kind in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET):

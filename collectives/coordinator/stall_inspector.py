@@ -1,7 +1,7 @@
-"""Stall inspector: reports collectives that wait or execute for long, and ends those that wait too long if the options say so.
+"""Stall inspector: reports collectives that wait or execute for long, and ends those that wait too long if the options have a limit.
 
-A member of an operation that was stopped, or whose code keeps the interpreter busy, does not do its part, and does not answer a ping
-either. A healthy member answers it on its control thread, whatever its user's code does.
+A member of an operation that was stopped, or is busy in native code, does not do its part, and does not answer a ping
+either. A healthy member answers it on its control thread, while its user's code runs.
 
 While a rank is paused for its user (at a prompt, in a debugger), no rank that waits for it is late, and no clock of a wait runs.
 """
@@ -23,7 +23,7 @@ from hvdlab.collectives.protocol.messages import AbortedCollective, Stalled
 from hvdlab.collectives.types import OpKind
 
 ANSWER_WITHIN = 1.0
-"""Seconds that members have to answer."""
+"""Seconds that members have to answer: a healthy one needs milliseconds, but its host can be loaded."""
 
 
 class StallInspector:
@@ -38,8 +38,8 @@ class StallInspector:
         log: Where stalls are added.
 
     Attributes:
-        due: When to check next; ``None`` if nothing waited at the last check.
-        executions: Operations that take long.
+        due: Time of the next check; ``None`` if nothing waited at the last one.
+        executions: Long operations.
     """
 
     def __init__(
@@ -55,14 +55,16 @@ class StallInspector:
         self._membership = membership
         self._effects = effects
         self._log = log
+        # Infinity for "never": all comparisons below then work without a special case.
         self._every = every or math.inf
         self._shutdown = shutdown or math.inf
+        #: Seconds until the first check of a new wait: there is nothing to report or end before.
         self._first = min(self._every, self._shutdown)
         self.due: float | None = None
         self.executions = Executions(sets, membership, effects)
 
     def watch(self, now: float) -> None:
-        """Schedule a check, as something was submitted while nothing was pending."""
+        """Schedule a check, after a first submission while nothing was pending."""
         self.due = now + self._first
 
     def watch_execution(self, since: float, now: float) -> None:
@@ -84,7 +86,7 @@ class StallInspector:
             for current, missing in list(ps.negotiation.waiting()):
                 if self._is_over(current, now):
                     self._end(ps, current, missing)
-                    break
+                    break  # the abort has ended all rounds of the set
                 if now >= self._next_report(current):
                     current.reported = max(current.reported + 1, int((now - current.since) / self._every))
                     self._report_round(ps, current, missing, now - current.since)
@@ -115,7 +117,7 @@ class StallInspector:
         return current.since + self._every * (current.reported + 1)
 
     def _end_of(self, current: NegotiationRound) -> float:
-        # A rank that has joined waits for the others to run out of data, however long that takes.
+        # A rank that has joined waits for the others to run out of data, for any time.
         return math.inf if current.info.kind == OpKind.JOIN else current.since + self._shutdown
 
     def _is_over(self, current: NegotiationRound, now: float) -> bool:
@@ -140,7 +142,7 @@ class StallInspector:
     def _report_stall(
         self, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str, decision: int
     ) -> int:
-        """Report a stall; return its entry in the decision log, which it gets with its first report (``decision`` 0)."""
+        """Report a stall. Return its entry in the decision log, which it gets with its first report (``decision`` 0)."""
         decision = decision or self._log.add(
             DecisionKind.STALLED,
             process_set=ps.id,
@@ -163,10 +165,10 @@ class StallInspector:
 
 
 class Executions:
-    """Operations that are being executed and waited for, as far as ranks have reported them.
+    """Register of operations that are being executed and waited for, as far as ranks have reported them.
 
     Args:
-        sets: Process sets, whose members are asked for a sign of life.
+        sets: Process sets; their members are asked for a sign of life.
         membership: Ranks, with the operations whose end they wait for.
         effects: Where pings are added.
     """
@@ -175,10 +177,12 @@ class Executions:
         self._sets = sets
         self._membership = membership
         self._effects = effects
+        #: Operations of the last check, with its findings.
         self._operations: dict[OperationKey, AwaitedOperation] = {}
 
     def answered(self, rank: int) -> None:
         """Record a sign of life of a rank."""
+        # For all operations: an answer to any ping shows that the rank's control thread runs.
         for operation in self._operations.values():
             operation.silent.discard(rank)
 
@@ -189,11 +193,12 @@ class Executions:
             operation.asked = None
 
     def check(self, now: float, every: float) -> tuple[list[OverdueOperation], list[float]]:
-        """Ask the members of operations that take long.
+        """Ask the members of long operations for a sign of life.
 
         Returns:
-            The operations to report now, and the times at which to look again.
+            The operations to report now, and the times of the next checks.
         """
+        # Rebuilt from the ranks' reports: an operation whose last waiting rank has reported its end drops out.
         waits = self._waits()
         self._operations = {
             key: self._operations.get(key) or AwaitedOperation(since) for key, (since, _) in waits.items()
@@ -206,6 +211,7 @@ class Executions:
                 info = next(iter(waits[key][1].values())).info
                 members = ps.members if info.from_any else info.between or ps.members
                 operation.asked, operation.silent = now, set(members) - ps.gone
+                # One message to all; answers of ranks that are not asked do no harm.
                 self._effects.send(ps.peers, m.Ping(0))
             elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
                 operation.asked = None
@@ -218,7 +224,7 @@ class Executions:
         return stuck, upcoming
 
     def _waits(self) -> dict[OperationKey, tuple[float, dict[int, LocalDefinition]]]:
-        """Return the operations for whose end ranks wait: since when, and with which submission each of these ranks."""
+        """Return the operations with ranks that wait for their end: the begin of the wait, and the submission of each of these ranks."""
         found: dict[OperationKey, tuple[float, dict[int, LocalDefinition]]] = {}
         for rank, peer in self._membership.ranks.items():
             wait = peer.executing
@@ -242,7 +248,7 @@ def _ranks_or_rest(ranks: tuple[int, ...]) -> str:
 
 
 class OperationKey(NamedTuple):
-    """An operation, as the ranks that wait for its end name it."""
+    """Key of an operation, as the ranks that wait for its end name it."""
 
     process_set: int
     epoch: int
@@ -250,12 +256,12 @@ class OperationKey(NamedTuple):
 
 
 class AwaitedOperation:
-    """An operation for whose end at least one rank has been waiting.
+    """Operation with at least one rank that waits for its end.
 
     Attributes:
-        since: When the first rank began to wait.
-        reported: How many times the stall time had passed when the operation was looked at last.
-        asked: When its members were asked for a sign of life, or ``None``.
+        since: Time at which the first rank began to wait.
+        reported: How many times the stall time had passed at the last check of the operation.
+        asked: Time at which its members were asked for a sign of life, or ``None``.
         silent: The members that have not answered.
         decision: Entry of the decision log about it; 0 until it is reported.
     """
@@ -270,7 +276,7 @@ class AwaitedOperation:
 
 
 class OverdueOperation(NamedTuple):
-    """An operation whose members have been asked for a sign of life and did not all answer."""
+    """Operation with members that have not answered the question for a sign of life."""
 
     process_set: ProcessSetState
     seconds: float
@@ -295,19 +301,20 @@ def _silence_report(waiting: dict[int, LocalDefinition], silent: set[int]) -> m.
 
 
 class Pauses:
-    """Ranks that are paused for their user, and the waits whose clocks stand still meanwhile.
+    """Pauses of ranks for their users, while the clocks of all waits stand still.
 
     Args:
-        sets: Process sets, whose rounds wait.
+        sets: Process sets, with the rounds that wait.
         membership: Ranks, which wait; and clients, which show the pauses.
         effects: Where reports for clients are added.
 
     Attributes:
-        reasons: Why each of them is paused, by rank; empty if none is.
+        reasons: Reason of each pause, by rank; empty if no rank is paused.
     """
 
     def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
         self.reasons: dict[int, str] = {}
+        #: Begin of the present pause, when the first of these ranks was paused.
         self._since = 0.0
         self._sets = sets
         self._membership = membership
@@ -330,7 +337,7 @@ class Pauses:
         """Record that a rank continues, or is gone, and report it to clients; after the last one move the begin of all waits.
 
         Returns:
-            When the first rank was paused, if this was the last; otherwise ``None``.
+            The time at which the first rank was paused, if this was the last; otherwise ``None``.
         """
         if rank not in self.reasons:
             return None
@@ -338,6 +345,7 @@ class Pauses:
         self._report()
         if self.reasons:
             return None
+        # The waits begin later, instead of a count of paused seconds in each: all limits are compared with the begin.
         since = self._since
         for peer in self._membership.ranks.values():
             if peer.wait is not None:

@@ -1,4 +1,4 @@
-"""The coordinator as a pure state machine: events in, effects out.
+"""State machine of the coordinator, without I/O: events in, effects out.
 
 No sockets, threads or clocks: the server owns them, calls :meth:`CoordinatorState.handle_all` with the events of one wait
 and ``now`` (monotonic seconds), and carries out the effects in order. Events that are handled in one call make one *batch of events*:
@@ -59,7 +59,7 @@ _PLAIN = frozenset(
     if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET, OpKind.JOIN) and not kind.asks_server
 )
 _CHECK_AGAIN = 0.5
-"""Seconds in which announcements may still come before the coordinator looks for ranks that wait for each other."""
+"""Seconds in which announcements can still come before the coordinator searches for ranks that wait for each other."""
 
 
 class CoordinatorState:
@@ -74,7 +74,7 @@ class CoordinatorState:
         options, clock: The arguments.
         effects: Effects of the present batch of events, in order.
         log: Newest decisions, each with its cause.
-        membership: Ranks and clients that there are, are expected, or have died.
+        membership: Ranks and clients that are connected, are expected, or have died.
         sets: Process sets, with their epochs and negotiations.
         restoring: Facts from which a successor restores the world; inactive in a first coordinator.
         signatures: Interned signatures of all definitions.
@@ -83,7 +83,7 @@ class CoordinatorState:
         admission: Rules by which ranks get into the world.
         successor: Restoration of the world of a coordinator that died.
         fusion: Dispatch of ready collectives.
-        stalls, pauses: Watch over collectives that wait for long, and ranks whose users stop all clocks.
+        stalls, pauses: Watch over collectives that wait for long, and ranks that stop all clocks for their users.
         history: Newest event batches, and their subscribers.
         by_peer: Living ranks, by connection.
         refusals: Reasons why peers were refused, the last few.
@@ -91,7 +91,7 @@ class CoordinatorState:
         answers: Messages that are sent last in a batch: they prove to a peer that all before has been handled.
         blocked: Ranks whose users wait for an undecided collective.
         check_blocked: Whether to check for deadlocks at the end of this batch.
-        unsound: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
+        unsound: Why this state must not be used any more, after a handler failed halfway; empty as long as it is sound.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class CoordinatorState:
         self.signatures = SignatureTable()
         self.cells = RunningCells()
         self.elastic = ElasticRanks()
+        # One object of each part, which all others share: a fact stands in one place.
         known = self.membership, self.sets, self.cells, self.elastic, self.restoring
         self.admission = Admission(options, *known, self.effects, self.log)
         restored = (
@@ -165,6 +166,7 @@ class CoordinatorState:
             try:
                 if type(event) is Received:
                     rank = by_peer.get(event.peer)
+                    # Nearly every message of a healthy job is one: it must not pay for the decision log and the table of handlers.
                     if rank is not None and type(event.message) is m.Announce:
                         self._announce(rank, event.message, now)
                         continue
@@ -183,8 +185,8 @@ class CoordinatorState:
                 elif type(event) is PeerLost:
                     since = now - event.silence
                     self.peer_lost(event.peer, event.reason, now, explained=event.faulty, since=since)
-            except Exception as error:  # noqa: BLE001  (a handler may raise anything)
-                # One peer's message must not end the job of all. The handler may have stopped halfway, though:
+            except Exception as error:  # noqa: BLE001  (a handler can raise anything)
+                # One peer's message must not end the job of all. Perhaps the handler has stopped halfway, though:
                 # the checks at the end of the batch decide whether the state can be used.
                 plain, failed = False, error
                 self._fail(event, error, now)
@@ -202,6 +204,7 @@ class CoordinatorState:
             if failed is None:
                 raise  # no single peer's message is to blame, so that no connection can be ended instead of this process
             self._mark_unsound(error)
+        # Before the checks, which assert that none are left.
         effects = self.effects.pop_all()
         if failed is not None and not self.unsound:
             self._check_after(failed)
@@ -230,7 +233,7 @@ class CoordinatorState:
         try:
             text = f"{text} that the coordinator failed to handle: {error!r}"
             self._end_failed(event.peer, text, event, now)
-        except Exception as later:  # noqa: BLE001  (the state is too broken to take leave of a peer)
+        except Exception as later:  # noqa: BLE001  (the state is too broken to end a connection in order)
             self._mark_unsound(later)
 
     def _end_failed(self, peer: int, text: str, event: Event, now: float) -> None:
@@ -248,7 +251,7 @@ class CoordinatorState:
         """Mark the state as unsound, if it is, after a handler has failed in this batch."""
         try:
             self.validate_state()
-        except Exception as found:  # noqa: BLE001  (a broken state may raise anything)
+        except Exception as found:  # noqa: BLE001  (a broken state can raise anything)
             found.__cause__ = error
             self._mark_unsound(found)
 
@@ -269,6 +272,7 @@ class CoordinatorState:
                 times.append(since + self.options.dispute_grace)
         if self.restoring.active and self.restoring.due is not None:
             times.append(self.restoring.due)
+        # No stall is due while a rank is paused: its tick would find nothing to do, again and again.
         stall = None if self.pauses else self.stalls.due
         for time in (stall, self.fusion.windows.due, self.membership.next_report(), self._check_due):
             if time is not None:
@@ -280,6 +284,7 @@ class CoordinatorState:
     def _connect(self, peer: int, hello: m.Hello, now: float) -> None:
         """Welcome or refuse a peer that has introduced itself."""
         membership, effects = self.membership, self.effects
+        # Welcome is the first message to each peer, which reads exactly one before it serves the connection.
         if hello.role == "client":
             membership.clients[peer] = None
             self.history.limit = self.options.history_bytes
@@ -308,6 +313,7 @@ class CoordinatorState:
             effects.send((peer,), m.Refused(reason, early))
             effects.add(CloseConnection(peer))
             return
+        # Read first: adding the rank removes its death.
         since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
         newcomer = membership.add(peer, rank, hello, now)
         self.by_peer[peer] = newcomer
@@ -333,14 +339,14 @@ class CoordinatorState:
         explained: bool = False,
         since: float | None = None,
     ) -> None:
-        """Remove a peer whose connection has ended without Bye.
+        """Remove a peer after the end of its connection without Bye.
 
         Args:
             peer: The connection.
             reason: How it has ended.
-            now: When.
+            now: Time of the batch of events, in monotonic seconds.
             explained: Whether more is known than that: the process has ended, or must not come back.
-            since: When the last sign of life came; ``None`` for ``now``.
+            since: Time of the last sign of life; ``None`` for ``now``.
         """
         rank = self.by_peer.get(peer)
         if rank is None:
@@ -348,6 +354,7 @@ class CoordinatorState:
             self.membership.observers.pop(peer, None)
             self.history.unsubscribe(peer)
             return
+        # Both before forget_peer(), which removes the rank from ``former``.
         past = [(ps, ps.former[rank.rank][1]) for ps in self.sets if rank.rank in ps.former]
         sets = self.sets.containing(rank.rank)
         self.forget_peer(rank, now)
@@ -361,12 +368,12 @@ class CoordinatorState:
         text = f"rank {rank.rank} died: {reason}"
         for ps in sets:
             self.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), text, cause=decision)
-        # Other ranks may still be executing with this one in former epochs, which ended before it was left out.
+        # Other ranks are perhaps still executing with this one in former epochs, which ended before it was left out.
         for ps, epoch in past:
             self.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text, cause=decision)
 
     def forget_peer(self, rank: RankPeer, now: float) -> None:
-        """Forget all that the state has of a rank's connection."""
+        """Remove a rank's connection from all parts of the state."""
         del self.by_peer[rank.peer]
         self.end_pause(rank.rank, now)
         self.signatures.forget(rank.definitions)
@@ -382,6 +389,7 @@ class CoordinatorState:
 
     def _announce(self, rank: RankPeer, message: m.Announce, now: float) -> None:
         definitions = rank.definitions
+        # Also those of an ended epoch: the rank sends each definition once.
         for definition in message.definitions:
             self.signatures.define(definitions, definition)
         ps = self.sets.by_id.get(message.process_set)
@@ -414,7 +422,7 @@ class CoordinatorState:
         if self.stalls.due is None:
             self.stalls.watch(now)
             self._due = None  # to be found again
-        self.check_later(now)  # the others may wait in vain because of this submission
+        self.check_later(now)  # perhaps the others wait in vain because of this submission
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
         react = RANK_HANDLERS.get(type(message))
@@ -449,7 +457,7 @@ class CoordinatorState:
         return rank is not None and rank.rank in self.pauses
 
     def end_pause(self, rank: int, now: float) -> None:
-        """Count the time again for all that wait, if the last paused rank continues or is gone."""
+        """Restart the clocks of all waits, if the last paused rank continues or is gone."""
         since = self.pauses.end(rank, now)
         if since is not None:
             self.stalls.exclude_pause(since, now)
@@ -459,6 +467,7 @@ class CoordinatorState:
 
     def _dispatch_plain(self, now: float) -> bool:
         """End a common batch of events quickly: announcements that completed one collective at most. Return whether it was of that kind."""
+        # Each condition names a decision that only _end_batch() makes; without it that decision would wait for the next batch.
         due = self._due
         if due is None or now >= due or len(self.touched) != 1:
             return False
@@ -486,6 +495,7 @@ class CoordinatorState:
         The order of the effects is part of the protocol. Orders and rejections come first: an abort after them ends only the rest.
         Aborts come before new epochs begin. Answers come last: they prove that all before has been handled.
         """
+        # The check for deadlocks is only marked here: it comes after the dispatch, which frees ranks.
         if self._check_due is not None and now >= self._check_due:
             self._check_due, self.check_blocked = None, bool(self.blocked)
         urgent = bool(self.cells.idle) or self.check_blocked
@@ -494,7 +504,8 @@ class CoordinatorState:
         if self.cells.idle or self.elastic.ready:
             self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
         if self._reject_mismatches(now):
-            self.check_later(now)  # submissions queued behind a mismatch may wait in vain now that it is over
+            # Submissions queued behind a mismatch perhaps wait in vain now that it is over.
+            self.check_later(now)
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
@@ -510,6 +521,7 @@ class CoordinatorState:
             self._abort_deadlock()
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
             self.stalls.check(now)
+        # After all other aborts: a death of this batch explains a plane's failure better.
         self.sets.abort_failed(now)
         if self.restoring.active:
             self.successor.end_wait(now)
@@ -530,7 +542,7 @@ class CoordinatorState:
         """Dispatch the ready rounds of an open epoch, and send the rejections, in order."""
         negotiation = ps.negotiation
         if negotiation.priorities and not negotiation.conflict:
-            # A rank was not taken to wait while a round of that name was held back; it may wait for the next one of the name, and in vain.
+            # No rank counted as waiting while a round of that name was held back; perhaps one waits for the next of the name, and in vain.
             self.check_later(now)
         release_all = bool(self.elastic.ready) or not negotiation.members.isdisjoint(self.cells.idle)
         decision = self.fusion.flush(ps, release_all=release_all)
@@ -538,7 +550,7 @@ class CoordinatorState:
             self.sets.abort(*decision)
 
     def _reject_mismatches(self, now: float) -> bool:
-        """Reject rounds in which ranks disagree, after the others have had their time to submit them; return whether any was."""
+        """Reject rounds in which ranks disagree, after the others have had their time to submit them. Return whether any was."""
         idle = self.cells.idle
         ended = False
         for ps in self.sets:
@@ -553,6 +565,7 @@ class CoordinatorState:
 
     def _abort_waits_on_idle_ranks(self, now: float) -> None:
         """Abort the collectives that other ranks wait in and that ranks without a cell will not submit."""
+        # A paused rank is not idle: its user can type the awaited call at the prompt.
         idle = self.cells.idle - self.pauses.reasons.keys()
         for ps in list(self.sets):
             if ps.negotiation.owed:
@@ -565,7 +578,7 @@ class CoordinatorState:
                     self.sets.abort(ps, why.kind, why.ranks, why.text)
 
     def _cancel_messages_to_idle(self, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
-        """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
+        """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch continues."""
         for name, absent in lost_messages(ps.negotiation.waiting(), idle).items():
             while (
                 current := ps.negotiation.rounds.get(name)
@@ -577,7 +590,7 @@ class CoordinatorState:
 
     def _abort_deadlock(self) -> None:
         """Abort the epochs in which ranks wait for each other."""
-        # A rank that is paused for its user is not stuck: the user may type there the very call that others wait for.
+        # A rank that is paused for its user is not stuck: the user can type there the very call that others wait for.
         ranks = {rank: peer for rank, peer in self.membership.ranks.items() if rank not in self.pauses}
         idle = self.cells.idle - self.pauses.reasons.keys()
         stuck = find_deadlock(self.sets.by_id, ranks, idle)
@@ -636,7 +649,7 @@ class CoordinatorState:
 
 def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
     """Answer a ping, after all other messages of the batch."""
-    # The batch may have begun before the question was asked, hence not ``now``.
+    # Not ``now``, which can be earlier than the question: the batch began before it was read.
     state.answers.append((peer, m.Pong(message.number, state.clock(), message.after_events)))
 
 
@@ -648,7 +661,7 @@ def subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: flo
 
 
 def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Connections of those of these ranks that live."""
+    """Return the connections of those of these ranks that live."""
     living = state.membership.ranks
     return tuple(living[rank].peer for rank in ranks if rank in living)
 
@@ -679,7 +692,7 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
             continue
         ps.gone.add(rank.rank)
         if ps.declined[0] == ps.epoch:
-            # A member has waited at the board, and may still do; this rank may have left before it had mapped the board.
+            # A member has waited at the board, and perhaps still does; this rank has perhaps left before it had mapped the board.
             state.sets.send_to_board(ps, m.DeclinePost(ps.id, *ps.declined))
         if len(ps.gone) == len(ps.members):
             state.sets.change_members(ps, (), decision)
@@ -701,7 +714,7 @@ def _on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now
 def _on_elastic(state: CoordinatorState, rank: RankPeer, message: m.Elastic, now: float) -> None:
     state.admission.due = True
     if message.on and not state.elastic.active:
-        state.membership.changed = True  # those that wait for the world to be complete need not any more
+        state.membership.changed = True  # ranks that wait for the world to be complete need not any more
     state.elastic.drop(rank.rank)
     if message.on:
         state.elastic.training.add(rank.rank)
@@ -721,6 +734,7 @@ def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, n
     except ValueError:
         kind = CauseKind.WITHDRAWN
     ps = state.sets.open_set(rank, message)
+    # A second request for an ended epoch changes nothing, so that a rank that was interrupted can repeat its own.
     if ps is not None:
         state.sets.abort(ps, kind, (rank.rank,), message.text, message.site)
     elif (ps := state.sets.past_set(rank, message)) is not None:
@@ -733,7 +747,7 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
     if ps is not None and defined is not None:
         report = ps.negotiation.cancel(rank.rank, defined, message.later, now)
     if ps is None or report is None:
-        # The coordinator has ordered the message meanwhile: the other rank may be in the middle of it.
+        # The coordinator has ordered the message meanwhile: perhaps the other rank is in the middle of it.
         why = message.kind, message.text, message.site
         _on_withdraw(state, rank, m.Withdraw(message.process_set, message.epoch, *why), now)
         return
@@ -939,7 +953,7 @@ def _on_story_request(state: CoordinatorState, peer: int, message: m.StoryReques
 
 
 def _ignore(state: CoordinatorState, peer: int, message: m.Message, now: float) -> None:
-    """Do nothing for a Pong: it is only a sign of life, and the server has noted that bytes came."""
+    """Do nothing for a Pong: it is only a sign of life, which the server has recorded with its bytes."""
 
 
 CLIENT_HANDLERS: dict[type, ClientHandler] = {

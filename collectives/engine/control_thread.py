@@ -1,4 +1,4 @@
-"""The control thread: it reads the coordinator's messages, sends queued messages, and keeps timers. It never blocks on work.
+"""Control thread: reads the coordinator's messages, sends queued messages, and keeps timers. It never blocks on work.
 
 :class:`Control` is the loop, :class:`ControlHandlers` has the handlers of messages and of the connection's ends. User code and
 bindings get news by :class:`Callbacks`, and :class:`SharedMemoryRetry` asks again for memory that could not be received.
@@ -80,6 +80,7 @@ class Control:
         self._fd = endpoint.fileno()
         #: Eventfd that wakes the thread, or -1 after :meth:`close`.
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        #: Watches the socket and the wake-up. Any thread may modify it: the kernel does so also while the control thread waits.
         self._epoll = select.epoll()
         self._epoll.register(self._fd, select.EPOLLIN)
         self._epoll.register(self._wakeup, select.EPOLLIN)
@@ -87,13 +88,15 @@ class Control:
         self._calls: deque[Call] = deque()
         #: Heap of calls with their times in seconds of ``time.monotonic``; the number keeps calls of one time in order.
         self._timers: list[tuple[float, int, Call]] = []
+        #: Numbers for the heap.
         self._order = itertools.count()
         #: Whether the thread has to end.
         self._stopping = False
-        #: Whether the connection is lost, and no successor is there yet.
+        #: Whether the connection is lost, and no successor has been found yet.
         self._lost = False
         #: Whether the epoll watches for room in the socket, too.
         self._writable = False
+        # Two locks: a user's thread owns the socket for as long as it waits, but holds ``reading`` only while it reads.
         self.socket_owner = threading.Lock()
         self.reading = threading.Lock()
         # How often reading was paused, and the number of the last pause that was followed by a resume. If they differ and no
@@ -115,8 +118,8 @@ class Control:
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Let the thread flush. Any thread; one write."""
-        # Under a lock: after close() the descriptor's number may belong to another file of this process.
+        """Wake the thread, so that it flushes. Any thread; one write."""
+        # Under a lock: after close() the descriptor's number can belong to another file of this process.
         with self._closing:
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
@@ -128,7 +131,7 @@ class Control:
 
     def stop(self, timeout: float) -> None:
         """Flush, and end the thread."""
-        self._stopping = True
+        self._stopping = True  # before the wake-up, which the thread handles once
         self.wake()
         if threading.current_thread() is not self.thread:
             self.thread.join(timeout)
@@ -148,7 +151,7 @@ class Control:
         self._endpoint.forget()
 
     def pause_reading(self) -> bool:
-        """Let the calling thread watch for messages instead of the control thread. False if there is no connection to watch."""
+        """Hand the watch for messages over to the calling thread. Return false if there is no connection to watch."""
         # First, so that the control thread notices an interrupt of the caller anywhere behind it.
         self._paused += 1
         try:
@@ -158,7 +161,8 @@ class Control:
         return True
 
     def resume_reading(self) -> None:
-        """Let the control thread watch for messages again, and handle those that the caller has read ahead."""
+        """Have the control thread watch for messages again, and handle those that the caller has read ahead."""
+        # Read first: a pause that begins while this runs must not count as resumed.
         paused = self._paused
         try:
             self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self._writable else 0))
@@ -166,6 +170,7 @@ class Control:
             return
         finally:
             self._resumed = paused
+        # Bytes that were read ahead do not make the socket readable.
         if self._endpoint.early:
             self.wake()
 
@@ -176,7 +181,7 @@ class Control:
         self._fd = self._endpoint.fileno()
         self._writable = False
         self._epoll.register(self._fd, select.EPOLLIN)
-        self._lost = False
+        self._lost = False  # before the guard, which does nothing while the connection is lost
         self._guard(self._receive)  # bytes that came along with the handshake do not make the socket readable
 
     def call_later(self, seconds: float, call: Call) -> None:
@@ -203,15 +208,18 @@ class Control:
             if fd == self._fd:
                 self._guard(self._receive)
             else:
+                # Before the queues below are emptied: a call that is added after this read wakes the thread again.
                 os.eventfd_read(self._wakeup)
         if self._paused != self._resumed and not self.socket_owner.locked():
             self._resume_after_interrupt()
         if self._endpoint.early:
             self._guard(self._receive)
         self._run_calls()
+        # After the calls, which add timers: one that is due at once runs in this step.
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
+        # The flush is last: calls, timers and hooks queue messages, and no wake-up follows for those.
         self._handlers.run_hooks()
         self._guard(self._flush)
 
@@ -273,7 +281,7 @@ class Control:
         except (ConnectionLost, ProtocolError) as error:
             self._lost = True
             self._epoll.unregister(self._fd)
-            self._fd = -1  # no thread may watch it any more: the number may become another file's
+            self._fd = -1  # no thread may watch it any more: the number can become another file's
             self._handlers.connection_lost(str(error))
 
 
@@ -313,6 +321,7 @@ class ControlHandlers:
         self._members = KnownMembers()  # of this connection
         self.memory_retry = SharedMemoryRetry(self.send, control.call_later)
         self.callbacks.on(m.COLLECT, lambda sender, body: self._collect_events(body))
+        #: Handlers of messages that do not concern the state; all others go to :class:`RankState`.
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
             m.Pong: self._on_pong,
@@ -345,11 +354,12 @@ class ControlHandlers:
         self._hooks.run()
 
     def wake_executor(self) -> None:
-        """Wake the executor for jobs that an interrupted thread has enqueued; it may not have done so itself."""
+        """Wake the executor for jobs that an interrupted thread has enqueued; perhaps that thread did not wake it."""
         self._executor.wake()
 
     def _handle(self, message: m.Message) -> None:
         effects = self._locked.handle(message, time.monotonic_ns())
+        # Without the lock: effects build planes' slots, end handles and write to eventfds.
         if self.perform(effects):
             self._executor.wake()
         if isinstance(message, m.Configure):
@@ -385,6 +395,7 @@ class ControlHandlers:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Fail(entry, error):
+                # The plane's own exception, on the rank where it failed; the coordinator's cause has only its text.
                 if error.__cause__ is None:
                     error.__cause__ = self._executor.error_of(entry.request.process_set, entry.epoch)
                 complete(entry, None, error)
@@ -410,6 +421,7 @@ class ControlHandlers:
         return EngineStore(process_set, epoch, self._tickets, self.send)
 
     def _new_epoch(self, effect: NewEpoch) -> None:
+        # Also where this rank is no member: the descriptors are in the order of the messages that announce them.
         memory = self._endpoint.take_descriptor() if effect.has_memory else -1
         if effect.index < 0:
             if memory >= 0:
@@ -440,7 +452,7 @@ class ControlHandlers:
             apart = replace(
                 context,
                 store=ScopedStore(store, f"{device}/"),
-                memory_fd=-1,
+                memory_fd=-1,  # one plane owns the descriptor, that of the host
                 options={**effect.options, "host_plane": effect.plane},
                 on_links=partial(self._linked, effect.process_set, effect.epoch),
                 on_chosen=partial(self._plane_chosen, effect.process_set, effect.epoch, device),
@@ -486,7 +498,7 @@ class ControlHandlers:
         members = len(effect.members)
         if members > MEMBERS:
             return
-        # One member agrees with itself at once, in memory of its own: it has to wait for no coordinator.
+        # One member agrees with itself at once, in memory of its own: it waits for no coordinator.
         place = layout_from(effect.options, members).size if members > 1 else 0
         board = map_board(memory if members > 1 else -1, place, members, effect.index, effect.epoch)
         if board is not None:
@@ -505,7 +517,7 @@ class ControlHandlers:
         assert isinstance(message, m.Ping)
         now = time.monotonic_ns()
         self._endpoint.send(m.Pong(message.number, now))
-        # The coordinator pings a rank from which it has heard nothing for a while: it may be stuck in an operation with others.
+        # The coordinator pings a rank that has been silent for a while: it is perhaps stuck in an operation with others.
         self._locked.update(RankState.report_oldest_executing, now)
         self.ask_clock()
 
@@ -532,7 +544,7 @@ class ControlHandlers:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def schedule_events(self) -> None:
-        """Have recorded events sent, soon but not too often. Any thread."""
+        """Schedule the sending of recorded events, soon but not too often. Any thread."""
         control = self.control
         try:
             if self._spans.claim_flush():
@@ -548,7 +560,7 @@ class ControlHandlers:
 
     def _events_due(self) -> None:
         self._spans.release_flush()
-        # Where something is recorded all the time the threads that record it need not wake this one up for each flush.
+        # Where events are recorded all the time, the threads that record them need not wake this one for each flush.
         if self.send_events() and self._spans.claim_flush():
             self.control.call_later(self._spans.INTERVAL, self._events_due)
 
@@ -564,7 +576,7 @@ class ControlHandlers:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def connection_lost(self, reason: str) -> None:
-        """Fail everything pending, and hold later submissions until :attr:`reconnect` has found a successor, or has not."""
+        """Fail everything pending, and hold later submissions until the search of :attr:`reconnect` for a successor has ended."""
         text = (
             f"the coordinator is gone ({reason}), and what was in flight is lost with it; if another takes its place, "
             "the group goes on in a moment: run this again then"
@@ -579,13 +591,14 @@ class ControlHandlers:
         """Continue with this connection to a successor of the coordinator."""
         control = self.control
         with control.reading:  # no other thread may read from the connection meanwhile
-            self._members = KnownMembers()
+            self._members = KnownMembers()  # the successor has described no member yet
             self._locked.reconnect(endpoint, self.world.alive, self.world.leaving)
         control.renewed()
         self.callbacks.reconnected()
 
     def _on_leave(self, message: m.Message) -> None:
         assert isinstance(message, m.Leave)
+        # The state first, so that callbacks find this rank dismissed.
         self._handle(message)
         self.world.released(message.reason)
         self.callbacks.leave(message)
@@ -617,11 +630,12 @@ class ControlHandlers:
 class Callbacks:
     """Callbacks of users and bindings, by kind of news. They run on the control thread and must not block.
 
-    A callback that raises is reported as an uncaught exception of the thread; the other callbacks and the thread continue.
+    A callback that raises is reported as an uncaught exception of the thread; the other callbacks and the thread continue. Each list is
+    copied before its callbacks are called, since these, and other threads, add to it.
 
     Attributes:
         interrupts: Called when the notebook interrupts this rank.
-        native_waits: Called to withdraw collectives for which native code may be waiting.
+        native_waits: Called to withdraw collectives for which perhaps native code waits.
         reconnections: Called when this rank has found the coordinator's successor.
         stalls: Get the coordinator's reports of stalled collectives.
         aborts: Get the ends of epochs that the coordinator has aborted, after all pending entries have failed.
@@ -635,6 +649,7 @@ class Callbacks:
         self.interrupts: list[Callable[[], None]] = []
         self.native_waits: list[Callable[[], None]] = []
         self.reconnections: list[Callable[[], None]] = []
+        #: Callbacks of :meth:`on_leave`.
         self._leaves: list[Callable[[str], None]] = []
         self._leaving: str | None = None  # why this rank is to leave, once it is
         self._leave_guard = threading.Lock()  # of the two above
@@ -664,7 +679,8 @@ class Callbacks:
             _call(callback)
 
     def on_leave(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` when this rank is to leave; at once, on this thread, if it is already."""
+        """Call ``callback(reason)`` when this rank is to leave; at once, on this thread, if it has the order already."""
+        # Each callback is called once: leave() sees it in the list, or this thread sees the reason.
         with self._leave_guard:
             self._leaves.append(callback)
             reason = self._leaving
@@ -719,7 +735,7 @@ class SharedMemoryRetry:
 
     Args:
         send: Sends a message; any thread.
-        call_later: Has something called on the control thread.
+        call_later: Schedules a call on the control thread.
     """
 
     def __init__(
@@ -741,7 +757,7 @@ class SharedMemoryRetry:
         self._epochs.pop(process_set, None)
 
     def retry_now(self) -> None:
-        """Ask for new epochs if enough descriptors are free now. Any thread; a question that comes too late names an ended epoch."""
+        """Ask for new epochs if enough descriptors are free now. Any thread; a request that comes too late names an ended epoch."""
         if self._epochs and _has_descriptors():
             while self._epochs:
                 self._send(m.Renew(*self._epochs.popitem()))
@@ -760,6 +776,7 @@ class SharedMemoryRetry:
 
 def _has_descriptors() -> bool:
     found = []
+    # By opening them: other files of the process count for the limit, too, and their number changes at any moment.
     try:
         for _ in range(NEEDED_DESCRIPTORS):
             found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

@@ -4,8 +4,8 @@ Most programs ask for the same on all ranks in the same order. So a rank that wa
 <hvdlab.collectives.planes.shm.agreement_board>` and waits a little. If all members have posted the same, the request is agreed, and each
 member computes the result itself. If the tensor is too large for the board or on a device, the members use the plane.
 
-All other requests go through the coordinator. As soon as one member asks for something different, or a member has waited for
-:data:`PATIENCE` and had the coordinator ask the others to decline, all members announce their requests. So the coordinator still
+All other requests go through the coordinator. Members announce their requests as soon as one posts a different request. They also do
+so when a member has waited for :data:`PATIENCE` and the coordinator has asked the others to decline. So the coordinator still
 finds mismatches, missing ranks, deadlocks, ended cells and stalls; it learns of agreed requests by their spans.
 
 A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. It has
@@ -38,9 +38,9 @@ from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.types import OpKind
 
 PATIENCE = 0.02
-"""Seconds that a rank waits at the board before it has the coordinator ask the others to decline, with :data:`FEW` members or fewer."""
+"""Seconds that a rank waits at the board before it asks the coordinator for the others' declines, with :data:`FEW` members or fewer."""
 FEW = 16
-"""With more members the patience grows in proportion, since it takes them longer to have a turn on the cores of one host."""
+"""Members from which on the patience grows in proportion: more processes share the cores of one host, and each has to have its turn."""
 OVERDUE = 0.5
 """Further seconds after which the rank reports to the coordinator that it still waits: a member does not answer."""
 FIRST_SEQUENCE = 1 << 31
@@ -48,13 +48,13 @@ FIRST_SEQUENCE = 1 << 31
 
 
 class CoordinatorBypass:
-    """Bypass of one rank. Any thread.
+    """Coordinator bypass of one rank. Any thread.
 
     Args:
         locked: The rank's state.
         executor: The rank's planes.
         spans: Where operations are recorded.
-        schedule_events: Has the recorded spans sent.
+        schedule_events: Schedules the sending of recorded spans.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CoordinatorBypass:
         Args:
             handle: The handle that this thread waits for.
             queued: Whether it was submitted already.
-            limit: How long the wait may take; ``None`` for ever.
+            limit: Limit of the wait; ``None`` for ever.
 
         Returns:
             Whether it is submitted now: it has ended, or its end can be waited for like any other's. Otherwise the caller has to
@@ -84,6 +84,7 @@ class CoordinatorBypass:
         Raises:
             InvalidRequestError, DuplicateNameError, AbortedError: As by :meth:`Engine.submit`.
         """
+        # Read without the lock; try_post() refuses if the board has become another one in the meantime.
         request = handle.request
         capacity = self._locked.board_capacity(request.process_set)
         if not capacity or not fits(request):
@@ -107,12 +108,13 @@ class CoordinatorBypass:
         return posting is not None
 
     def _agreed(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> bool:
-        """Wait for the other members. Returns whether all have posted the same; if not, the handle goes to the coordinator."""
+        """Wait for the other members. Return whether all have posted the same; if not, the handle goes to the coordinator."""
         board, number = posting.member.board, posting.number
         if not board.complete_soon(number):
             # An abort ends the epoch, and with it the handle, unless all had posted before.
             with contextlib.suppress(PlaneAborted):
                 self._wait(handle, posting, limit)
+        # The board decides, also after an abort: other members have perhaps completed the request already.
         if board.complete(number) and board.agreed(number):
             return True
         self._locked.update(RankState.finish_posting, handle, posting.member, agreed=False)
@@ -145,6 +147,7 @@ class CoordinatorBypass:
             if board.wait(number, max(limit.seconds - OVERDUE, 0.0)):
                 return
             self._locked.withdraw(handle, CauseKind.TIMEOUT, limit.text)
+        # Without a limit: the decline of a member, or the abort of the epoch, ends it.
         board.wait(number, None)
 
 
@@ -165,7 +168,7 @@ def _result(request: Request, posting: PostedRequest) -> Result:
     output = request.output
     assert output is not None
     root = posting.member.ranks.index(request.root)
-    # The root's input is only read, and may be memory that can't be written to.
+    # The root's input is only read: it can be memory that this process may not write to.
     if root != posting.member.index or output is not request.input:
         np.copyto(host_view(output), posting.parts[root].reshape(output.shape))
     return Result(output)

@@ -1,4 +1,4 @@
-"""The engine: one rank's connection to the coordinator, with its control and executor threads."""
+"""Engine: one rank's connection to the coordinator, with its control and executor threads."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _monotonic_ns = time.monotonic_ns
 
 
 class Engine:
-    """One rank of a world. Made by :meth:`connect`; safe to use from any thread unless a method names one.
+    """Engine of one rank of a world. Made by :meth:`connect`; safe to use from any thread unless a method names one.
 
     Attributes:
         rank: This rank.
         settings: The settings that the rank was started with.
         recorder: Spans and metrics of this rank.
         failed_cells: How many cells (or attempts of elastic training) have ended here with an error, so that bindings can
-            drop work that one left half done.
+            drop their unfinished work.
         cells_begun: How many cells have begun here.
         elastic: This rank's part in elastic training.
         exports: The exports that hand this rank's metrics, or those of all ranks, to exporters.
@@ -59,6 +59,7 @@ class Engine:
             native code waits for the one that would raise it; that code's collectives are to be withdrawn. 0 for none.
         sent_through_native: The latest errors of collectives that bindings passed to a framework's native code, which keeps
             their text and not their type.
+        wait_for: As :meth:`HandleWaiter.wait_for`.
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
@@ -66,6 +67,7 @@ class Engine:
         locked = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
         self.rank, self.settings = rank, settings
         self._locked = locked
+        #: Position on the host in an epoch of the world; computed again once that has changed.
         self._place: tuple[int, HostPosition] | None = None
         self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
@@ -73,7 +75,9 @@ class Engine:
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
+        #: A bound method, looked up once: it is called for every tensor.
         self._submit = locked.submit
+        #: Set once :meth:`close` has got past its operations, or in a forked child.
         self._closed = threading.Event()
         self._control = Control(endpoint, str(rank))
         outcomes = BatchOutcomes(locked, self._spans, lambda: self._handlers.schedule_events())
@@ -82,6 +86,7 @@ class Engine:
             locked, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
         )
         hello = introduction(settings, rank)
+        #: Finds a successor after the loss of the coordinator.
         self._reconnecting = RankReconnect(
             settings, hello, generation, self._handlers, self._control, self._may_return
         )
@@ -90,13 +95,16 @@ class Engine:
         self._waiter = HandleWaiter(rank, locked, self._inline, self._executor, self.hooks, self._bypass)
         self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._handlers)
+        #: The timeline file, if this rank writes one.
         self._timeline = TimelineTap(subscription)
         self.exports = MetricExports(self._handlers, subscription)
         self.elastic = ElasticMembership(rank, locked, self._handlers.world)
+        # The thread starts last: its handlers use all the parts above.
         _engines.add(self)
         self._control.start(self._handlers)
         self._control.call(self._handlers.ask_clock)
         interval = settings.metrics_interval if settings.record else 0.0
+        #: Samples the resources of this process; ``None`` if it is switched off.
         self._sampler = sample_rank(self.metric, interval, rank)
 
     @classmethod
@@ -105,7 +113,7 @@ class Engine:
 
         Args:
             settings: The address of the coordinator, and all other settings of the engine.
-            timeout: Seconds that connecting may take; ``None`` for ``settings.start_timeout``.
+            timeout: Seconds for connecting; ``None`` for ``settings.start_timeout``.
 
         Raises:
             NotInitializedError: The settings name no coordinator.
@@ -131,7 +139,7 @@ class Engine:
     def _may_return(self) -> bool:
         """Return whether this rank can return when the others have continued without it.
 
-        It needs a point at which it takes part again: a restart of training, or the next cell. A script has no such point.
+        It needs a point at which it joins the others again: a restart of training, or the next cell. A script has no such point.
         """
         return self.settings.cells_tracked or self._locked.state.elastic
 
@@ -157,21 +165,21 @@ class Engine:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Return the ranks that live, as far as is known; one that has died or left may be in a process set for a moment yet."""
+        """Return the ranks that live, as far as this rank knows. A process set can still contain a dead one for a moment."""
         return self._handlers.world.alive
 
     def death_of(self, rank: int) -> str:
-        """Return how a rank has ended, as far as is known; empty if it lives, or has left in order."""
+        """Return how a rank has ended, as far as this rank knows; empty if it lives, or has left in order."""
         last = self._handlers.world.last
         deaths = last.deaths if last is not None else ()
         return next((death.reason for death in deaths if death.rank == rank), "")
 
     def world_store(self) -> KeyValue:
-        """Values that the members of the world exchange in its present epoch; see :meth:`wait_for_world`."""
+        """Return the store of values that the members of the world exchange in its present epoch; see :meth:`wait_for_world`."""
         return self._handlers.store(0, self._locked.state.sets[0].epoch)
 
     def _begin_mpi(self) -> None:
-        """Load MPI if the world uses it: loading waits for all of MPI's processes, and later only some ranks might do it."""
+        """Load MPI if the world uses it: loading waits for all of MPI's processes, and later perhaps only some ranks load it."""
         world = self._locked.state.sets.get(0)
         if world is None or world.plane not in ("mpi", "hierarchical"):
             return
@@ -220,7 +228,7 @@ class Engine:
     def device_plane(self, process_set: int, device: str) -> str:
         """Return the name of the data plane for tensors on a device class; empty if there is none: stage them through the host.
 
-        The plane may be gone in the next epoch, if that has other members; requests that were submitted for it then fail with
+        The next epoch has perhaps no such plane, if it has other members; requests that were submitted for it then fail with
         ``InvalidRequestError`` on all ranks.
         """
         group = self._locked.state.sets.get(process_set)
@@ -250,17 +258,18 @@ class Engine:
 
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """Return the ranks of the process sets that this rank knows, by id."""
+        # Copied in one step of the interpreter: the control thread adds and removes sets, and this thread has no lock.
         return {id: group.ranks for id, group in dict(self._locked.state.sets).items()}
 
     def knows_process_set(self, process_set: int) -> bool:
-        """Return whether a process set that was added is still there, whether this rank is in it or not.
+        """Return whether a process set that was added still exists, with or without this rank.
 
-        One that was being added or removed when the coordinator died may be gone once there is a successor.
+        One that was being added or removed when the coordinator died can vanish once a successor has restored the world.
         """
         return process_set in self._locked.state.failover.sets
 
     def added_process_sets(self) -> dict[int, tuple[int, ...]]:
-        """Return the ranks of each process set that was added and is still there, by id; also of those without this rank."""
+        """Return the ranks of each added process set that still exists, by id; also of those without this rank."""
         return dict(self._locked.state.failover.sets)
 
     @property
@@ -300,7 +309,7 @@ class Engine:
         return self._place[1]
 
     def add_process_set(self, ranks: Sequence[int], timeout: float | None = None) -> int:
-        """Make a process set of these ranks; every rank of the world calls it alike. Returns its id."""
+        """Add a process set of these ranks, and return its id. Every rank of the world calls it alike."""
         chosen = tuple(sorted(set(ranks)))
         name = f"process_set.add.{','.join(map(str, chosen))}"
         return self.run(Request(OpKind.ADD_PROCESS_SET, name, ranks=chosen), timeout).process_set
@@ -321,7 +330,7 @@ class Engine:
         Args:
             request: The request.
             announce: Whether the control thread is woken to announce it.
-            at_once: Whether the caller waits for it next: the control thread is not woken then, and the wait may bypass the coordinator.
+            at_once: Whether the caller waits for it next: the control thread is not woken then, and the wait can bypass the coordinator.
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
@@ -339,6 +348,7 @@ class Engine:
 
     def run(self, request: Request, timeout: float | None = None) -> Result:
         """Submit, announce at once and wait: the quick way for one blocking collective. Raises as ``wait`` does."""
+        # Before anything is submitted: a refusal must leave nothing in flight.
         self.hooks.refuse_to_wait()
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         try:
@@ -350,7 +360,7 @@ class Engine:
             raise
 
     def join(self, process_set: int = 0) -> int:
-        """Take part with zeros in the collectives of the other members, until all have joined.
+        """Join: contribute zeros to the collectives of the other members, until all have joined.
 
         The other members need not wait for this rank any more: allreduces with SUM or AVERAGE (which still divides by all
         members) and barriers continue without its call. Other collectives fail with ``JoinedRanksError`` on the ranks that
@@ -390,11 +400,11 @@ class Engine:
         self._handlers.withdraw(process_set, text, kind)
 
     def tell_blocked(self, handle: Handle, seconds: float) -> None:
-        """See :meth:`Handle.tell_blocked`. Any thread; does not wait."""
+        """Report a blocked thread, as :meth:`Handle.tell_blocked` does. Any thread; does not wait."""
         self._locked.update(RankState.report_waiting, handle, seconds)
 
     def tell_unblocked(self, handle: Handle) -> None:
-        """See :meth:`Handle.tell_unblocked`. Any thread; does not wait."""
+        """Report the end of that wait, as :meth:`Handle.tell_unblocked` does. Any thread; does not wait."""
         self._locked.update(RankState.report_done_waiting, handle)
 
     def pending(self) -> list[PendingCollective]:
@@ -408,12 +418,12 @@ class Engine:
 
         Meanwhile no clock of a stall runs on any rank, and the coordinator reports no wait for this one as stalled.
 
-        May be called again for another reason before that. Any thread; does not wait.
+        Pauses for several reasons add up, and each has its own :meth:`resume`. Any thread; does not wait.
         """
         self._locked.update(lambda state: state.paused((*state.failover.paused, reason)))
 
     def resume(self, reason: str = "being looked at") -> None:
-        """End the pause that :meth:`pause` began for this reason; without one nothing happens. Any thread; does not wait."""
+        """End the pause that :meth:`pause` began for this reason. Without effect if there is none. Any thread; does not wait."""
 
         def resume(state: RankState) -> None:
             left = list(state.failover.paused)
@@ -432,12 +442,12 @@ class Engine:
     # -- metrics --------------------------------------------------------------------------------------------------
 
     def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
-        """Record a number and see to it that it is sent; ``time_ns`` is when it was measured, by default now."""
+        """Record a number and schedule its sending; ``time_ns`` is the time of its measurement, by default now."""
         self.recorder.metric(name, value, step, time_ns)
         self._handlers.schedule_events()
 
     def introduce_group(self, group: int) -> None:
-        """Let the timeline know that each request of this group is one rank's alone; see :meth:`record_request`."""
+        """Record that each request of this group is one rank's alone, for the timeline; see :meth:`record_request`."""
         self._spans.members(group, 0, 1)
 
     def record_request(
@@ -454,7 +464,7 @@ class Engine:
         phases: PhaseTimes,
         ok: bool,
     ) -> None:
-        """Record a request to a parameter server, and have it sent.
+        """Record a request to a parameter server, and schedule the sending of the record.
 
         The arguments are those of :meth:`~hvdlab.collectives.engine.span_log.SpanLog.request`.
         """
@@ -466,21 +476,22 @@ class Engine:
     def begin_cell(self, cell: str) -> None:
         """Begin a cell on this rank."""
         self.cells_begun += 1
-        self._handlers.memory_retry.retry_now()  # the cell before may have closed files
+        self._handlers.memory_retry.retry_now()  # perhaps the cell before has closed files
         self.recorder.cell_begin(cell)
         self._locked.update(RankState.begin_cell, cell)
 
     @property
     def runs_cell(self) -> bool:
-        """Return whether a cell runs here; always true for a rank whose cells are not tracked, such as that of a script. Any thread."""
+        """Return whether a cell runs here; always true for a rank without tracked cells, such as that of a script. Any thread."""
         return not self.settings.cells_tracked or bool(self._locked.state.failover.cells)
 
     def hold_interrupt(self) -> None:
         """Mark the running cell as interrupted while native code runs that must not be left by an exception.
 
         Bindings withdraw the collectives for which that code waits from now on; :meth:`end_native_waits` has them withdraw those
-        for which it waits already. Called by a signal's handler, so it takes no lock.
+        for which it waits already. Called by a signal's handler, so it acquires no lock.
         """
+        # The interrupted thread can hold any lock of this process, and would wait for itself.
         self.interrupt_held_in = self.cells_begun
 
     def interrupt_is_held(self) -> bool:
@@ -488,7 +499,7 @@ class Engine:
         return self.interrupt_held_in == self.cells_begun > 0
 
     def end_native_waits(self) -> None:
-        """Have bindings withdraw the collectives that native code may be waiting for. Any thread; does not wait."""
+        """Call the bindings' callbacks, which withdraw the collectives that native code waits for. Any thread; does not wait."""
         self._control.call(self._handlers.callbacks.end_native_waits)
 
     def end_cell(self, cell: str, error: str | None = None) -> None:
@@ -524,7 +535,7 @@ class Engine:
         self._handlers.callbacks.interrupts.append(callback)
 
     def on_native_waits(self, callback: Callable[[], None]) -> None:
-        """Call this on the control thread to withdraw collectives that native code may be waiting for, without Python's lock.
+        """Call this on the control thread to withdraw collectives for which native code waits without Python's lock.
 
         That is when the notebook interrupts this rank, and again for an interrupt that is held (:meth:`hold_interrupt`).
         """
@@ -541,13 +552,13 @@ class Engine:
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when this rank has found the coordinator's successor.
 
-        Mail that was on its way when the coordinator died may be lost; mail that this rank posted since then has been sent.
+        Mail that was on its way when the coordinator died is perhaps lost; mail that this rank posted since then has been sent.
         """
         self._handlers.callbacks.reconnections.append(callback)
 
     @property
     def waits_for_successor(self) -> bool:
-        """Return whether a coordinator that was lost may be replaced, or has been."""
+        """Return whether a lost coordinator can still be replaced, or has been."""
         return self.settings.reattach > 0 and self._locked.state.lost is None
 
     @property
@@ -587,6 +598,9 @@ class Engine:
         if self._closed.is_set():
             return
         self.hooks.refuse_to_wait()
+        # The order is an argument. Submissions are refused first, so that _drain() finds an end. Consumers of events close while the
+        # control thread still serves them. The goodbye is its last call. Handles that are left fail before the planes close, and hooks
+        # run after the last handle has ended. Descriptors are freed once no thread can use them.
         self._locked.unusable = NotInitializedError("the engine of this rank")
         if self._sampler is not None:
             self._sampler.close(timeout)
@@ -606,7 +620,7 @@ class Engine:
         _engines.discard(self)
 
     def _say_bye(self) -> None:
-        self._handlers.send_events()
+        self._handlers.send_events()  # in front of the goodbye: the coordinator reads nothing behind it
         self._locked.queue_message(m.Bye(self.farewell))
 
     def _after_fork(self) -> None:
@@ -641,7 +655,7 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
 def _drain(locked: LockedState, rank: int, why: str, deadline: Deadline | None) -> None:
     """Wait for the operations that are executing, then give up all other entries, on all ranks.
 
-    A rank that leaves finishes its operations, since the other members are in the middle of them, too. The coordinator may be
+    A rank that leaves finishes its operations, since the other members are in the middle of them, too. Perhaps the coordinator is
     ordering an announced entry at this very moment, and other ranks would then wait for this one in the plane. So announced
     entries are given up, too. Nothing may be submitted meanwhile.
 
@@ -654,7 +668,7 @@ def _drain(locked: LockedState, rank: int, why: str, deadline: Deadline | None) 
     try:
         if deadline is not None:
             _finish_executing(locked, deadline)
-    finally:
+    finally:  # also after an interrupt of the wait: the other ranks must not wait for this one
         locked.update(_give_up, f"rank {rank} left the job ({why})")
 
 
@@ -676,7 +690,7 @@ def _finish_executing(locked: LockedState, deadline: Deadline) -> None:
             if not handle.done_lock.acquire(timeout=-1 if left is None else left):
                 return
             handle.release_waiters()
-        locked.update(find)
+        locked.update(find)  # orders that have come in the meantime
 
 
 def _give_up(state: RankState, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Entries: submitted collectives, the local ids that they are announced as, and effects: orders of the rank's state about them."""
+"""Submitted collectives (entries), the local ids that they are announced as, and the orders of the rank's state about them (effects)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hvdlab.collectives.types import DType, OpKind, ReduceOp
 UNANNOUNCED, ANNOUNCED, EXECUTING, ENDED, POSTED = range(5)
 
 LOCAL_LIMIT = 4096
-"""Local ids of a rank at most, by default."""
+"""Local ids of a rank at most, by default: the coordinator keeps a definition for each, of every rank."""
 
 Key = tuple[object, ...]
 
 
 class Entry:
-    """A submitted collective. Its fields belong to :class:`RankState`, under the engine's lock.
+    """Submitted collective. Its fields belong to :class:`RankState`, under the engine's lock.
 
     Attributes:
-        request: What the user asked for.
+        request: The user's request.
         name: Tensor name as the coordinator matches it (anonymous ones of a kind have a common one).
         site: Call site.
-        submitted: When it was submitted, in nanoseconds of ``time.monotonic_ns``.
-        received: When ``Execute`` came, in the same nanoseconds, or 0.
+        submitted: Time of submission, in nanoseconds of ``time.monotonic_ns``.
+        received: Time at which ``Execute`` came, in the same nanoseconds, or 0.
         phase: ``UNANNOUNCED`` (not announced yet), ``ANNOUNCED``, ``EXECUTING``, ``ENDED`` or ``POSTED`` (on the board of its epoch).
         epoch: Epoch that it is (or, if held, at the earliest will be) announced in.
         local: The local id that it is announced as.
-        extra: Numbers that go along with the announcement and may differ between ranks (allgather: rows; alltoall: splits).
+        extra: Numbers that go along with the announcement and can differ between ranks (allgather: rows; alltoall: splits).
         given_up: Whether this rank has withdrawn it: it ends with its epoch.
         waited: Seconds that the user's thread has waited for it, as this rank reported to the coordinator, or 0.
     """
@@ -96,7 +96,7 @@ class Zeros(Entry):
 
 @dataclass(slots=True)
 class Cancellation:
-    """The end of a message to another rank, as this rank asks the coordinator for it.
+    """Cancellation of a message to another rank, as this rank asks the coordinator for it.
 
     Attributes:
         entry: The message.
@@ -115,7 +115,7 @@ class Cancellation:
 
 
 class Local:
-    """A local id: a signature and call site as an integer.
+    """Local id: a signature and call site as an integer.
 
     Attributes:
         id: The integer.
@@ -146,16 +146,17 @@ class Local:
         return Definition(self.id, self.signature, self.site, self.priority)
 
 
+#: The local id of an entry that was not announced yet; its own object, so that no field is ``None``.
 NO_LOCAL = Local(-1, (), Signature(0, "", 0, 0, ()), "")
 
 
 class Locals:
-    """The local ids of this rank, and the entries that were announced under each of them.
+    """Local ids of this rank, and the entries that were announced under each of them.
 
-    An id stands for a signature and call site, whose definition this rank sends to the coordinator once.
+    An id stands for a signature and call site. This rank sends its definition to the coordinator once.
 
     Args:
-        limit: How many ids there are before the least recently used ones are given to other signatures.
+        limit: Number of ids from which on the least recently used ones are given to other signatures.
     """
 
     def __init__(self, limit: int = LOCAL_LIMIT) -> None:
@@ -192,14 +193,16 @@ class Locals:
         local = self._by_key.get(key)
         if local is None:
             local = self._define(key, entry, shape)
+        # Only once half of the ids are in use: before, each step of a training would pay for an order that no eviction reads.
         elif len(self._by_key) * 2 > self._limit:
-            self._by_key.move_to_end(key)  # order only matters once ids become scarce
+            self._by_key.move_to_end(key)
         return local
 
     def unqueue(self, entry: Entry) -> None:
-        """Take an announced entry out of the queue of its local id."""
+        """Remove an announced entry from the queue of its local id."""
         local = entry.local
         if entry.phase == ANNOUNCED and local is not NO_LOCAL:
+            # Nearly always the oldest: the queue is searched only if it is not.
             if local.queue and local.queue[0] is entry:
                 local.queue.popleft()
             elif entry in local.queue:
@@ -229,9 +232,11 @@ class Locals:
         """Return a new id below the limit; at the limit the least recently used one that has nothing in flight, if there is one."""
         if self._next >= self._limit:
             for key, local in self._by_key.items():
+                # One with entries in flight can't change its meaning: decisions about them name the id.
                 if not local.queue:
                     del self._by_key[key]
                     return local.id
+        # Beyond the limit only while that many different tensors are in flight.
         self._next += 1
         return self._next - 1
 
@@ -288,7 +293,7 @@ def matched_shape(request: Request) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class RunBatch:
-    """Execute these entries as one operation of the plane of this process set, epoch and device class.
+    """Order to execute these entries as one operation of the plane of this process set, epoch and device class.
 
     With ``payloads``, the small tensors of all members by position, no plane is needed. ``(process_set, sequence, batch)`` names
     the operation and is equal on all members. With ``reported``, this rank reports the end of the operation to the coordinator.
@@ -307,7 +312,7 @@ class RunBatch:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """End an entry with an error."""
+    """Order to end an entry with an error."""
 
     entry: Entry
     error: Exception
@@ -315,7 +320,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Succeed:
-    """End an entry that moves no data."""
+    """Order to end an entry that moves no data."""
 
     entry: Entry
     process_set: int = -1
@@ -323,7 +328,7 @@ class Succeed:
 
 @dataclass(frozen=True, slots=True)
 class AbortPlane:
-    """End the running operation of the plane of this process set and epoch at once, and drop the plane."""
+    """Order to end the running operation of the plane of this process set and epoch at once, and to drop the plane."""
 
     process_set: int
     epoch: int
@@ -331,7 +336,7 @@ class AbortPlane:
 
 @dataclass(frozen=True, slots=True)
 class ClosePlanes:
-    """Close the planes of this process set older than ``epoch`` once their work is done."""
+    """Order to close the planes of this process set older than ``epoch`` once their work is done."""
 
     process_set: int
     epoch: int
@@ -339,7 +344,7 @@ class ClosePlanes:
 
 @dataclass(frozen=True, slots=True)
 class NewEpoch:
-    """Prepare the planes of a process set's new epoch; ``index`` is -1 where this rank is no member.
+    """Order to prepare the planes of a process set's new epoch; ``index`` is -1 where this rank is no member.
 
     ``plane`` is for tensors of the host, ``device_planes`` are for those of other device classes.
     """

@@ -1,12 +1,12 @@
-"""The executor: begins batches on the planes, in the coordinator's order, one at a time.
+"""Executor: begins batches on the planes, in the coordinator's order, one at a time.
 
-A host plane has executed a batch when its call returns. A device plane may only have begun it: it reports the end later,
-from a thread of its own, and the executor goes on with the next batch meanwhile. So the batches of a process set begin in the
-same order on all ranks, whatever their devices, and those of one device class end in that order.
+A host plane has executed a batch when its call returns. A device plane can have only begun it: it reports the end later,
+from a thread of its own, and the executor continues with the next batch meanwhile. So the batches of a process set begin in the
+same order on all ranks, on all devices, and those of one device class end in that order.
 
 Work is queued in a :class:`WorkQueue`. The thread that works holds the queue's ``run_lock``: the queue's own thread, or a user's
 thread that waits for a result anyway and so saves a change of threads. If a plane does not obey an abort, the executor abandons
-the whole queue, with the thread that is stuck in it, and goes on with a new one.
+the whole queue, with the thread that is stuck in it, and continues with a new one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hvdlab.collectives.reduce.fold import FoldScratch
 from hvdlab.collectives.types import OpKind
 
 CONNECT_TIMEOUT = 30.0
+"""Seconds that the members of a plane have to connect to each other, unless the coordinator chooses another limit."""
 
 Scope = tuple[int, int, str]
 """Process set, epoch and device class."""
@@ -40,7 +41,7 @@ Scope = tuple[int, int, str]
 class PlaneSlot:
     """Plane of one process set, epoch and device class, which is built at its first use.
 
-    ``open`` and ``close`` belong to the thread that holds the queue's ``run_lock``; ``abort`` may come from any thread.
+    ``open`` and ``close`` belong to the thread that holds the queue's ``run_lock``; any thread can call ``abort``.
 
     Args:
         name: Name of the plane.
@@ -73,6 +74,7 @@ class PlaneSlot:
         self._pairs: PeerPlanes | None = None
         #: Whether the plane is connected.
         self._connected = False
+        #: Whether :meth:`close` was called.
         self._closed = False
         #: Size in bytes of the slices; 0 before the coordinator has chosen one.
         self._slice = 0
@@ -102,13 +104,14 @@ class PlaneSlot:
         return pairs
 
     def tune(self, slice_bytes: int) -> None:
-        """See :meth:`Plane.tune`; before the plane is connected the size is only stored."""
+        """Set the size of slices, as :meth:`Plane.tune` does; before the plane is connected the size is only stored."""
         self._slice = slice_bytes
         if self.plane is not None and self._connected:
             self.plane.tune(slice_bytes)
 
     def abort(self) -> None:
         """End the operations that run on the plane. Any thread; never blocks."""
+        # The mark before the plane is read; open() and pairs() store in the other order.
         self.aborted = True
         if self.plane is not None:
             self.plane.abort()
@@ -125,7 +128,7 @@ class PlaneSlot:
         if self.plane is not None:
             self.plane.close()
         elif self.context.memory_fd >= 0:
-            os.close(self.context.memory_fd)  # no plane was built that would have taken it over
+            os.close(self.context.memory_fd)  # no plane was built that would own it
 
 
 Close = Callable[[], None]
@@ -145,14 +148,14 @@ class Outcomes(Protocol):
 
 
 class WorkQueue:
-    """Jobs in order, the lock of the thread that runs them, and the queue's own thread, which works when no user's thread does.
+    """Queue of jobs, with the lock of the thread that runs them, and the queue's own thread, which works when no user's thread does.
 
     Attributes:
         number: Number of the queue; 1 for the first.
         jobs: Jobs that no thread has begun.
         run_lock: Held by the thread that runs jobs.
         wakeup: Wakes the queue's own thread; ``False`` ends it.
-        abandoned: Whether the executor goes on without this queue, since a thread is stuck in it.
+        abandoned: Whether the executor continues without this queue, since a thread is stuck in it.
         folds: Scratch memory of the thread that runs jobs.
         current: The job that is running, or was when its thread was interrupted.
         running: The slot of the plane whose operation is running, or ``None``.
@@ -191,9 +194,9 @@ class Executor:
         self._slots: dict[Scope, PlaneSlot] = {}
         #: Queues with a stuck thread, which is joined once it has come back.
         self._abandoned: list[WorkQueue] = []
-        #: How many queues there have been.
+        #: Number of queues so far.
         self._queues = 0
-        # Guards taking and putting jobs, moving them to another queue, and counting the batches under way.
+        # Guards adding and removing jobs, moving them to another queue, and counting the batches under way.
         self._jobs_lock = threading.Lock()
         #: The queue that gets jobs.
         self.queue = self._new_queue()
@@ -220,7 +223,7 @@ class Executor:
         self._drain(self.queue)
 
     def _drain(self, queue: WorkQueue) -> None:
-        # A thread that has put a job and finds ``run_lock`` taken may go: the holder looks for jobs again after it has released
+        # A thread that has added a job and finds ``run_lock`` locked can return: the holder checks for jobs again after it has released
         # the lock.
         while queue.jobs and not queue.abandoned and not queue.run_lock.locked():
             with queue.run_lock:
@@ -238,16 +241,16 @@ class Executor:
                     queue.current = None
                     if self._hooks.due:
                         break
-            # Without ``run_lock``: while this thread runs hooks, another one may go on with the jobs.
+            # Without ``run_lock``: while this thread runs hooks, another one can continue with the jobs.
             if self._hooks.due:
                 self._hooks.run() if threading.current_thread() is queue.thread else self._hooks.defer_to_control()
 
     def with_idle_queue(self, scope: Scope, work: Callable[[PlaneSlot], bool]) -> bool:
-        """If the queue is idle, call ``work`` on this thread and keep its lock meanwhile: jobs that are put then wait.
+        """Call ``work`` on this thread if the queue is idle, and keep its lock meanwhile: jobs that are added then wait.
 
         Args:
-            scope: The process set, epoch and device class whose plane is needed.
-            work: Is given that plane's slot, and may call :meth:`run_now`.
+            scope: Process set, epoch and device class of the needed plane.
+            work: Gets that plane's slot, and may call :meth:`run_now`.
 
         Returns:
             The value of ``work``; false if the queue is busy or there is no such plane.
@@ -262,6 +265,7 @@ class Executor:
             with queue.run_lock:
                 return not (queue.abandoned or queue.jobs or slot.aborted) and work(slot)
         finally:
+            # Their own wake-up has found ``run_lock`` locked.
             if queue.jobs:
                 self.wake()
 
@@ -272,6 +276,7 @@ class Executor:
     def pop_interrupted(self) -> list[tuple[int, int]]:
         """Return process set and epoch of the batch that the calling thread ran when it was interrupted, if it ran one."""
         queue = self.queue
+        # An interrupted thread has released the lock and left its job; if the lock is held, the job is another thread's.
         job, locked = queue.current, queue.run_lock.locked()
         if locked or type(job) is not RunBatch:
             return []
@@ -298,10 +303,11 @@ class Executor:
                 # Not counted among the plane's operations, which are the same on all members.
                 results = [run_message(slot.pairs(), batch.entries[0].request, sender, phases)]
             else:
+                # Before the call: the number counts operations that have begun, also those that fail.
                 slot.operations += 1
                 results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
-            pass
+            pass  # the abort that has ended it ends its handles, too
         except Exception as error:  # noqa: BLE001  (for any error the epoch ends; all members read the reason)
             self._failed(slot, batch, error)
         except BaseException:
@@ -312,12 +318,13 @@ class Executor:
             if completion is None:
                 self._outcomes.batch_done(batch, results, started, phases)
             else:
+                # Counted before the plane can report the end, which on_end() can do at once.
                 with self._jobs_lock:
                     slot.under_way += 1
                 completion.on_end(partial(self._ended, slot, batch, results, started, phases))
         finally:
             queue.running = None
-            if queue.abandoned:
+            if queue.abandoned:  # _close_older() has left the plane to this thread
                 slot.close()
             if not finished:
                 self._outcomes.batch_unfinished(batch, started, phases)
@@ -365,7 +372,7 @@ class Executor:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def abort(self, process_set: int, epoch: int) -> tuple[WorkQueue, PlaneSlot] | None:
-        """End the planes of a process set up to ``epoch``; returns queue and slot of an operation that is in one of them."""
+        """End the planes of a process set up to ``epoch``. Return queue and slot of an operation that is in one of them."""
         busy = None
         for slot in list(self._slots.values()):
             if slot.scope[0] == process_set and slot.scope[1] <= epoch:
@@ -388,7 +395,7 @@ class Executor:
                 slot.outdated = True
                 if slot.under_way and not slot.aborted:
                     continue  # the thread that ends its last batch comes back here; an abort does as well
-            del self._slots[scope]
+            del self._slots[scope]  # before close(), so that no other thread finds a closed plane
             # A thread that is stuck in the plane closes it when it comes back.
             if not any(queue.running is slot for queue in self._abandoned):
                 slot.close()
@@ -399,7 +406,8 @@ class Executor:
         return [scope for scope in list(self._slots) if scope[0] == process_set and scope[1] < epoch]
 
     def tune(self, process_set: int, epoch: int, slice_bytes: int) -> None:
-        """Change the slices of a host plane to ``slice_bytes`` bytes, after the jobs that are queued now."""
+        """Set the slices of a host plane to ``slice_bytes`` bytes, after the jobs that are queued now."""
+        # As a job: all members must change the size between the same two operations.
 
         def tune() -> None:
             slot = self._slots.get((process_set, epoch, HOST))
@@ -420,7 +428,8 @@ class Executor:
         return next(filter(None, errors), None)
 
     def abandon(self, queue: WorkQueue, slot: PlaneSlot) -> None:
-        """Go on with a new queue if ``queue`` is still in ``slot``, whose abort it did not obey."""
+        """Continue with a new queue if ``queue`` is still in an operation of ``slot``, in spite of its abort."""
+        # Under the lock, so that no job is added to the old queue after its jobs have moved.
         with self._jobs_lock:
             if queue is not self.queue or queue.running is not slot:
                 return
@@ -429,7 +438,7 @@ class Executor:
             new = self._new_queue()
             new.jobs, queue.jobs = queue.jobs, new.jobs
             self.queue = new
-        queue.wakeup.put(True)
+        queue.wakeup.put(True)  # its own thread can be idle, while a user's is stuck
         self.wake()
 
     def _join_abandoned(self) -> None:
@@ -447,12 +456,13 @@ class Executor:
 
     @property
     def abandoned(self) -> int:
-        """Count the abandoned queues that are still stuck."""
+        """Return the number of abandoned queues that are still stuck."""
         return sum(queue.stuck for queue in self._abandoned)
 
     def close(self, timeout: float) -> None:
-        """End all work and close all planes. Waits ``timeout`` seconds for the queue's own thread; joins the threads of abandoned
-        queues only if they are not stuck any more.
+        """End all work and close all planes, within ``timeout`` seconds for the queue's own thread.
+
+        The threads of abandoned queues are joined only if they are not stuck any more.
         """
         for slot in list(self._slots.values()):
             slot.abort()

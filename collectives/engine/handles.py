@@ -2,8 +2,8 @@
 
 A handle is completed under the rank's lock, on whichever thread brings its end, and its hook is only queued there. A thread
 of the engine calls it once it holds no lock any more; it releases the work queue's lock before. A user's thread, which
-executes while it waits, wakes the control thread instead. Ctrl-C may interrupt that thread between any two steps, and a hook
-has to run once and to its end. Every thread finds the hooks that are due in one queue, and the control thread looks into it
+executes while it waits, wakes the control thread instead. Ctrl-C can interrupt that thread between any two steps, and a hook
+has to run once and to its end. Every thread finds the hooks that are due in one queue, and the control thread checks it
 whenever it wakes. So no hook is forgotten if a thread is interrupted before it could wake the control thread.
 """
 
@@ -24,7 +24,7 @@ from hvdlab.collectives.logs import LOG
 
 
 class HandleOwner(Protocol):
-    """The part of an engine that its handles use."""
+    """Part of an engine that its handles use."""
 
     hooks: CompletionHooks
 
@@ -36,7 +36,7 @@ class HandleOwner(Protocol):
 
 
 class Handle(Entry):
-    """Collective in flight, on whose end threads can wait. Made by :meth:`Engine.submit`.
+    """Handle of a collective in flight; threads can wait for its end. Made by :meth:`Engine.submit`.
 
     Attributes:
         at_once: Whether the thread that submitted it waits for it next, and has not begun to.
@@ -51,12 +51,13 @@ class Handle(Entry):
         Entry.__init__(self, request, site, submitted)
         self._engine = engine
         self.at_once = False
+        #: Whether it has ended; stored after the outcome, which is in the next two.
         self._done = False
         self._result: Result | None = None
         self._error: Exception | None = None
         self.hook_called = False
         self.wakeup = -1
-        # A bare lock, held until the end, is the cheapest thing that a thread can wait on and Ctrl-C can break.
+        # A bare lock, held until the end, is the cheapest object on which a thread can wait and Ctrl-C can break the wait.
         self.done_lock = _thread.allocate_lock()
         self.done_lock.acquire()
 
@@ -65,7 +66,7 @@ class Handle(Entry):
         return self._done
 
     def wait_or_withdraw(self, limit: Limit) -> Result:
-        """Wait for the end; after ``limit`` give it up on all ranks, with all that is pending in its process set.
+        """Wait for the end; after ``limit`` give it up on all ranks, with everything pending in its process set.
 
         Raises:
             MismatchError, AbortedError, KeyboardInterrupt: As :meth:`wait`; ``AbortedError`` also when the limit has passed.
@@ -75,7 +76,7 @@ class Handle(Entry):
         return self.wait()
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait for the collective to end and return its result; may be called again and from several threads.
+        """Wait for the collective to end and return its result. Can be called again and from several threads.
 
         Args:
             timeout: Seconds, or ``None`` for ever.
@@ -89,6 +90,7 @@ class Handle(Entry):
         if not self._done:
             self._engine.wait_for(self, timeout)
         if self._error is not None:
+            # Without the last traceback: each wait() would add its frames to that of the same exception.
             raise self._error.with_traceback(None)
         assert self._result is not None
         return self._result
@@ -96,21 +98,23 @@ class Handle(Entry):
     def complete(self, result: Result | None, error: Exception | None) -> None:
         """End it; the first call counts. For the engine only."""
         if not self._done:
+            # The result before the mark: a thread that sees the mark reads the result without a lock.
             self._result, self._error = result, error
             self._done = True
-            try:  # noqa: SIM105  (done for each tensor of a step, and a context takes longer than all the rest)
+            try:  # noqa: SIM105  (done for each tensor of a step, and a context costs more time than the other statements)
                 self.done_lock.release()
             except RuntimeError:
                 pass  # a thread that gave up waiting has seen it done, and has opened the lock for all others
+            # A thread that polls stores the descriptor and then reads the mark; here the mark is stored before the descriptor is read.
             if self.wakeup >= 0:
                 with contextlib.suppress(OSError):  # it was closed: no thread watches it any more
                     os.eventfd_write(self.wakeup, 1)
-        # Last, and also if it had ended: the thread that completed it may have been interrupted just before this.
+        # Last, and also if it had ended: perhaps the thread that completed it was interrupted just before this.
         if self.request.on_done is not None:
             self._engine.hooks.add(self)
 
     def add_hook(self, hook: CompletionHook) -> bool:
-        """Give a request a completion hook that it was submitted without.
+        """Add a completion hook to a request that was submitted without one.
 
         Returns:
             Whether the engine calls it, or has done so. ``False``: the collective had ended before, and the caller has to do
@@ -118,7 +122,7 @@ class Handle(Entry):
         """
         assert self.request.on_done is None, "a request has one completion hook"
         # complete() marks the end and then reads the hook; this sets the hook and then reads the mark. So at least one of the two
-        # threads sees what the other has stored; if both do, the one that claims the hook calls it.
+        # threads sees the other's store; if both do, the one that claims the hook calls it.
         self.request.on_done = hook
         return not (self._done and self._engine.hooks.try_claim(self))
 
@@ -138,7 +142,7 @@ class Handle(Entry):
         return (self._result, None) if self._error is None else (None, self._error)
 
     def release_waiters(self) -> None:
-        """Let all threads through that wait. For the engine only."""
+        """Wake all threads that wait. For the engine only."""
         if self.done_lock.locked():
             with contextlib.suppress(RuntimeError):  # another thread has just released it
                 self.done_lock.release()
@@ -149,20 +153,21 @@ class CompletionHooks:
 
     Args:
         rank: This rank.
-        wake: Has :meth:`run` called by the control thread.
+        wake: Wakes the control thread, so that it calls :meth:`run`.
     """
 
     def __init__(self, rank: int, wake: Callable[[], None]) -> None:
         self._rank = rank
         self._wake = wake
+        #: Completed handles whose hooks no thread has claimed; a handle can be in it twice.
         self._due: deque[Handle] = deque()
-        # Held while a handle is taken out of ``_due`` and marked, so that this is one step for other threads. No hook runs under it.
+        # Held while a handle is removed from ``_due`` and marked, so that this is one step for other threads. No hook runs under it.
         self._claiming = threading.Lock()
         #: Threads that are in the middle of a hook.
         self._inside: set[int] = set()
 
     def add(self, handle: Handle) -> None:
-        """Queue the hook of a completed handle. May be called again by a thread that recovers from an interrupt."""
+        """Queue the hook of a completed handle. A thread that recovers from an interrupt can call this again."""
         self._due.append(handle)
 
     @property
@@ -181,7 +186,7 @@ class CompletionHooks:
             self._call(handle)
 
     def try_claim(self, handle: Handle) -> bool:
-        """Return whether the caller has to call this handle's hook, since no thread has done so or will; true once per handle."""
+        """Return whether the caller has to call this handle's hook, since no other thread has claimed it; true once per handle."""
         with self._claiming:
             if handle.hook_called:
                 return False
@@ -200,6 +205,7 @@ class CompletionHooks:
     def _call(self, handle: Handle) -> None:
         hook = handle.request.on_done
         assert hook is not None
+        # Where hooks are nested, only the outermost one ends this thread's stay.
         me = threading.get_ident()
         nested = me in self._inside
         self._inside.add(me)
@@ -220,7 +226,7 @@ class CompletionHooks:
                 self._inside.discard(me)
 
     def refuse_to_wait(self) -> None:
-        """Raise if the calling thread is in a hook: the awaited collective may need this very thread.
+        """Raise if the calling thread is in a hook: the awaited collective can need this very thread.
 
         Raises:
             InvalidRequestError: The calling thread is in a hook.

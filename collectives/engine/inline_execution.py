@@ -1,10 +1,10 @@
-"""Waits of users' threads, and inline execution: a thread that waits polls the coordinator's socket and executes the order itself.
+"""Waits of users' threads, and inline execution, by which a waiting thread polls the coordinator's socket and executes the order itself.
 
 Without inline execution an order wakes the control thread, which wakes the executor, which wakes the user's thread. While a
 user's thread polls, the control thread does not watch the socket. It watches again as soon as that thread is done, begins to
 execute, or reads anything but an order to execute.
 
-Ctrl-C may interrupt the thread between any two instructions. The protocol with the control thread, step by step:
+Ctrl-C can interrupt the thread between any two instructions. The protocol with the control thread, step by step:
 
 * I1  ``Control.pause_reading`` counts up, then unwatches the socket.
 * I2  The thread polls, and moves raw bytes from the socket into ``endpoint.early`` in one step of the interpreter.
@@ -36,14 +36,15 @@ from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.messages import Execute
 
 BLOCKED_AFTER = 0.5
-"""Seconds of waiting after which the rank reports to the coordinator that the user's thread is blocked."""
+"""Seconds of waiting after which the rank reports to the coordinator that the user's thread is blocked. Shorter waits, nearly all of
+them, cost no message."""
 
 _EXECUTE = b"\xa7Execute"
 _TAG = slice(1, 1 + len(_EXECUTE))  # after the header of the array
 
 
 class HandleWaiter:
-    """Waits of one rank's user threads: interruptible, and reported to the coordinator when they take long."""
+    """Waits of one rank's user threads: interruptible, and reported to the coordinator when they are long."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class HandleWaiter:
             raise
         finally:
             if handle.done():
-                handle.release_waiters()  # an interrupt may have come between acquire and release below; other threads may wait, too
+                handle.release_waiters()  # an interrupt can come between acquire and release below, while other threads wait, too
 
     def _wait_indirectly(self, handle: Handle, timeout: float | None) -> None:
         if timeout is None:
@@ -114,16 +115,17 @@ class HandleWaiter:
             self._interrupted(handle)
 
     def _interrupted(self, handle: Handle) -> None:
+        # First, so that the control thread reads again even if a second interrupt ends this method.
         self._inline.interrupted()
         text = f"rank {self._rank} was interrupted"
         self._locked.withdraw(handle, CauseKind.INTERRUPTED, text)
-        # This thread may have been executing an operation of another process set meanwhile.
+        # Perhaps this thread was executing an operation of another process set.
         for set_id, epoch in self._executor.pop_interrupted():
             self._locked.update(_withdraw, set_id, epoch, text, handle.site)
 
 
 class InlineExecutor:
-    """Inline execution of orders, by at most one user's thread at a time.
+    """Executor of orders on users' threads, at most one at a time.
 
     Args:
         locked: The rank's state.
@@ -151,9 +153,9 @@ class InlineExecutor:
         """Announce queued entries and try to bring ``handle`` to its end on this thread, for ``seconds`` at most.
 
         Returns:
-            The seconds that are left. The handle may still be in flight then, if this thread could not execute, or not any longer.
+            The seconds that are left. The handle is perhaps still in flight then, if this thread could not execute, or not any longer.
         """
-        # Locks are only taken by ``with`` here: an interrupt can't come between taking one and having it released at the end.
+        # Locks are acquired by ``with`` only: no interrupt comes between acquiring one and the duty to release it.
         if self._wakeup < 0 or self._control.socket_owner.locked() or self._endpoint.backlog:
             self._locked.flush_direct()
             return seconds
@@ -178,10 +180,12 @@ class InlineExecutor:
             if not control.pause_reading():
                 self._locked.flush_direct()
                 return False
+            # The endpoint can have another connection since the last poll.
             if self._endpoint.fileno() != self._fd and not self._watch_socket():
                 return False
             # Only after pause_reading(): otherwise the answer might wake the control thread before this thread polls.
             self._locked.flush_direct()
+            # Stored before done() is read; complete() marks the end before it reads this. So the poll below can't miss the end.
             handle.wakeup = self._wakeup
             if handle.done():
                 return True
@@ -196,7 +200,7 @@ class InlineExecutor:
             control.resume_reading()
 
     def _watch_socket(self) -> bool:
-        """Watch the endpoint's new socket instead of the old one. Return whether there is one: it may be lost."""
+        """Watch the endpoint's new socket instead of the old one. Return false if the connection is lost."""
         if self._fd >= 0:
             self._poll.unregister(self._fd)
         self._fd = self._endpoint.fileno()
@@ -206,6 +210,7 @@ class InlineExecutor:
 
     def _read(self) -> bool:
         endpoint, reading = self._endpoint, self._control.reading
+        # The control thread is in the middle of messages, so the next order is its own to read.
         if reading.locked():
             return False
         with reading:
@@ -216,6 +221,7 @@ class InlineExecutor:
             except OSError:
                 return False  # the control thread meets the same error, and handles it
             payload = endpoint.early_frame()
+            # All other messages are the control thread's, which finds them in ``early``.
             if payload is None or payload[_TAG] != _EXECUTE:
                 return False
             message = decode_to_peer(payload)
@@ -224,11 +230,12 @@ class InlineExecutor:
         return True
 
     def interrupted(self) -> None:
-        """Wake the control thread after an interrupt of this thread, which may have left reading paused."""
+        """Wake the control thread after an interrupt of this thread, since reading is perhaps still paused."""
         self._control.wake()
 
     def close(self) -> None:
         """Free the wake-up descriptor; no thread can execute inline afterwards."""
+        # Under the lock: a thread that polls the descriptor finishes first.
         with self._control.socket_owner:
             wakeup, self._wakeup = self._wakeup, -1
             if wakeup >= 0:

@@ -1,9 +1,9 @@
-"""The rank's state under its lock: sending in order, ends of handles, and recovery after an interrupt.
+"""Rank's state under its lock: sending in order, ends of handles, and recovery after an interrupt.
 
-Users' threads, the control thread and the executor change the state only by :class:`LockedState`. Python may raise
+Users' threads, the control thread and the executor change the state only by :class:`LockedState`. Python can raise
 KeyboardInterrupt between any two instructions of the main thread, hence also in the middle of a change. Each change runs so:
 
-* U1  Take the lock.
+* U1  Acquire the lock.
 * U2  If the mark ``_update_in_progress`` is set, recover: give up the epochs, as after an interrupted wait.
 * U3  Set the mark.
 * U4  Change the state; end handles that are listed in ``_finishing``.
@@ -15,7 +15,7 @@ know which part of the change was done, so it gives up the epoch on all ranks. H
 ended would have no other thread to complete them, so recovery completes those, too. An interrupt before U3 finds nothing
 changed, and one after U5 a whole change. A refused submission leaves the state whole, so U5 follows its error.
 
-Recovery may be interrupted as well. It runs so that all of it can be done again, and the mark is reset last:
+Recovery can be interrupted as well. It runs so that all of it can be done again, and the mark is reset last:
 
 * R1  Give up the epochs. For each, the request to the coordinator is queued before the process set is marked as withdrawn.
 * R2  Complete the handles in ``_finishing`` that have ended.
@@ -54,7 +54,7 @@ _monotonic_ns = time.monotonic_ns
 P = ParamSpec("P")
 
 DIRECT_LIMIT = 64
-"""Announcements that a user's thread sends itself at most; if more are queued, the control thread sends them."""
+"""Announcements that a user's thread sends itself at most; if more are queued, the control thread sends them, while it continues."""
 
 
 class LockedState:
@@ -63,7 +63,7 @@ class LockedState:
     Args:
         rank: This rank.
         endpoint: Connection to the coordinator.
-        wake: Lets the control thread flush.
+        wake: Wakes the control thread, so that it flushes.
         hooks: Where completed handles put their hooks.
         capacity: How many tensors the coordinator knows by a local id, at most.
 
@@ -86,6 +86,7 @@ class LockedState:
         self._endpoint = endpoint
         self._wake = wake
         self._hooks = hooks
+        #: Guards the state, and the order of messages: they are sent under it.
         self._lock = threading.Lock()
         #: Whether the control thread is woken to flush, and has not done so yet.
         self._flush_wanted = False
@@ -99,7 +100,7 @@ class LockedState:
     # -- submissions ----------------------------------------------------------------------------------------------
 
     def submit(self, handle: Handle) -> None:
-        """Queue a submission without sending it. Raises what :meth:`RankState.submit` does."""
+        """Queue a submission without sending it. Raises as :meth:`RankState.submit` does."""
         if self.unusable is not None:
             raise self.unusable
         try:
@@ -120,7 +121,7 @@ class LockedState:
     def try_post(
         self, handle: Handle, plane: tuple[int, int] | None = None, *, queued: bool = False
     ) -> PostedRequest | None:
-        """Post a request on the board, if that may be; see :meth:`RankState.try_post`. Raises what :meth:`RankState.submit` does."""
+        """Post a request on the board, if that is possible, as :meth:`RankState.try_post` does. Raises as :meth:`RankState.submit` does."""
         if self.unusable is not None:
             raise self.unusable
         try:
@@ -140,17 +141,19 @@ class LockedState:
             raise
 
     def epoch(self, process_set: int) -> int:
-        """Return the present epoch of a process set, 0 if this rank does not know the set; it may change at any moment."""
+        """Return the present epoch of a process set, 0 if this rank does not know the set; it can change at any moment."""
         group = self.state.sets.get(process_set)
         return 0 if group is None else group.epoch
 
     def board_capacity(self, process_set: int) -> int:
-        """Return the bytes that the board of a process set takes, 0 if there is no board; it may be another one at any moment."""
+        """Return the capacity in bytes of a process set's board, 0 without a board; it can be another one at any moment."""
+        # Without the lock: try_post() compares again under it.
         group = self.state.sets.get(process_set)
         return 0 if group is None or group.board_member is None else group.board_member.board.capacity
 
     def want_flush(self) -> None:
-        """Let the control thread send the queued messages, unless a wait is quicker."""
+        """Have the control thread send the queued messages, unless a wait is quicker."""
+        # Read without the lock: flush() resets the mark before it sends, so a message that this thread has queued before is sent.
         if not self._flush_wanted:
             self._flush_wanted = True
             try:
@@ -160,7 +163,7 @@ class LockedState:
                 raise
 
     def flush(self) -> bool:
-        """Send the queued messages. Return whether the socket took them all.
+        """Send the queued messages. Return whether the socket accepted them all.
 
         Raises:
             ConnectionLost: The coordinator is gone; the control thread finds that out by itself as well.
@@ -192,7 +195,7 @@ class LockedState:
         except ConnectionLost:
             complete = False
         if not complete:
-            self._wake()  # the control thread waits until the socket takes more, or finds that the connection has ended
+            self._wake()  # the control thread waits for room in the socket, or finds that the connection has ended
 
     def update(
         self, change: Callable[Concatenate[RankState, P], None], *args: P.args, **kwargs: P.kwargs
@@ -215,7 +218,7 @@ class LockedState:
     def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
         """Give up the handle's epoch on all ranks, unless the handle has ended by now.
 
-        A message that took too long, and for which the other rank has not called its side yet, is given up alone.
+        A message that is overdue, and for which the other rank has not called its side yet, is given up alone.
         """
 
         def withdraw(state: RankState) -> None:
@@ -245,7 +248,7 @@ class LockedState:
             self._finishing = ()
             self._update_in_progress = False
         except BaseException:
-            self._wake()  # the control thread recovers when it flushes; this thread may not come again
+            self._wake()  # the control thread recovers when it flushes; perhaps this thread does not come again
             raise
 
     # -- the coordinator's messages -------------------------------------------------------------------------------
@@ -284,6 +287,7 @@ class LockedState:
     def disconnect(self, cause: Cause) -> list[Effect]:
         """Fail everything pending, since the coordinator is gone; send nothing until :meth:`reconnect`."""
         with self._lock:
+            # First: recovery queues requests, which must not go to the lost connection.
             self._suspended = True
             if self._update_in_progress:
                 self._recover()
@@ -300,6 +304,7 @@ class LockedState:
                 self._recover()
             self._endpoint.renew(endpoint)
             self._suspended = False
+            # Still under the lock: Resume has to be the first message, and other threads send only under it.
             self._endpoint.send(self.state.reconnect(alive, released=self.state.rank in leaving))
 
     # -- ends -----------------------------------------------------------------------------------------------------
@@ -311,6 +316,7 @@ class LockedState:
             if self._update_in_progress:
                 self._recover()
             self._update_in_progress = True
+            # Before the entries end: recovery completes those of them that have ended without a result.
             self._finishing = entries
             overdue = any(entry.waited for entry in entries)
             finish = self.state.finish
@@ -324,7 +330,7 @@ class LockedState:
         if batch.reported:
             self.flush_direct()
         if overdue:
-            self._wake()  # this rank has reported to the coordinator that it takes long; the control thread sends that it has ended
+            self._wake()  # this rank has reported a long operation to the coordinator; the control thread sends that it has ended
 
     def finish_posted(self, handle: Handle, posting: PostedRequest, result: Result) -> None:
         """End a handle whose request was agreed on the board, if it has not been failed in the meantime."""
@@ -338,7 +344,7 @@ class LockedState:
                 complete(handle, result, None)
             self._finishing = ()
             self._update_in_progress = False
-        if self.state.has_messages:
+        if self.state.has_messages:  # the end of a report that the wait was long
             self.flush_direct()
 
     def pending(self, now: int) -> list[PendingCollective]:
@@ -357,7 +363,7 @@ class LockedState:
             ]
 
     def after_fork(self, error: HvdlabError) -> None:
-        """Refuse all use in a forked child; the lock may have been held by a thread that is not here."""
+        """Refuse all use in a forked child; perhaps a thread that does not exist there held the lock."""
         self.unusable = error
         self._lock = threading.Lock()
 
@@ -368,7 +374,7 @@ class BatchOutcomes:
     Args:
         locked: The rank's state.
         spans: Where batches are recorded.
-        schedule_events: Has the recorded spans sent.
+        schedule_events: Schedules the sending of recorded spans.
     """
 
     def __init__(self, locked: LockedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
@@ -377,6 +383,7 @@ class BatchOutcomes:
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes) -> None:
         """End the handles of an executed batch, and record it. Called by the thread that ran it."""
         finished = _monotonic_ns()
+        # The handles first: threads wait for them, but not for the record.
         self._locked.finish(batch, results)
         if self._spans.batch(batch, started, finished, phases):
             self._schedule_events()

@@ -51,8 +51,8 @@ def run_batch(plane: Plane, batch: RunBatch, phases: PhaseTimes) -> tuple[list[R
     """Begin the operations of a batch on its plane.
 
     Returns:
-        The results, in the order of the batch's entries, and the completion after which their outputs are there; without a completion
-        they are there now. Blocks and raises as the plane does.
+        The results, in the order of the batch's entries, and the completion after which their outputs are complete; without a
+        completion they are complete now. Blocks and raises as the plane does.
     """
     entries = batch.entries
     kind = entries[0].request.kind
@@ -72,6 +72,7 @@ def _allreduce(
     plane: Plane, entries: Sequence[Entry], phases: PhaseTimes
 ) -> tuple[list[Result], Completion | None]:
     first = entries[0].request
+    # All entries of a batch have the first one's operator, scales and element type: the coordinator fuses only such.
     op, postscale = first.op, first.postscale
     if op is ReduceOp.AVERAGE:
         op, postscale = ReduceOp.SUM, postscale / plane.context.size
@@ -121,6 +122,7 @@ def _broadcast(plane: Plane, request: Request, table: Tables, phases: PhaseTimes
     out = _output(plane, request, source.shape)
     context = plane.context
     root = context.ranks.index(request.root)
+    # Only the root's data counts, and it is in place already where output and input are one.
     elsewhere = root == context.index and out is not source
     completion = plane.start_broadcast(
         buffer_of(source, request.dtype) if elsewhere else None, buffer_of(out, request.dtype), root, phases
@@ -182,9 +184,9 @@ def source_of(batch: RunBatch) -> int:
 
 
 def run_message(pairs: PeerPlanes, request: Request, sender: int, phases: PhaseTimes) -> Result:
-    """Send a message, or receive one of the rank ``sender``. When this returns, the receiver has it, or the sender's buffer has been read.
+    """Send a message, or receive one of the rank ``sender``.
 
-    Blocks and raises as planes do.
+    When this returns, the receiver has the message, or the sender's buffer has been read. Blocks and raises as planes do.
     """
     ranks = pairs.context.ranks
     source, target = ranks.index(sender), ranks.index(request.ranks[-1])
@@ -230,7 +232,7 @@ _ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, PhaseTimes], Begun]]
 
 
 def payload_of(request: Request, members: int) -> bytes:
-    """Return the tensor's bytes if it may travel with its announcement, otherwise none."""
+    """Return the tensor's bytes if it can travel with its announcement, otherwise none."""
     source = request.input
     if source is None:
         return b""
@@ -304,13 +306,14 @@ def allreduce_adasum(
 ) -> None:
     """Reduce fused tensors by Adasum, each tensor on its own; arguments and guarantees are those of a plane's allreduce.
 
-    Takes as much memory again as the tensors (float16 and bfloat16: as float32), once more if they are several.
+    Needs as much memory again as the tensors (float16 and bfloat16: as float32), once more if they are several.
     """
     size, index = plane.context.size, plane.context.index
     if size == 1:
         plane.allreduce(ins, outs, dtype, ReduceOp.SUM, prescale, postscale, phases)
         return
     packed = ins[0] if len(ins) == 1 else _timed_concatenation(ins, phases)
+    # Differences of rounded bounds: the counts differ by one at most, and add up to the whole.
     counts = [len(packed) * (i + 1) // size - len(packed) * i // size for i in range(size)]
     mine = counts[index]
     slices = np.empty(size * mine, packed.dtype)
@@ -319,6 +322,7 @@ def allreduce_adasum(
         plane, slices.reshape(size, mine), _segments(ins, sum(counts[:index]), mine), len(ins), dtype,
         prescale, postscale, phases,
     )  # fmt: skip
+    # The packed copy is not needed any more, and has the size of the result.
     target = outs[0] if len(outs) == 1 else packed
     plane.allgather(reduced, counts, target, phases)
     if len(outs) > 1:
@@ -357,7 +361,7 @@ def _reduce_slices(
 
 
 def _segments(tensors: Sequence[HostArray], begin: int, length: int) -> list[Segment]:
-    """Where the tensors lie in the slice of ``length`` elements that begins at ``begin`` of them packed."""
+    """Return the places of the tensors in the slice of ``length`` elements that begins at ``begin`` of them packed."""
     segments = []
     offset = -begin
     for number, tensor in enumerate(tensors):
@@ -388,7 +392,7 @@ def allreduce_wide(
     postscale: float,
     phases: PhaseTimes,
 ) -> None:
-    """Arguments and guarantees are those of a plane's allreduce; ``op`` may also be AVERAGE."""
+    """Reduce integers in a wider type. Arguments and guarantees are those of a plane's allreduce; ``op`` can also be AVERAGE."""
     wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)
     encoded = [wide.encode(source) for source in ins]
     plane.allreduce(encoded, encoded, DType.I64, wide.op, 1.0, 1.0, phases)
@@ -407,7 +411,7 @@ def reducescatter_wide(
     postscale: float,
     phases: PhaseTimes,
 ) -> None:
-    """Arguments and guarantees are those of a plane's reducescatter; ``op`` may also be AVERAGE."""
+    """Reduce and scatter integers in a wider type, as a plane's reducescatter does; ``op`` can also be AVERAGE."""
     wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)
     reduced = np.empty(len(out) * wide.width, np.int64)
     widened = [count * wide.width for count in counts]

@@ -1,4 +1,4 @@
-"""A process set as a rank sees it: its members, its pending entries, checks of requests, and the rank's use of the board.
+"""Rank's view of a process set: its members, its pending entries, checks of requests, and the rank's use of the board.
 
 Everything here belongs to :class:`~hvdlab.collectives.engine.rank_state.RankState`, under the engine's lock.
 """
@@ -25,20 +25,21 @@ from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 LAYOUTS = 1024
-"""Layouts of requests that a rank keeps per board."""
+"""Layouts of requests that a rank keeps per board; names that change with each step would make them grow for ever."""
 COSTLY_BYTES = 4096
-"""Bytes of the largest tensor on the board if each element takes much longer than a copy. Members share that work on the plane."""
+"""Bytes of the largest tensor on the board if each element costs much more than a copy. Members share that work on the plane."""
 LONGEST_PAUSE = 10
 """After more and more refusals in a row a rank leaves a board alone for up to 2 to the power of this requests."""
 
 _KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
+# The multiplier of Fibonacci hashing: it spreads the small counts of operations over the whole word of a digest.
 _PRIME, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 Key = tuple[object, ...]
 
 
 class SetState:
-    """One process set, as the coordinator configured it last on this rank.
+    """State of one process set, as the coordinator configured it last on this rank.
 
     Attributes:
         id: Its number; 0 is the world.
@@ -52,13 +53,13 @@ class SetState:
         chunk_bytes: Size in bytes of the chunks that the plane of this epoch has measured as the best, or 0.
         ranks: Rank of each member, by position.
         index: Own position, or -1 if this rank is no member.
-        configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
+        configured: Whether entries can be announced in ``epoch``; between an abort and the next ``Configure`` they can't.
         withdrawn: The epoch that this rank has asked to end, and which has not ended yet, or -1.
         pending: Entries that have not ended, in order of submission.
         names: The named ones among the pending entries that were not given up.
-        given_up: Why entries were given up for which other ranks may still wait (kind, text, site), or ``None``.
+        given_up: Why entries were given up for which other ranks perhaps still wait (kind, text, site), or ``None``.
         board_member: This rank's use of the epoch's board, or ``None`` if there is no board.
-        past_board_members: Uses of the boards of former epochs on which a thread may still wait, by epoch.
+        past_board_members: Uses of the boards of former epochs on which perhaps a thread still waits, by epoch.
     """
 
     __slots__ = (
@@ -87,13 +88,13 @@ class SetState:
         self.past_board_members: dict[int, BoardMember] = {}
 
     def close_board(self) -> None:
-        """Post nothing any more, since the epoch has ended in order, or this rank leaves."""
+        """End posting, since the epoch has ended in order, or this rank leaves."""
         member, self.board_member = self.board_member, None
         if member is not None and member.close():
             self.past_board_members[member.board.epoch] = member
 
     def abort_boards(self, epoch: int) -> set[Entry | None]:
-        """Abort the boards of epochs up to ``epoch``; return the requests that had been agreed on them before."""
+        """Abort the boards of epochs up to ``epoch``. Return the requests that had been agreed on them before."""
         past, member = self.past_board_members, self.board_member
         if member is not None and member.board.epoch <= epoch:
             past[member.board.epoch], self.board_member = member, None
@@ -205,9 +206,9 @@ def _splits(splits: tuple[int, ...] | None, rows: int, group: SetState) -> tuple
 
 
 def fits(request: Request) -> bool:
-    """Return whether a request may be posted: an allreduce, a broadcast or a barrier in no group.
+    """Return whether a request can be posted: an allreduce, a broadcast or a barrier in no group.
 
-    The results of these do not depend on which other ranks take part.
+    The results of these do not depend on which other ranks participate.
     """
     if request.kind not in _KINDS or request.group is not None:
         return False
@@ -221,7 +222,7 @@ def needs_plane(request: Request, capacity: int) -> bool:
 
     Args:
         request: The request.
-        capacity: Bytes of the largest tensor that the board takes.
+        capacity: Bytes of the largest tensor that the board holds.
     """
     if request.device != HOST:
         return True
@@ -231,7 +232,7 @@ def needs_plane(request: Request, capacity: int) -> bool:
 
 
 def _reduces_quickly(request: Request) -> bool:
-    """Return whether one member reduces about as fast as it copies, so that each may do it for itself."""
+    """Return whether one member reduces about as fast as it copies, so that each can do it for itself."""
     if request.kind is not OpKind.ALLREDUCE:
         return True
     if request.op is ReduceOp.ADASUM or not is_direct(request.dtype):
@@ -265,13 +266,13 @@ class RequestLayout:
             rows = tuple(board.tensors(parity, size).view(storage) for parity in (0, 1))
             if request.kind is not OpKind.BROADCAST or request.root == member.ranks[index]:
                 self.own = tuple(every[index].reshape(shape) for every in rows)
-            # Taken apart once for all requests of this layout, unless a fold works on the whole.
+            # Split into rows once for all requests of this layout, unless a fold works on the whole.
             few = len(rows[0]) < MANY
             self.parts = (tuple(rows[0]), tuple(rows[1])) if few else (rows[0], rows[1])
 
 
 class PostedRequest(NamedTuple):
-    """A request that this rank has posted.
+    """Request that this rank has posted.
 
     Attributes:
         member: This rank's use of the board that it is on.
@@ -320,7 +321,7 @@ class BoardMember:
         self._elsewhere: Entry | None = None
 
     def can_post(self, entry: Entry, *, alone: bool) -> bool:
-        """Return whether a request that fits may be posted; otherwise it goes to the coordinator.
+        """Return whether a request that fits can be posted now; otherwise it goes to the coordinator.
 
         Args:
             entry: The request.
@@ -346,6 +347,7 @@ class BoardMember:
         self._posted = entry
         if layout.own:
             assert request.input is not None
+            # In the half of the next number's parity: members that are one request behind still read the other half.
             np.copyto(layout.own[board.number + 1 & 1], host_view(request.input))
         elif needs_plane(request, board.capacity):
             digest = (digest ^ operations * _PRIME) & _WORD or 1
@@ -362,7 +364,7 @@ class BoardMember:
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()
+                self._layouts.clear()  # rare, and cheaper than an order of use
             layout = self._layouts[key] = RequestLayout(request, entry.name, self)
         return layout
 
@@ -402,10 +404,10 @@ class BoardMember:
             self._pause = max(self._pause, 1 << min(self._refusals - 2, LONGEST_PAUSE))
 
     def close(self) -> bool:
-        """Post nothing more, since the epoch ends in order. A request that is posted already may still be agreed.
+        """End posting, since the epoch ends in order. A request that is posted already can still be agreed.
 
         Returns:
-            Whether something is posted.
+            Whether a request is posted.
         """
         self._over = True
         if self._posted is not None:
@@ -415,7 +417,7 @@ class BoardMember:
         return False
 
     def mark_departed(self, pids: Sequence[int]) -> None:
-        """Do not wait for members whose processes are not in ``pids``: they have ended or have no board."""
+        """Mark the members without a process in ``pids`` as departed, so that no rank waits for them: they have ended or have no board."""
         if self._posted is not None or not self._over:  # otherwise the board's memory is freed already
             gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
             self.board.mark_departed(gone)
@@ -425,7 +427,7 @@ class BoardMember:
 
         Returns:
             The posted request, if all members had agreed on it before and all its data is on the board: its thread completes it.
-            Other ranks may have completed it, and a later step of theirs may be why the epoch ends. Otherwise ``None``.
+            Other ranks have perhaps completed it, and a later step of theirs has ended the epoch. Otherwise ``None``.
         """
         self._over = True
         self.board.abort()

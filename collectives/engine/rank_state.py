@@ -1,4 +1,4 @@
-"""The rank's side of negotiation as a pure state machine.
+"""State machine of a rank's side of negotiation, without I/O.
 
 Users' requests and the coordinator's messages go in, effects come out; :meth:`RankState.take_messages` returns the messages
 to send. No sockets, threads or clocks here: the engine holds its lock around every call.
@@ -57,14 +57,14 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 
 OVERDUE_NS = 1_000_000_000
-"""Nanoseconds after which an operation counts as taking long."""
+"""Nanoseconds after which an operation counts as long. Reports of shorter ones would be messages about nothing."""
 
 # Messages whose news are part of ``Resume``: a successor of the coordinator gets them once.
 _REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd, m.Paused, m.Resumed)
 
 
 class RankState:
-    """Submissions, announcements and epochs of one rank.
+    """State of the submissions, announcements and epochs of one rank.
 
     Attributes:
         rank: This rank.
@@ -124,6 +124,7 @@ class RankState:
             )
         if self.removed is not None and not group.configured:
             raise self.aborted(entry, self.removed)
+        # All refusals are above, or raise in _enter() before its last statement: a refused request leaves no entry behind.
         self._enter(group, entry)
         self._announce_or_hold(group, entry)
 
@@ -137,6 +138,7 @@ class RankState:
             entry.epoch = group.epoch
             self.announce(entry)
         else:
+            # Held: an abort up to the present epoch does not concern it, one of the next epoch does.
             entry.epoch = group.epoch + 1
 
     def _name(self, group: SetState, entry: Entry) -> None:
@@ -154,6 +156,7 @@ class RankState:
             return
         first = group.names.get(name)
         if first is not None:
+            # The other ranks wait for the first one, which a decision about its name ends. Before its announcement they know nothing of it.
             if first.phase == ANNOUNCED:
                 self._messages.append(m.Duplicate(group.id, group.epoch, name, first.site, entry.site))
             raise DuplicateNameError(name, first.site, entry.site)
@@ -175,6 +178,7 @@ class RankState:
 
     def attach_board(self, member: BoardMember) -> None:
         """Keep this rank's use of the board of an epoch, or close it at once if that epoch is not the present one."""
+        # The board is mapped without the lock, and a user's thread can withdraw the epoch in the meantime.
         group = self.sets.get(member.process_set)
         if group is not None and group.configured and group.epoch == member.board.epoch and self.lost is None:
             group.board_member = member
@@ -184,7 +188,7 @@ class RankState:
     def try_post(
         self, entry: Entry, plane: tuple[int, int] | None = None, *, queued: bool = False
     ) -> PostedRequest | None:
-        """Add a request and post it on the board. Raises what :meth:`submit` does.
+        """Add a request and post it on the board. Raises as :meth:`submit` does.
 
         Args:
             entry: The request.
@@ -203,9 +207,9 @@ class RankState:
         else:
             alone = not group.pending
         if plane is not None and (not alone or group.epoch != plane[0]):
-            return None  # the coordinator may be about to order the pending entries
+            return None  # perhaps the coordinator is about to order the pending entries
         if needs_plane(entry.request, group.board_member.board.capacity) != (plane is not None):
-            return None  # the caller has seen the board of an earlier epoch, which takes more or less
+            return None  # the caller has seen the board of an earlier epoch, with another capacity
         if (
             self.lost is not None
             or self.failure is not None
@@ -213,6 +217,7 @@ class RankState:
         ):
             return None
         if queued:
+            # The whole list is this one entry: ``alone`` is true, as can_post() requires.
             self.drop_announcements(process_set)
             self.locals.unqueue(entry)
         else:
@@ -251,13 +256,14 @@ class RankState:
         return True
 
     def ask_to_decline(self, entry: Entry, number: int) -> None:
-        """Have the coordinator ask the members that have not posted to decline, since this rank has waited long at the board."""
+        """Request declines from the members that have not posted, since this rank has waited long at the board."""
         if entry.phase == POSTED:
             self._messages.append(m.DeclinePost(entry.request.process_set, entry.epoch, number))
 
     def report_posted_overdue(self, entry: Entry, seconds: float) -> None:
         """Report a wait at the board that lasts since a member does not answer; the coordinator finds out which one."""
         if entry.phase == POSTED:
+            # The coordinator knows an entry by its local id only; a posted one was never announced.
             local = self.locals.local_of(entry)
             group = self.sets[entry.request.process_set]
             if not local.defined:
@@ -282,11 +288,11 @@ class RankState:
 
     @property
     def queued(self) -> int:
-        """Return how many announcements wait to be sent."""
+        """Return the number of announcements that wait to be sent."""
         return sum(map(len, self._pending_announcements.values()))
 
     def take_messages(self) -> list[m.Message]:
-        """Take out the messages to send, in order. Announcements are gathered into one message per process set.
+        """Remove and return the messages to send, in order. Announcements are gathered into one message per process set.
 
         A single small tensor goes along with its announcement.
         """
@@ -298,6 +304,7 @@ class RankState:
         if self._messages:
             out += self._messages
             self._messages = []
+        # After all announcements: a request to cancel counts the announced entries behind its own.
         if self._to_ask:
             out += self._cancels()
             self._to_ask = []
@@ -308,6 +315,7 @@ class RankState:
         extra = False
         for entry in entries:
             local = entry.local
+            # Marked as sent before it is sent: if an interrupt comes in between, recovery clears all ids.
             if not local.defined:
                 definitions += (local.definition(),)
             if entry.extra:
@@ -336,7 +344,7 @@ class RankState:
             self._messages.append(m.Blocked(*ids, seconds, executing=entry.phase == EXECUTING))
 
     def report_oldest_executing(self, now: int) -> None:
-        """Report the operation that has been executing for longest, if that is long. ``now`` in nanoseconds."""
+        """Report the oldest executing operation, if it exceeds :data:`OVERDUE_NS`. ``now`` in nanoseconds."""
         executing = [e for group in self.sets.values() for e in group.pending if e.phase == EXECUTING]
         oldest = min(executing, key=lambda entry: entry.received, default=None)
         if oldest is not None and now - oldest.received > OVERDUE_NS:
@@ -353,19 +361,19 @@ class RankState:
         self._messages.append(m.Paused(reasons[-1]) if reasons else m.Resumed())
 
     def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:
-        """Give up everything pending in a process set: ask the coordinator to end the epoch.
+        """Request the end of a process set's epoch from the coordinator, and give up everything pending in it.
 
         Entries that are submitted from now on are held for a later one.
         """
         group = self.sets.get(set_id)
         if group is None or self.lost is not None:
             return
-        group.names.clear()  # these names may be used again: the entries that have them only wait for their end
+        group.names.clear()  # these names are free again: the entries that have them only wait for their end
         for entry in group.pending:
             entry.given_up = True
         if group.configured:
             self.end_epoch(group, (kind, text, site))
-        elif group.given_up is None:
+        elif group.given_up is None:  # the first cause counts; it is sent once the next epoch has begun
             group.given_up = (kind, text, site)
 
     def cancel(self, entry: Entry, kind: CauseKind, text: str) -> bool:
@@ -379,11 +387,12 @@ class RankState:
             return False
         if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
             return False
+        # Dropped here, since no answer removes one that executes or has ended otherwise.
         self._cancelling = {
             t: each for t, each in self._cancelling.items() if each.entry.phase in (UNANNOUNCED, ANNOUNCED)
         }
         if any(each.entry is entry for each in self._cancelling.values()):
-            return True  # asked for a second time, the coordinator would take out another one
+            return True  # after a second request the coordinator would remove another one
         self._tickets += 1
         self._cancelling[self._tickets] = Cancellation(entry, kind, text)
         self._to_ask.append(self._tickets)
@@ -400,6 +409,7 @@ class RankState:
             group = self.sets.get(entry.request.process_set)
             if group is None or not group.configured or entry.epoch != group.epoch:
                 continue  # :meth:`cancel_again` asks in the next epoch
+            # The other rank has come in the meantime: only the end of the epoch can stop the message now.
             if entry.phase == EXECUTING:
                 out.append(m.Withdraw(group.id, group.epoch, kind.value, text, entry.site))
             elif entry.phase == ANNOUNCED and entry in entry.local.queue:
@@ -413,7 +423,7 @@ class RankState:
         return out
 
     def cancel_again(self, group: SetState) -> None:
-        """Ask again to cancel the messages that were given up and have been announced again, in a new epoch."""
+        """Request the cancellation of messages that were given up and have been announced again, in a new epoch."""
         for ticket, given_up in self._cancelling.items():
             if given_up.entry.phase == ANNOUNCED and given_up.entry in group.pending:
                 given_up.asked = False
@@ -430,7 +440,7 @@ class RankState:
         return [entry]
 
     def end_epoch(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
-        """Ask the coordinator to end the present epoch, so that the entries that were given up end on all ranks."""
+        """Request the end of the present epoch from the coordinator, so that the entries that were given up end on all ranks."""
         # The message first: a thread that is interrupted before the stores asks again when it recovers, and the coordinator ignores
         # the second request. A group that is marked as withdrawn without a message would wait for its abort for ever.
         self._ask_to_end(group, why)
@@ -444,6 +454,7 @@ class RankState:
 
     def linked(self, set_id: int, epoch: int, links: Links) -> None:
         """Keep the connections between GPUs that the plane of an epoch has found."""
+        # By epoch, as in the two methods below: the plane is built on the executor's thread, and a new epoch can have begun.
         group = self.sets.get(set_id)
         if group is not None and group.epoch == epoch:
             group.links = links
@@ -486,6 +497,7 @@ class RankState:
         group = self.sets.get(entry.request.process_set)
         if group is not None:
             group.pending.pop(entry, None)
+            # A withdrawn entry has lost its name, which a later one can have.
             if group.names.get(entry.name) is entry:
                 del group.names[entry.name]
 
@@ -496,6 +508,7 @@ class RankState:
         for group in self.sets.values():
             effects.append(AbortPlane(group.id, group.epoch))
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
+        # No coordinator will read them any more.
         self._pending_announcements.clear()
         self._messages.clear()
         self._to_ask.clear()
@@ -514,6 +527,7 @@ class RankState:
             group.configured, group.withdrawn, group.given_up = False, -1, None
         for id in self.sets.keys() - self.failover.sets.keys() - {0}:
             del self.sets[id]  # half added: its ranks did not get ``ProcessSetAdded`` with its number
+        # Most name epochs and local ids that a successor does not know.
         self._pending_announcements.clear()
         self._messages.clear()
         self._to_ask.clear()
@@ -529,6 +543,7 @@ class RankState:
         """
         # The news of these messages from the time without a coordinator are part of ``Resume``.
         self._messages = [x for x in self._messages if not isinstance(x, _REMEMBERED)]
+        # In front: messages that were queued since then are about later events.
         if self.failover.paused:
             self._messages.insert(0, m.Paused(self.failover.paused[-1]))
         if self.failover.regroup is not None:
@@ -538,18 +553,19 @@ class RankState:
     def abandon_interrupted(self, text: str) -> None:
         """Give up all epochs after an exception has interrupted a change of this state.
 
-        All local ids are forgotten, queued announcements are dropped, and the epoch of each process set is given up, so that neither
-        this rank nor the coordinator can be left with half of anything. May be called again after it was interrupted itself.
+        All local ids are forgotten, queued announcements are dropped, and the epoch of each process set is given up. So neither this
+        rank nor the coordinator is left with half of a change. Can be called again after it was interrupted itself.
         """
         self.locals.clear()
         self._pending_announcements.clear()
         why = CauseKind.INTERRUPTED, text, ""
         for group in self.sets.values():
+            # Rebuilt, since the interrupt can have come between the stores of a name and of its entry.
             group.names = {e.name: e for e in group.pending if e.request.name and not e.request.anonymous}
             asked = group.withdrawn == group.epoch
             self.withdraw(group.id, *why)
             if asked and self.lost is None:
-                # The change that was interrupted may have been to send the messages, and the request is lost with them.
+                # The interrupted change was perhaps the sending of messages, and the request is lost with them.
                 self._ask_to_end(group, group.given_up or why)
 
     def fail_all(
@@ -557,6 +573,7 @@ class RankState:
     ) -> list[Effect]:
         """End everything pending (up to ``epoch``) with an error, but for requests that have been agreed on a board."""
         effects: list[Effect] = []
+        # All members have agreed on those, so the others compute their results, too: to fail them here would make ranks differ.
         agreed = group.abort_boards(group.epoch if epoch is None else epoch)
         for entry in list(group.pending):
             if entry not in agreed and (epoch is None or entry.epoch <= epoch):
@@ -580,6 +597,7 @@ class RankState:
         if handler is None:
             return []
         effects = handler(self, message)
+        # Here and not in the handlers: those know no time.
         for effect in effects:
             if type(effect) is RunBatch:
                 for entry in effect.entries:
@@ -591,6 +609,7 @@ class RankState:
 
     def set_elastic(self, on: bool) -> None:
         """Begin or end elastic training."""
+        # An outdated rank's failure is another one: it lasts until the running cells have ended as well.
         self.elastic, self.failover.regroup = on, None
         if not self.outdated:
             self.failure = None
@@ -598,8 +617,8 @@ class RankState:
             self._messages.append(m.Elastic(on))
 
     def reached_reset(self, message: m.Regroup) -> None:
-        """Report that this rank has stopped at a reset point, where the world may change."""
-        self.failover.regroup = message
+        """Report that this rank has stopped at a reset point, where the world can change."""
+        self.failover.regroup = message  # kept until the answer: a successor gets it again
         self._messages.append(message)
 
     def restarted(self) -> None:
@@ -668,12 +687,14 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
     for number, batch in enumerate(message.batches):
         entries = []
         for id in batch.locals:
+            # The oldest of an id: the coordinator has the announcements of this rank in the order in which they were queued here.
             entry = by_id[id].queue.popleft() if id >= 0 else _take_part(group, batch.zeros[-1 - id])
             entry.phase = EXECUTING
             if entry.waited:
                 state.report_waiting(entry, entry.waited)
             entries.append(entry)
         kind = entries[0].request.kind
+        # These move no data; the coordinator has done their work, and its messages about the set come on their own.
         if kind is OpKind.ADD_PROCESS_SET or kind is OpKind.REMOVE_PROCESS_SET:
             for entry in entries:
                 state.end(entry)
@@ -688,7 +709,7 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
 
 
 def _take_part(group: SetState, signature: m.Signature) -> Entry:
-    """Make an entry with zeros for a collective that other members have submitted, as this rank has joined."""
+    """Return a new entry with zeros for a collective that other members have submitted, as this rank has joined."""
     entry = Zeros(group.id, signature)
     entry.epoch = group.epoch
     group.pending[entry] = None
@@ -698,7 +719,7 @@ def _take_part(group: SetState, signature: m.Signature) -> Entry:
 def _heads(state: RankState, set_id: int, epoch: int, locals: tuple[int, ...]) -> list[Entry]:
     group = state.sets.get(set_id)
     if group is None or epoch != group.epoch or group.withdrawn == epoch:
-        return []  # the ids may have other meanings by now; an abort is on its way
+        return []  # perhaps the ids have other meanings by now; an abort is on its way
     entries = []
     for id in locals:
         entry = state.locals.take(id)
@@ -754,10 +775,11 @@ def _on_cancelled(state: RankState, message: m.Cancelled) -> list[Effect]:
 
 
 def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[Effect]:
+    # First, also for an addition that was given up here: the set exists, and a successor of the coordinator has to know it.
     state.failover.added(message.process_set, message.ranks)
     local = state.locals.by_id.get(message.local)
     if local is None or local.signature.kind != OpKind.ADD_PROCESS_SET or not local.queue:
-        return []  # the addition was given up, and the id may have another meaning by now
+        return []  # the addition was given up, and perhaps the id has another meaning by now
     entry = local.queue.popleft()
     state.end(entry)
     return [Succeed(entry, message.process_set)]
@@ -778,6 +800,7 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
         state.failure = cause
     known = {(c.kind, c.name): _pending(c) for c in message.pending}
     state.drop_announcements(group.id)
+    # The plane's end first: its operation still uses the buffers that users get back with the failures.
     effects: list[Effect] = [AbortPlane(group.id, message.epoch)]
     effects += state.fail_all(
         group,
@@ -803,6 +826,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         group = state.sets[message.process_set] = SetState(message.process_set)
     elif message.epoch < group.epoch:
         return []
+    # The last epoch has ended in order, so a request that is posted on its board can still be agreed there.
     group.close_board()
     ranks = tuple(member.rank for member in message.members)
     group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
@@ -823,6 +847,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         state.end(entry)
         kind, text, site = group.given_up or (CauseKind.INTERRUPTED, "it was interrupted", "")
         effects.append(Fail(entry, state.aborted(entry, Cause(kind, (state.rank,), text, site))))
+    # Entries that execute belong to the last epoch, which has ended in order: its plane still finishes them.
     waiting = [entry for entry in group.pending if entry.phase not in (EXECUTING, POSTED)]
     if group.given_up is not None and any(entry.given_up for entry in waiting):
         # Other ranks wait for these entries: the epoch ends at once, and later submissions are for the one after it.
@@ -866,7 +891,7 @@ def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
     cause = Cause(CauseKind.MEMBERSHIP, (), f"process set {group.id} was removed")
     state.drop_announcements(group.id)
     effects = state.fail_all(group, lambda entry: state.aborted(entry, cause))
-    if effects:
+    if effects:  # an operation of one of these entries can be running
         effects.insert(0, AbortPlane(group.id, group.epoch))
     effects.append(ClosePlanes(group.id, group.epoch + 1))
     return effects

@@ -14,11 +14,11 @@ Allocate = Callable[[tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limit of the time that a wait may take.
+    """Limit of the time of a wait.
 
     Attributes:
         seconds: From the begin of the wait.
-        text: Cause that all ranks read when the wait takes longer, and the collective is given up.
+        text: Cause that all ranks read when the limit has passed, and the collective is given up.
     """
 
     seconds: float
@@ -33,9 +33,9 @@ class CompletionHook(Protocol):
     ``KeyboardInterrupt`` is it unknown whether the request was accepted, and the hook is called at most once.
 
     The hook runs on the thread of the engine that finished the request: one that executes, or the control thread. A user's thread
-    that waits, and executes meanwhile, leaves it to the control thread, since Ctrl-C may strike there at any moment.
+    that waits, and executes meanwhile, leaves it to the control thread, since Ctrl-C can strike there at any moment.
     :meth:`Engine.close` calls the hooks that are left on the thread that closes. No lock of the engine is held. Hooks
-    of several requests may run in any order and at the same time; a wait for the handle may return before or after.
+    of several requests can run in any order and at the same time; a wait for the handle can return before or after.
 
     A hook may submit, flush and withdraw collectives, and ask :meth:`Handle.done` and the properties of groups. It must be
     quick, since other operations, or the coordinator's messages, wait for the thread. It must not wait for a collective nor
@@ -54,14 +54,14 @@ class CompletionHook(Protocol):
 
 @dataclass(slots=True)
 class Request:
-    """One collective on one tensor.
+    """Request for one collective on one tensor.
 
     Attributes:
-        kind: Which collective.
+        kind: Kind of the collective.
         name: Tensor name, equal on all ranks; ``None`` for an anonymous one, which is matched in order.
         input: C-contiguous array in storage type, or buffer of ``device``, of any shape; ``None`` for a barrier. It must not
             change until the handle is done.
-        output: Where the result goes, of the same kind as ``input``, which it may be (in place). ``None``: the
+        output: Memory for the result, of the same kind as ``input``, which it may be (in place). ``None``: the
             engine asks ``allocate``, or makes a new array or buffer. A message has one on the rank that receives it alone,
             where it is also the ``input``.
         dtype: Element type.
@@ -76,15 +76,15 @@ class Request:
         site: Call site; found by walking the stack if ``None``.
         device: Device class of the tensors, equal on all ranks. Any but ``cpu`` needs a data plane for it, see
             :meth:`Engine.device_plane`; where there is none, the caller stages tensors through the host.
-        anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
+        anonymous: Whether several of this name can be in flight; true by itself if ``name`` is ``None``.
         ranks: To add a process set, its ranks; of a message, the rank that sends and the rank that receives; of a receive from any rank,
             this rank alone.
-        channel: Of a message, for what the receiver calls its receives from any rank, if any may get it: such a receive gets the oldest
-            message with the same channel that no receive waits for that names the sender. Empty for none.
+        channel: Of a message, the name of the receiver's receives from any rank that can get it. Such a receive gets the oldest message of
+            its channel, unless a receive that names the sender waits for that. Empty for none.
         on_done: Called once when the request is finished; see :class:`CompletionHook`.
         label: Its name in recordings, if that is another one. There should be few different ones, since recordings keep them all.
-        priority: Of the allreduces that have one, the highest is executed first among those that are ready and have not begun; also,
-            they have others without a priority, barriers included, go before them. ``None``: in the order of becoming ready.
+        priority: Of the allreduces that have one, the highest is executed first among those that are ready and have not begun.
+            Collectives without a priority, barriers included, go before them. ``None``: in the order of becoming ready.
         about: Text behind the call site in errors and stall lines, on all ranks, such as `` for layers.3``. There should be few different
             ones, since each is defined once.
     """
@@ -136,7 +136,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class PendingCollective:
-    """A collective in flight on this rank, as :meth:`Engine.pending` lists it.
+    """Collective in flight on this rank, as :meth:`Engine.pending` lists it.
 
     Attributes:
         name: Tensor name.

@@ -24,12 +24,12 @@ class SpanLog:
     """Log of a rank's spans: the recorder, the context of its batches, and whether a flush of it is scheduled.
 
     A listener that comes later gets no earlier batches. So each batch repeats its context: how this rank's clock compares with
-    the coordinator's, and how many members the process sets have whose operations are in it.
+    the coordinator's, and how many members the process sets of its operations have.
 
     Args:
         rank: This rank.
         enabled: Whether anything is recorded.
-        remote: Whether this rank may have another clock than the coordinator, so that the two have to be compared.
+        remote: Whether this rank's clock can differ from the coordinator's, so that the two have to be compared.
     """
 
     INTERVAL: ClassVar[float] = 0.05
@@ -65,8 +65,8 @@ class SpanLog:
 
         Args:
             batch: The batch.
-            started: When, in ns; 0 if it failed before.
-            finished: When it was done or failed, in ns.
+            started: Time of its begin in ns; 0 if it failed before.
+            finished: Time at which it was done or failed, in ns.
             phases: Times that the plane measured.
             ok: Whether it was executed to its end.
         """
@@ -122,7 +122,7 @@ class SpanLog:
         Args:
             entry: The collective; it began when all had posted it.
             sequence: Its number, equal on all members.
-            finished: When it was done, in ns.
+            finished: Time at which it was done, in ns.
         """
         recorder, request = self.recorder, entry.request
         if not recorder.enabled:
@@ -220,10 +220,11 @@ class SpanLog:
 
     def claim_flush(self) -> bool:
         """Return whether the caller has to schedule the next flush, since none is scheduled."""
+        # The cheap check first: this is called for each operation. A lock as the mark: two threads can't both acquire it.
         return not self._due.locked() and self._due.acquire(blocking=False)
 
     def release_flush(self) -> None:
-        """Let any thread :meth:`claim_flush` the next flush."""
+        """Allow the next :meth:`claim_flush`."""
         with contextlib.suppress(RuntimeError):  # no thread had claimed it
             self._due.release()
 
@@ -234,6 +235,7 @@ class SpanLog:
         return self.recorder.drain()
 
     def _add_context(self) -> None:
+        # Exchanged in one statement, while other threads add to the set; one that they add late is in the next batch.
         touched, self._touched = self._touched, set()
         for process_set in touched:
             if process_set in self._members:

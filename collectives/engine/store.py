@@ -14,6 +14,7 @@ class StoreWaits:
     """Waits for values of the rendezvous store, by ticket. Any thread."""
 
     def __init__(self) -> None:
+        #: Numbers for tickets.
         self._numbers = itertools.count(1)
         #: Waits by ticket.
         self._waiting: dict[int, StoreWait] = {}
@@ -33,6 +34,7 @@ class StoreWaits:
 
     def abort(self, scope: tuple[int, int] | None = None) -> None:
         """End the waits of a process set and epoch, or all."""
+        # A copy: the threads that wait remove their tickets meanwhile.
         for ticket in list(self._waiting.values()):
             if scope is None or ticket.scope == scope:
                 ticket.end(None)
@@ -45,6 +47,7 @@ class StoreWait:
         self.number = number
         self.scope = scope
         self.value: bytes | None = None
+        # Held until the end: a bare lock is the cheapest object to wait on.
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
 
@@ -67,9 +70,11 @@ class EngineStore(KeyValue):
         tickets: StoreWaits,
         send: Callable[[m.Message], None],
     ) -> None:
+        #: Process set and epoch.
         self._scope = (process_set, epoch)
         self._tickets = tickets
         self._send = send
+        #: Whether the epoch has ended.
         self._aborted = False
 
     def set(self, key: str, value: bytes) -> None:
@@ -78,6 +83,7 @@ class EngineStore(KeyValue):
     def get(self, key: str, timeout: float) -> bytes:
         ticket = self._tickets.new(self._scope)
         try:
+            # The ticket is added before the flag is read, and abort() sets the flag before it reads the tickets: one of them sees it.
             if self._aborted:
                 raise PlaneAborted(f"epoch {self._scope[1]} has ended")
             self._send(m.StoreGet(*self._scope, key, ticket.number))

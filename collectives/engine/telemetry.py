@@ -18,7 +18,7 @@ from hvdlab.collectives.tracing.timeline_file import TimelineFile
 Sink = Callable[[int, bytes], None]
 
 LAST_EVENTS = 2.5 * SpanLog.INTERVAL
-"""Seconds until the events that every rank has recorded by now have arrived here."""
+"""Seconds until the events that every rank has recorded by now have arrived here: a flush, and its way."""
 FLUSHED_WITHIN = 1.0
 """Seconds that the control thread has to hand over the events that were recorded by now."""
 REPLACED_WITHIN = 5.0
@@ -26,10 +26,11 @@ REPLACED_WITHIN = 5.0
 
 
 class Subscription:
-    """Subscription of this rank to the events of all ranks, shared by all sinks. It exists as long as there are any. Any thread."""
+    """Subscription of this rank to the events of all ranks, shared by all sinks. It lasts as long as there are sinks. Any thread."""
 
     def __init__(self, handlers: ControlHandlers) -> None:
         self._handlers = handlers
+        #: Held from a change of the sinks to the message about it: subscribing and its end must not overtake each other.
         self._lock = threading.Lock()
         #: Consumers of the events.
         self._sinks: list[Sink] = []
@@ -38,6 +39,7 @@ class Subscription:
         """Call ``sink(rank, batch)`` on the control thread with each batch of any rank from now on."""
         callbacks = self._handlers.callbacks
         with self._lock:
+            # Before the subscription: its first batch finds the sink.
             callbacks.event_sinks.append(sink)
             self._sinks.append(sink)
             if len(self._sinks) == 1:
@@ -53,10 +55,11 @@ class Subscription:
         if control.thread.is_alive():
             arrived = threading.Event()
             control.call(lambda: control.call_later(LAST_EVENTS, arrived.set))
+            # With a limit: the control thread can end meanwhile.
             arrived.wait(4 * LAST_EVENTS)
 
     def remove(self, sink: Sink) -> None:
-        """Call this sink no more."""
+        """End the calls of this sink."""
         callbacks = self._handlers.callbacks
         with self._lock:
             callbacks.event_sinks.remove(sink)
@@ -71,6 +74,7 @@ class TimelineTap:
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
+        #: Guards ``_file``: of two threads that start or stop at the same time one wins.
         self._lock = threading.Lock()
         self._file: TimelineFile | None = None
 
@@ -88,6 +92,7 @@ class TimelineTap:
 
     def stop(self) -> None:
         """Complete the file, after a moment for events on their way. Raises ``OSError`` if it could not be written."""
+        # The wait is outside the lock, so that another file can be started meanwhile.
         with self._lock:
             file, self._file = self._file, None
         if file is None:
@@ -99,7 +104,7 @@ class TimelineTap:
 
 
 class RankExport(Export):
-    """An export of this rank's metrics, or of all ranks'. Ended by :meth:`close` or with the engine.
+    """Export of this rank's metrics, or of all ranks'. Ended by :meth:`close` or with the engine.
 
     Attributes:
         unaligned: How many points were left out because their host's clock could not be compared with this host's.
@@ -112,10 +117,11 @@ class RankExport(Export):
         self.all_ranks = all_ranks
         self.unaligned = 0
         self._exports = exports
+        #: Decoder of this rank's or all ranks' batches, with their clocks.
         self._reader = PointReader()
 
     def feed(self, rank: int, batch: bytes) -> None:
-        """Put the points of a batch that rank ``rank`` has recorded. Control thread."""
+        """Queue the points of a batch that rank ``rank`` has recorded. Control thread."""
         self.put(self._reader.read(batch))
         self.unaligned = self._reader.dropped
 
@@ -135,11 +141,14 @@ class MetricExports:
     def __init__(self, handlers: ControlHandlers, subscription: Subscription) -> None:
         self._handlers = handlers
         self._subscription = subscription
+        #: Guards ``_open``: an export is removed once, by its own close() or by that of the engine.
         self._lock = threading.Lock()
+        #: Exports that are not closed.
         self._open: list[RankExport] = []
 
     def add(self, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> RankExport:
         """Hand metrics to ``exporter`` from now on, in place of another one with the same target."""
+        # The other one is closed first: two writers of one file or server would mix.
         for other in list(self._open):
             if same_target(other.exporter, exporter):
                 other.close(REPLACED_WITHIN)
@@ -153,7 +162,7 @@ class MetricExports:
         return export
 
     def remove(self, export: RankExport) -> None:
-        """Hand over the points that were recorded by now, and no more."""
+        """End an export, after it has got the points that were recorded by now."""
         with self._lock:
             if export not in self._open:
                 return
@@ -169,7 +178,7 @@ class MetricExports:
         control = self._handlers.control
         if not control.thread.is_alive():
             return
-        if threading.current_thread() is control.thread:
+        if threading.current_thread() is control.thread:  # it would wait for itself
             self._handlers.send_events()
             return
         done = threading.Event()

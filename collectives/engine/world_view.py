@@ -1,4 +1,4 @@
-"""The world as a rank sees it: its members, the wait until it is complete, and the rank's part in elastic training."""
+"""Rank's view of the world: its members, the wait until it is complete, and the rank's part in elastic training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlab.collectives.protocol import messages as m
 
 
 class WorldView:
-    """View of the world: the ranks that are expected, and those that are there. Written by the control thread, read by any.
+    """View of the world: its expected ranks, and its present ones. Written by the control thread, read by any.
 
     Attributes:
         last: The coordinator's last message about the world, or ``None``.
@@ -43,12 +43,14 @@ class WorldView:
         with self._changed:
             self.last = message
             self._changed.notify_all()
+        # Without the lock: a watcher can call the methods above and below.
         for watcher in tuple(self.watchers):
             watcher(message)
 
     def configured(self, ranks: Sequence[int], epoch: int) -> None:
         """Keep the members of the world in this epoch."""
         with self._changed:
+            # Before the next World message, which has them no longer among those that wait.
             self._let_in.update(set(ranks) & set(self.waiting))
             self._members, self._epoch = frozenset(ranks), epoch
             self._changed.notify_all()
@@ -66,11 +68,11 @@ class WorldView:
             self._changed.notify_all()
 
     def wait_regrouped(self, ticket: int, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the answer to a :class:`~hvdlab.collectives.protocol.messages.Regroup`; whether it came.
+        """Wait up to ``timeout`` seconds for the answer to a :class:`~hvdlab.collectives.protocol.messages.Regroup`. Return whether it came.
 
         Raises:
             StartError: The coordinator is lost.
-            ReleasedError: This rank was let go.
+            ReleasedError: This rank was released.
         """
 
         def answered() -> bool:
@@ -88,7 +90,7 @@ class WorldView:
     def alive(self) -> tuple[int, ...]:
         """Return the ranks that live, as far as this rank knows.
 
-        The coordinator sends ``World`` messages now and then only, so the members of a newer epoch may be the newer news. A
+        The coordinator sends ``World`` messages now and then only, so the members of a newer epoch can be more recent. A
         successor of the coordinator continues without ranks that no rank reports as alive.
         """
         last = self.last
@@ -111,7 +113,7 @@ class WorldView:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Return the ranks that elastic training has to let in."""
+        """Return the ranks that wait until elastic training admits them."""
         return self.last.waiting if self.last is not None else ()
 
     @property
@@ -123,7 +125,7 @@ class WorldView:
         return {member.rank for member in self.last.members} - {rank} if self.last is not None else set()
 
     def _dead(self) -> list[m.Death]:
-        """Deaths of ranks that are missing and never were members: no other process will come in their place."""
+        """Return the deaths of ranks that are missing and never were members: no other process will come in their place."""
         if self.last is None:
             return []
         missing = self._missing()
@@ -135,8 +137,8 @@ class WorldView:
         Args:
             timeout: Seconds to wait.
             rank: This rank.
-            door: Seconds to wait instead, if it is more, while this rank is one that elastic training has to let in.
-            size: How many ranks are expected. A world of fewer is not complete before the coordinator has named its ranks.
+            door: Seconds to wait instead, if it is more, while this rank waits until elastic training admits it.
+            size: Number of expected ranks. A world of fewer is not complete before the coordinator has named its ranks.
 
         Raises:
             StartError: Ranks are missing or dead; the text names them.
@@ -201,13 +203,14 @@ class ElasticMembership:
         self._ticket = 0
         #: How deep training is nested; 0 outside of it.
         self._depth = 0
+        #: Guards ``_depth``.
         self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Begin training: from now on newcomers wait for a reset point, and a failure fails all later submissions.
 
         Once the world's epoch was aborted, each submission of this rank fails with the same cause, until all ranks restart. Other
-        ranks may have restored their last commit by then, and must not meet later submissions of this rank. May be nested.
+        ranks have perhaps restored their last commit by then, and must not meet later submissions of this rank. Can be nested.
         """
         with self._lock:
             self._depth += 1
@@ -230,14 +233,14 @@ class ElasticMembership:
 
         Args:
             reason: Failure that brought this rank here; empty without one.
-            at_least: Ranks that are needed to go on.
+            at_least: Ranks that are needed to continue.
         """
         self._ticket += 1
         message = m.Regroup(self._ticket, at_least, reason)
         self._locked.update(RankState.reached_reset, message)
 
     def wait(self, timeout: float) -> None:
-        """After :meth:`stop`, wait until all living ranks have come, newcomers are let in, and there are enough.
+        """Wait after :meth:`stop` until all living ranks have come, newcomers are admitted, and there are enough ranks.
 
         Raises:
             StartError: That did not happen within ``timeout`` seconds, or the coordinator is lost.
@@ -266,14 +269,14 @@ class ElasticMembership:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Return the ranks that wait to be let in."""
+        """Return the ranks that wait for admission."""
         return self._world.waiting
 
     def watch(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> Callable[[], None]:
         """Call ``callback(waiting, leaving)`` on the control thread whenever the world has changed.
 
         Args:
-            callback: Gets the ranks that wait to be let in, and those that leave.
+            callback: Gets the ranks that wait for admission, and those that leave.
 
         Returns:
             A function that ends the calls.

@@ -1,6 +1,6 @@
 """Recovery of a client's lost connection to the coordinator: to the same one, or to a successor.
 
-A connection may be lost although its coordinator lives: the client was too slow to read, or could not decode what came. Such
+A connection can be lost although its coordinator lives: the client was too slow to read, or could not decode a message. Such
 a coordinator has the world, the history and the cells, so the client connects to it again. Only a coordinator that has ended, is
 stopped, or does not answer is replaced.
 """
@@ -21,11 +21,11 @@ from hvdlab.collectives.time_limits import RestartLimit
 from hvdlab.collectives.types import Membership
 
 END_WITHIN = 1.0
-"""Seconds that a process may take to end after its connections."""
+"""Seconds that a process has to end after its connections."""
 ANSWER_WITHIN = 5.0
 """Seconds that a coordinator which lives has for its answer."""
 SUCCESSORS = 5
-"""Successors that are started one after the other if each dies before it answers."""
+"""Successors that are started one after the other if each dies before it answers. More would die of the same cause."""
 
 Cells = Mapping[str, Sequence[int]]
 
@@ -50,7 +50,7 @@ class ReconnectingClient(Protocol):
     """Client that can connect again, as far as :class:`ClientRecovery` uses it."""
 
     def reconnect(self, cells: Cells | None = ..., timeout: float = ..., *, process: int = ...) -> Membership:
-        """As :meth:`Client.reconnect`."""
+        """Connect again, as :meth:`Client.reconnect` does."""
         ...
 
 
@@ -60,7 +60,7 @@ class Recovered:
 
     Attributes:
         membership: The world.
-        replaced: Whether there is another coordinator.
+        replaced: Whether a successor has replaced the coordinator.
         cells: The cells that the client has reported to the coordinator.
     """
 
@@ -94,6 +94,7 @@ class ClientRecovery:
     ) -> None:
         self._coordinator, self._client, self._cells = coordinator, client, cells
         self._respawn_within, self._reconnect_within = respawn_within, reconnect_within
+        #: Limit on returns to the same coordinator: the fault that ends the connection would end the next one as well.
         self._returns = RestartLimit()
         self.ending = ""
 
@@ -102,8 +103,9 @@ class ClientRecovery:
 
         Raises:
             StartError, TimeoutError, InvalidRequestError, OSError: There is no successor, and why.
-            CoordinatorLostError: The new connection was lost as well, or the client was closed. May be called again.
+            CoordinatorLostError: The new connection was lost as well, or the client was closed. Can be called again.
         """
+        # The ending first: it decides between a return to the same coordinator and a successor.
         self.ending = self._find_ending()
         return self._return() or self._replace()
 
@@ -127,14 +129,14 @@ class ClientRecovery:
         cells = self._cells()
         try:
             world = self._client.reconnect(cells, ANSWER_WITHIN)
-        except CoordinatorLostError:
+        except CoordinatorLostError:  # a ConnectionError, hence an OSError: it must not count as no answer
             raise
         except (StartError, TimeoutError, OSError):
             return None
         return Recovered(world, False, cells)
 
     def _replace(self) -> Recovered:
-        """Start successors until one answers: a new one may be killed before it has answered this client."""
+        """Start successors until one answers: a new one can be killed before it has answered this client."""
         for attempt in range(SUCCESSORS):
             self._coordinator.respawn(self._respawn_within)
             cells = self._cells()
@@ -143,6 +145,7 @@ class ClientRecovery:
             except CoordinatorLostError:
                 raise
             except (StartError, TimeoutError, OSError):
+                # One that lives and does not answer is no reason for another: the first could still serve ranks.
                 ending = self._find_ending()
                 if not ending or attempt == SUCCESSORS - 1:
                     raise

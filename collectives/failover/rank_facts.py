@@ -10,7 +10,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 
 ENDED_CELLS = 16
-"""Ends of cells that a rank reports to a successor again: the coordinator may have died before it had passed them on."""
+"""Ends of cells that a rank reports to a successor again: perhaps the coordinator died before it had passed them on."""
 
 
 class FailoverFacts:
@@ -18,7 +18,7 @@ class FailoverFacts:
 
     Attributes:
         sets: Ranks of the process sets that were added in this world, by id, also of those without this rank.
-        regroup: The message of elastic training whose answer this rank waits for, or ``None``.
+        regroup: The unanswered ``Regroup`` of this rank's elastic training, or ``None``.
         paused: Reasons for which the user has paused this rank, the latest last; empty if it is not paused.
     """
 
@@ -26,13 +26,17 @@ class FailoverFacts:
         self.sets: dict[int, tuple[int, ...]] = {}
         self.regroup: m.Regroup | None = None
         self.paused: tuple[str, ...] = ()
+        #: The highest id of a process set that this rank has seen: a successor must not use it again.
         self._last_set = 0
+        #: Ranks of the additions, and ids of the removals, that failed with the coordinator.
         self._adding: tuple[tuple[int, ...], ...] = ()
         self._removing: tuple[int, ...] = ()
+        #: Cells that run here, in order.
         self._cells: dict[str, None] = {}
+        #: The last cells that have ended here, each with the line of its failure.
         self._ended: deque[tuple[str, str]] = deque(maxlen=ENDED_CELLS)
 
-    # -- what happens ---------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def added(self, process_set: int, ranks: tuple[int, ...]) -> None:
         """Record that a process set was added, on all ranks."""
@@ -40,7 +44,7 @@ class FailoverFacts:
         self._last_set = max(self._last_set, process_set)
 
     def dissolved(self, process_set: int) -> None:
-        """Record that a process set is gone."""
+        """Record that a process set was removed."""
         self.sets.pop(process_set, None)
         self._last_set = max(self._last_set, process_set)
 
@@ -68,7 +72,7 @@ class FailoverFacts:
         """Return the cells that run here."""
         return tuple(self._cells)
 
-    # -- what the successor gets ----------------------------------------------------------------------------------
+    # -- facts for the successor ----------------------------------------------------------------------------------
 
     def resume_message(
         self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool, released: bool

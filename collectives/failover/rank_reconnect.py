@@ -19,9 +19,9 @@ from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.time_limits import Deadline, RestartLimit
 
 LONGER = 3
-"""A rank waits this many times as long for a successor as a successor waits for ranks: it has to be started first."""
+"""Factor by which a rank waits longer for a successor than a successor waits for ranks: the successor has to be started first."""
 SUCCESSORS = 5
-"""Successors that may die before they have answered; after each of them the time to wait for one starts again."""
+"""Successors that can die before they have answered; after each of them the time to wait for one starts again."""
 PAUSE = 0.2
 """Seconds between two attempts, if the first failed although the coordinator's sockets are still kept open."""
 
@@ -30,16 +30,19 @@ class RankReconnect:
     """Thread that connects again when the connection is lost.
 
     As long as the process that started the coordinator keeps its listening sockets, a connection waits there for the successor;
-    once no process keeps them, connecting is refused at once. As long as the coordinator's host does not answer at all, this rank may be cut
-    off from it, and waits longer if it can come back then.
+    once no process keeps them, connecting is refused at once. As long as the coordinator's host does not answer at all, this rank is
+    perhaps cut off from it, and waits longer if it can come back then.
 
     Args:
         settings: Where the coordinator is.
         hello: This rank's introduction, but for the generation.
         generation: Generation of the coordinator that this rank is connected to.
-        handlers: Takes the new connection, or gives up if there is none.
-        control: Runs what follows on the control thread.
-        returns: Whether this rank can come back when the others have gone on without it.
+        handlers: Gets the new connection, or gives up if there is none.
+        control: Control thread, which continues with the new connection.
+        returns: Returns whether this rank can come back when the others have continued without it.
+
+    Attributes:
+        generation: As above, of the latest connection.
     """
 
     def __init__(
@@ -53,21 +56,25 @@ class RankReconnect:
     ) -> None:
         self.generation = generation
         self._returns = returns
-        # What ends this rank's connection to a living coordinator would end the next one as well, and each return costs the others an
-        # epoch.
+        # The fault that ends this rank's connection to a living coordinator would end the next one as well, and each return costs the
+        # others an epoch.
         self._returned = RestartLimit()
         self._settings = settings
         self._hello = hello
         self._handlers = handlers
         self._control = control
+        #: Set by :meth:`cancel`, for good.
         self._cancelled = threading.Event()
+        #: Held by begin() and cancel(): a thread that has started is seen by the latter, and none starts after it.
         self._beginning = threading.Lock()
+        #: The socket of the present attempt, which cancel() shuts down.
         self._socket: socket.socket | None = None
+        #: The latest thread, which perhaps has ended.
         self._thread: threading.Thread | None = None
         handlers.reconnect = self.begin
 
     def begin(self, reason: str) -> None:
-        """Start the thread that looks for a successor, after the connection was lost. Control thread."""
+        """Start the thread that searches for a successor, after the connection was lost. Control thread."""
         if self._thread is not None:
             self._thread.join()  # does not block: that thread has handed its connection over and is about to end
         name = f"hvdlab-reconnect-{self._hello.rank}"

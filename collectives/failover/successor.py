@@ -1,4 +1,4 @@
-"""A successor's first task: to restore the world of the coordinator that died, from the facts that its ranks and its client send.
+"""Restoration of the world of a coordinator that died, by its successor, from the facts that ranks and the client send.
 
 The successor decides nothing before all ranks have come that lived when the other one died: otherwise collectives of some would wait for
 ranks that are on their way, or fail for their absence. A rank that has not come after a while counts as dead. Process sets keep their
@@ -17,7 +17,7 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 EPOCHS = 1 << 20
-"""Distance between the first epochs of two generations of the coordinator."""
+"""Distance between the first epochs of two generations of the coordinator: more than one generation ever has."""
 
 REMEMBERED = 4096
 """Ends of cells that are remembered, in case the client reports that they still run."""
@@ -28,18 +28,18 @@ class Restoring:
 
     Args:
         generation: How many coordinators have died before this one.
-        seconds: How long to wait for the ranks that lived then.
+        seconds: Seconds to wait for the ranks that lived then.
 
     Attributes:
-        active: Whether the world is still being restored. Until it is, no process set has an epoch.
-        due: When waiting is over at the latest; ``None`` until the first event.
+        active: Whether the world is still being restored. Until the end of that, no process set has an epoch.
+        due: Time at which waiting is over at the latest, as ``now``; ``None`` until the first event.
         recalled: Whether a client has sent its facts.
-        released: Ranks that are to be let go where elastic training lets the world change, once it is there.
+        released: Ranks to release where elastic training lets the world change, once it is restored.
         resumed: Facts of the ranks that have come, by rank.
         alive: Process ids, or 0, of the ranks that lived, as ranks and the client report them.
         cells: Cells that the client reports to run, each with its ranks; empty once they count as running.
         ran_in: Process ids of the ranks that the client knew.
-        renewed: Ranks in whose place another process has come meanwhile.
+        renewed: Ranks that another process has replaced meanwhile.
         ended: Newest ends of cells, as (cell, rank), that the ranks have reported.
     """
 
@@ -66,13 +66,13 @@ class Restoring:
         """Add the facts of a rank that has come."""
         self.resumed[rank] = facts
         for other in facts.alive:
-            self.alive.setdefault(other, 0)
+            self.alive.setdefault(other, 0)  # the client's process id, if it has named one, stays
 
     def cell_ended(self, cell: str, rank: int) -> None:
-        """Record that a cell has ended on a rank. The client may not know that yet, even if it has sent its facts already.
+        """Record that a cell has ended on a rank. Perhaps the client does not know that yet, even if it has sent its facts already.
 
-        The coordinator may first read a connection that the client has given up, so that the client sends its facts twice. A connection
-        that was lost while the coordinator lived may have taken the news of the end with it.
+        The coordinator can first read a connection that the client has given up, so that the client sends its facts twice. A report of
+        the end can be lost together with a connection while the coordinator lives.
         """
         self.ended[cell, rank] = None
         if len(self.ended) > REMEMBERED:
@@ -129,7 +129,8 @@ class Successor:
         self._log = log
 
     def resume(self, rank: RankPeer, message: m.Resume) -> None:
-        """Add the facts of a rank that knew an earlier coordinator. If the world is there already, the rank is like any newcomer."""
+        """Add the facts of a rank that knew an earlier coordinator. If the world is restored already, the rank is like any newcomer."""
+        # Ends before begins: a cell that ended and the one after it arrive in one message.
         facts = self._facts
         for cell, error in message.ended:
             if rank.tracked:
@@ -146,6 +147,7 @@ class Successor:
                 facts.released.add(rank.rank)
             facts.add(rank.rank, message)
             return
+        # Too late: the sets have been restored without this rank.
         for known in message.sets:
             if known.id > 0:
                 self._effects.send((rank.peer,), m.Dissolve(known.id))
@@ -180,7 +182,7 @@ class Successor:
         for rank in missing:
             self._record_missing(rank, now, decision)
         if membership.expected is None and self._elastic.active:
-            # No client may come for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
+            # Perhaps no client comes for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
             membership.set_expected({*membership.ranks, *membership.deaths})
             membership.awaited -= membership.deaths.keys()
         self._restore_sets(decision)
@@ -208,6 +210,7 @@ class Successor:
 
     def _restore_sets(self, decision: int) -> None:
         facts, ranks = self._facts, self._membership.ranks
+        # The newest epoch's members: a rank that was cut off reports those of an older one.
         newest: dict[int, m.KnownSet] = {}
         for resumed in facts.resumed.values():
             for known in resumed.sets:
@@ -241,11 +244,11 @@ class Successor:
                 self._admission.become_outdated(rank)
 
     def _same_processes(self, known: m.KnownSet, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of these members of the world that are the processes that they were in it.
+        """Return those of these members of the world that are still the same processes.
 
-        A process in the place of one that died may have come to a coordinator that died before it had restored the world: such a
-        process resumes like the others, but is a newcomer. As a member it would have the place of the one that died, before ranks
-        that have been there for longer.
+        A process in the place of a dead one can have come to a coordinator that died before it had restored the world: such a
+        process resumes like the others, but is a newcomer. As a member it would have the place of the dead one, before ranks
+        that have been in the world for longer.
         """
         processes = {*zip(known.ranks, known.pids, strict=False)}
         ranks = self._membership.ranks
@@ -257,7 +260,7 @@ class Successor:
         for cell, on in facts.cells:
             for rank in on:
                 there = rank in ranks and ranks[rank].tracked and rank not in facts.renewed
-                # A connection that the client has given up may be read late, and name a process that has died since then.
+                # A connection that the client has given up can be read late, and name a process that has died since then.
                 same = there and facts.ran_in.get(rank, ranks[rank].pid) == ranks[rank].pid
                 if same and (cell, rank) not in facts.ended:
                     self._cells.begin(cell, rank)

@@ -29,7 +29,9 @@ class Keeper:
 
     def __init__(self, coordinator: CoordinatorProcess) -> None:
         self._coordinator = coordinator
+        #: Eventfd that ends the thread; -1 after :meth:`close`.
         self._end = os.eventfd(0)
+        #: Limit on successors: a fault that ends each of them must not be repeated for ever.
         self._restarts = RestartLimit()
         self._thread = threading.Thread(target=self._run, name="hvdlab-keeper", daemon=True)
         self._thread.start()
@@ -49,7 +51,7 @@ class Keeper:
             if self._restarts.reached:
                 self._give_up(how, f"it has ended {self._restarts.most} times within a minute")
                 return
-            self._restarts.add()
+            self._restarts.add()  # before the attempt: one that hangs or fails counts as well
             try:
                 self._coordinator.respawn()
             except (StartError, OSError) as error:

@@ -16,9 +16,9 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello, Message, ToPeer
 
 HELLO_LIMIT = 64 * 1024
-"""Largest payload before Hello was accepted, in bytes."""
+"""Largest payload before Hello was accepted, in bytes: the memory that one stranger can occupy."""
 FRAME_LIMIT = 256 * 1024 * 1024
-"""Largest payload afterwards, in bytes."""
+"""Largest payload afterwards, in bytes. It bounds the memory that a faulty length costs, and exceeds all real messages."""
 
 _LENGTH = struct.Struct("<I")
 _pack_length = _LENGTH.pack
@@ -42,7 +42,7 @@ class FrameDecoder:
     """Decoder of a stream of bytes, cut anywhere, into payloads.
 
     Args:
-        limit: Largest payload that is accepted, in bytes; may be assigned later.
+        limit: Largest payload that is accepted, in bytes; can be assigned later.
     """
 
     __slots__ = ("_have", "_need", "_parts", "limit")
@@ -51,16 +51,17 @@ class FrameDecoder:
         self.limit = limit
         # Pieces of an unfinished frame are joined once, when it is complete, so that a large frame costs one copy.
         self._parts: list[bytes] = []
+        #: Bytes of these pieces, and bytes of the whole frame; of its length only, as long as that is not complete.
         self._have = 0
         self._need = 0
 
     @property
     def unfinished(self) -> int:
-        """Bytes received of a frame that is not complete yet."""
+        """Return the bytes received of a frame that is not complete yet."""
         return self._have
 
     def feed(self, data: bytes) -> list[memoryview]:
-        """Take the next bytes and return the payloads that are complete now, in order.
+        """Add the next bytes and return the payloads that are complete now, in order.
 
         Raises:
             ProtocolError: A frame is empty or above the limit. The decoder can't go on then.
@@ -76,6 +77,7 @@ class FrameDecoder:
         frames: list[memoryview] = []
         view = memoryview(data)
         start, end, need = 0, len(data), 4
+        # Frames that are complete are handed out as views: a read with many small ones copies nothing.
         while end - start >= 4:
             (length,) = _unpack_length(data, start)
             if not 0 < length <= self.limit:
@@ -117,10 +119,11 @@ class MessageDecoder(Generic[MessageT]):
 
     Args:
         messages: The union of their classes.
-        refusal: Beginning of the error text for everything else.
+        refusal: Beginning of the error text for all other payloads.
     """
 
     def __init__(self, messages: object, refusal: str) -> None:
+        # The union is the check: a message that this side may not send has no tag in it.
         self._decode: Callable[[Payload], MessageT] = msgspec.msgpack.Decoder(
             cast("type[MessageT]", messages)
         ).decode

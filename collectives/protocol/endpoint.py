@@ -1,7 +1,7 @@
 """One end of a control connection: frames over a Unix or TLS socket, with file descriptors over the former, and contexts for TLS.
 
 The coordinator, the ranks' engines and clients use the same class. After set-up the socket is non-blocking; the
-owner's selector says when to :meth:`Endpoint.receive` and :meth:`Endpoint.flush`.
+owner's selector decides when to :meth:`Endpoint.receive` and :meth:`Endpoint.flush`.
 
 Over TLS one self-signed certificate is pinned: only a peer that shows it is the coordinator.
 """
@@ -29,9 +29,9 @@ Frame = tuple[memoryview, int]
 
 
 class Backlog:
-    """Queue of frames that a socket has not taken yet. ``bulk`` frames wait for all others. Within each kind the order stays.
+    """Queue of frames that a socket has not accepted yet. ``bulk`` frames wait for all others. Within each kind the order stays.
 
-    A frame of which sending was begun, or only tried, is finished first: TLS has to be given again the bytes that it did not take.
+    A frame of which sending was begun, or only tried, is finished first: TLS requires a second call with the bytes that it refused.
 
     Attributes:
         nbytes: Bytes that wait.
@@ -41,7 +41,9 @@ class Backlog:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        #: The rest of the frame whose sending was begun or tried.
         self._begun: Frame | None = None
+        #: Other frames that wait: those that go first, and those in bulk.
         self._first: deque[Frame] = deque()
         self._bulk: deque[Frame] = deque()
 
@@ -73,7 +75,7 @@ class Backlog:
         self._begun = None if count == len(view) else (view[count:], -1)
 
     def clear(self) -> list[int]:
-        """Drop all frames. Returns the descriptors that were kept with them."""
+        """Drop all frames. Return the descriptors that were kept with them."""
         kept = [descriptor for _, descriptor in self._all() if descriptor >= 0]
         self._begun, self.nbytes = None, 0
         self._first.clear()
@@ -88,41 +90,48 @@ class Backlog:
 
 
 RECEIVE_SIZE = 64 * 1024
+"""Bytes of one read."""
 TLS_AT_ONCE = 4 * RECEIVE_SIZE
 """Bytes that :meth:`Endpoint.receive` reads over TLS before it decodes them."""
 DESCRIPTOR_LIMIT = 8
+"""Descriptors that one read accepts, and that wait for :meth:`Endpoint.take_descriptor`; a peer can't exhaust those of this process."""
 LOST = -1
+"""Place of a descriptor that could not be received, since this process had no number left for it."""
 _ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTOR_LIMIT)
 _FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _TLS_WANTS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class ConnectionLost(ConnectionError):
-    """The other side closed the connection, or the network did."""
+    """The connection was ended by the other side or by the network."""
 
 
 class Endpoint:
-    """A connection that carries frames both ways.
+    """Connection that carries frames both ways.
 
-    ``send``, ``send_frame`` and ``flush`` may be called from any thread. ``receive``, ``take_descriptor`` and
+    ``send``, ``send_frame`` and ``flush`` can be called from any thread. ``receive``, ``take_descriptor`` and
     ``close`` belong to the thread that owns the connection.
 
     Args:
-        sock: A connected socket (for TLS after the handshake); taken over and made non-blocking.
+        sock: A connected socket (for TLS after the handshake); the endpoint owns it from now on, and makes it non-blocking.
         descriptors: Whether file descriptors that come along are kept; if not, the kernel drops them.
         limit: Largest payload that is accepted, in bytes.
+
+    Attributes:
+        early: Results of ``recvmsg()`` that are not decoded yet; see :meth:`read_ahead`.
     """
 
     def __init__(self, sock: socket.socket, *, descriptors: bool = False, limit: int = FRAME_LIMIT) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
+        #: Descriptors that came along and have no owner yet, in order; ``None`` where none are expected.
         self._descriptors: deque[int] | None = deque() if descriptors and not self._tls else None
         self._decoder = FrameDecoder(limit)
+        # Held while anything is sent: frames of two threads must not mix, and the backlog's order is that of the calls.
         self._lock = threading.Lock()
         self._backlog = Backlog()
         self._closed = False
-        # What recvmsg() returned and was not decoded yet; see read_ahead.
         self.early: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -132,7 +141,7 @@ class Endpoint:
 
     @property
     def secure(self) -> bool:
-        """Whether this is TLS, which may hold data that the socket does not show."""
+        """Return whether this is TLS, which can hold data that the socket does not show."""
         return self._tls
 
     @property
@@ -141,12 +150,12 @@ class Endpoint:
 
     @property
     def backlog(self) -> int:
-        """Bytes that the socket has not taken yet. While there are some, watch for writability and call :meth:`flush`."""
+        """Return the bytes that the socket has not accepted yet. While there are some, watch for writability and call :meth:`flush`."""
         return self._backlog.nbytes
 
     @property
     def unfinished(self) -> int:
-        """Bytes received of a frame that is not complete yet."""
+        """Return the bytes received of a frame that is not complete yet."""
         return self._decoder.unfinished
 
     @property
@@ -160,7 +169,7 @@ class Endpoint:
     # -- sending --------------------------------------------------------------------------------------------------
 
     def send(self, message: Message, descriptor: int = -1) -> bool:
-        """Send a message; ``False`` if a part of it waits in the backlog.
+        """Send a message. Return ``False`` if a part of it waits in the backlog.
 
         Raises:
             ConnectionLost: The connection is closed, on this side or the other.
@@ -169,7 +178,7 @@ class Endpoint:
         return self.send_frame(encode(message), descriptor)
 
     def send_frame(self, frame: bytes, descriptor: int = -1, *, bulk: bool = False) -> bool:
-        """Like :meth:`send`, for a frame that is encoded already. The descriptor is duplicated if it has to wait.
+        """Send a frame that is encoded already, as :meth:`send` does. The descriptor is duplicated if it has to wait.
 
         Other frames overtake one in ``bulk`` that waits.
         """
@@ -182,11 +191,12 @@ class Endpoint:
             sent = self._write(frame, descriptor)
             if sent == len(frame):
                 return True
+            # The kernel passes the descriptor with the first byte: it must go along again only if none was sent.
             self._backlog.begin(memoryview(frame)[sent:], _copy(descriptor) if sent == 0 else -1)
             return False
 
     def flush(self) -> bool:
-        """Send what waits in the backlog as far as the socket takes it; ``True`` if nothing is left."""
+        """Send frames of the backlog as far as the socket accepts them. Return ``True`` if none is left."""
         with self._lock:
             if self._closed:
                 raise ConnectionLost("the connection is closed")
@@ -201,7 +211,7 @@ class Endpoint:
             return True
 
     def _write(self, data: bytes | memoryview, descriptor: int) -> int:
-        """Write, and return how many bytes the socket took; the descriptor went with them if there are any."""
+        """Write, and return how many bytes the socket accepted; the descriptor went with them if there are any."""
         try:
             if descriptor < 0:
                 return self._sock.send(data)
@@ -217,12 +227,13 @@ class Endpoint:
     def receive(self) -> list[memoryview]:
         """Return the payloads that have arrived; never blocks.
 
-        Call it when the socket is readable, and once before the first wait (a TLS socket may hold data already).
+        Call it when the socket is readable, and once before the first wait (a TLS socket can hold data already).
 
         Raises:
             ConnectionLost: End of file or a failed connection; everything before it was returned by earlier calls.
-            ProtocolError: What arrived is no frame.
+            ProtocolError: The bytes that arrived are no frame.
         """
+        # Bytes that were read ahead come before those that are still in the socket.
         if self.early:
             return self._receive_early()
         try:
@@ -244,9 +255,10 @@ class Endpoint:
     def read_ahead(self) -> None:
         """Move bytes from the socket to ``early``, for :meth:`receive` to decode. Not for TLS; never blocks.
 
-        For a thread that may be interrupted between any two instructions (the main thread, by Ctrl-C): reading and
-        keeping are one step of the interpreter, so that nothing is ever lost.
+        It is for a thread that can be interrupted between any two instructions (the main thread, by Ctrl-C): reading and
+        keeping are one step of the interpreter, so that no byte is ever lost.
         """
+        # map() and extend() run in C: Python raises an interrupt before or after them, never between recvmsg() and the deque.
         self.early.extend(map(self._sock.recvmsg, (RECEIVE_SIZE,), (_ANCILLARY,), (_FLAGS,)))
 
     def early_frame(self) -> bytes | None:
@@ -266,17 +278,17 @@ class Endpoint:
                 self._keep_descriptors(ancillary, flags)
             if data:
                 payloads += self._decoder.feed(data)
-            elif not payloads:  # else the next call meets the end of the file again
+            elif not payloads:  # otherwise the next call meets the end of the file again
                 raise ConnectionLost(self._end_of_file())
         return payloads
 
     def take_descriptor(self) -> int:
         """Return the oldest file descriptor that came along; the caller owns it.
 
-        :data:`LOST` if it could not be received, because this process has as many descriptors as it may have.
+        It is :data:`LOST` if it could not be received, because this process has reached its limit of descriptors.
 
         Raises:
-            ProtocolError: None came, though a message said so.
+            ProtocolError: None came, though a message has announced one.
         """
         if not self._descriptors:
             raise ProtocolError("a message announces a file descriptor that did not come")
@@ -330,7 +342,7 @@ class Endpoint:
             for number in numbers:
                 if len(self._descriptors) < DESCRIPTOR_LIMIT:
                     self._descriptors.append(number)
-                else:
+                else:  # more than any peer sends in order; unclosed they would stay open for ever
                     os.close(number)
 
     def _end_of_file(self) -> str:
@@ -341,10 +353,11 @@ class Endpoint:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def renew(self, other: Endpoint) -> None:
-        """Go on with the connection of ``other``, which must not be used any more then; nothing of the old one is left.
+        """Continue with the connection of ``other``, which must not be used any more then; nothing of the old one is left.
 
         Called by the owning thread, while no other thread reads ahead.
         """
+        # The object stays the same, since threads keep a reference to it and to its methods.
         self.close()
         with self._lock:
             self._sock, self._tls, self._decoder = other._sock, other._tls, other._decoder
@@ -353,15 +366,16 @@ class Endpoint:
             self._closed = False
 
     def forget(self) -> None:
-        """In a forked child: let go of its copy of the socket, without a word to the other side."""
+        """Close a forked child's copy of the socket, without a message to the other side."""
         self._lock = threading.Lock()  # the parent's thread that held it does not exist here
         self._closed = True
+        # Not shutdown(), nor TLS's farewell: both would end the parent's connection.
         number = self._sock.detach()
         if number >= 0:
             os.close(number)
 
     def close(self) -> None:
-        """Close the socket and every descriptor that was not taken. Idempotent; what waits in the backlog is lost."""
+        """Close the socket and every descriptor without an owner. Idempotent; frames in the backlog are lost."""
         with self._lock:
             if self._closed:
                 return
@@ -382,17 +396,18 @@ def _copy(descriptor: int) -> int:
 
 
 VALID_FOR = datetime.timedelta(days=365)
+"""Validity of a coordinator's certificate, which must outlast the job."""
 
 
 def client_context(certificate: str) -> ssl.SSLContext:
-    """Return the settings of a client that trusts exactly this certificate (PEM text), whatever name it bears.
+    """Return the settings of a client that trusts exactly this certificate (PEM text), under any name.
 
     Raises:
         StartError: The text is no certificate.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The certificate itself is pinned; its names say nothing, since ranks may reach the coordinator under any address.
+    # The certificate itself is pinned; its names prove nothing, since ranks can reach the coordinator under any address.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
@@ -409,7 +424,7 @@ def require_same_certificate(sock: ssl.SSLSocket, certificate: str) -> None:
 
 
 def new_certificate(host: str) -> tuple[str, str]:
-    """Make a self-signed certificate for ``host``. Returns it and its key, as PEM texts.
+    """Return a new self-signed certificate for ``host``, and its key, as PEM texts.
 
     Raises:
         StartError: ``cryptography`` is not installed.

@@ -1,6 +1,6 @@
-"""How a peer and the coordinator come together: addresses, Hello and Welcome, and versions, which must be alike.
+"""Handshake of a peer with the coordinator: addresses, Hello and Welcome, and versions, which must be alike.
 
-Ranks send each other functions and objects, and compute the same, so those with other versions of Python, hvdlab or PyTorch are refused.
+Ranks send each other functions and objects, and compute the same, so the coordinator refuses other versions of Python, hvdlab or PyTorch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ UNIX_PATH_LIMIT = 107
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
+    """Address of a coordinator on this host: the path of its Unix socket."""
+
     path: str
 
     def __str__(self) -> str:
@@ -38,6 +40,8 @@ class UnixAddress:
 
 @dataclass(frozen=True, slots=True)
 class TlsAddress:
+    """Address of a coordinator that other hosts reach: a name or IP address, and a TCP port."""
+
     host: str
     port: int
 
@@ -50,7 +54,7 @@ Address = UnixAddress | TlsAddress
 
 
 def parse_address(text: str) -> Address:
-    """Parse an address.
+    """Return the address that a text stands for.
 
     Raises:
         InvalidRequestError: It is neither ``unix:/path`` nor ``tls:host:port``.
@@ -70,9 +74,12 @@ def parse_address(text: str) -> Address:
 
 Opened = Callable[[socket.socket], None]
 
+#: Errors that prove the absence of a listener: its host, or the file system, has answered.
 _NOBODY = (errno.ECONNREFUSED, errno.ENOENT)
+#: Errors of a network that can be repaired: another attempt can succeed.
 _PASSING = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 _TRY_AGAIN_SECONDS = 0.2
+"""Seconds between two attempts to reach another host: these errors can come at once, without a wait of the system's."""
 _ANSWER_SECONDS = 5.0
 """Seconds for one attempt to reach another host. The system repeats unanswered packets ever more rarely: a new attempt finds a network
 sooner that is back."""
@@ -91,10 +98,10 @@ class UnreachableError(StartError):
 
 
 class RefusedError(StartError):
-    """The coordinator has answered, and does not let this peer in.
+    """The coordinator has answered, and refuses this peer.
 
     Attributes:
-        again: Whether it may let it in in a moment.
+        again: Whether it can accept the same peer in a moment.
     """
 
     def __init__(self, text: str, *, again: bool = False) -> None:
@@ -126,9 +133,11 @@ def connect(
         The connection, on which nothing after ``Welcome`` was read yet, and the coordinator's answer.
 
     Raises:
-        StartError: No process listens there (``NobodyThereError``), another user's does (``ForeignPeerError``), the host did not answer before time was over
-            (``UnreachableError``), the certificate is another one, the coordinator refused Hello (``RefusedError``), or it did not
-            answer in time.
+        NobodyThereError: No process listens there.
+        ForeignPeerError: A process of another user listens there.
+        UnreachableError: The host did not answer in time.
+        RefusedError: The coordinator refused Hello.
+        StartError: The certificate is another one, or the coordinator did not answer in time. The base class of these.
         InvalidRequestError: The address can't be read.
     """
     where = parse_address(address)
@@ -170,7 +179,7 @@ def _open(
 
 
 def _reach(where: Address, deadline: Deadline, opened: Opened | None) -> socket.socket:
-    """Return a connection. A host that has just come (back) to the network may not be reachable at once."""
+    """Return a connection. A host that has just come (back) to the network is not always reachable at once."""
     while True:
         try:
             return _connect_first(where, deadline, opened)
@@ -181,7 +190,7 @@ def _reach(where: Address, deadline: Deadline, opened: Opened | None) -> socket.
 
 
 def _passes(error: OSError) -> bool:
-    """Return whether this error says no more than that no answer has come from the other host yet."""
+    """Return whether this error means only that no answer has come from the other host yet."""
     return isinstance(error, TimeoutError) or error.errno in _PASSING
 
 
@@ -195,6 +204,7 @@ def _connect_first(where: Address, deadline: Deadline, opened: Opened | None) ->
         names = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
         found = [(family, address) for family, _, _, _, address in names]
     failure: OSError | None = None
+    # A name can have addresses of both families, of which the coordinator listens on one only.
     for family, address in found:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -227,7 +237,7 @@ def _require_own(sock: socket.socket, where: UnixAddress) -> None:
 
 
 def _wrap(plain: socket.socket, where: str, certificate: str | None) -> ssl.SSLSocket:
-    """Return the socket as one that will be secure after :func:`_shake`."""
+    """Return the socket wrapped for TLS; :func:`_shake` makes it secure."""
     try:
         if certificate is None:
             raise StartError(f"{where} needs the coordinator's certificate; set HVDLAB_CERT.")
@@ -250,13 +260,15 @@ def _shake(secure: ssl.SSLSocket, where: str, certificate: str | None) -> None:
 
 
 def _notice_silence(sock: socket.socket, seconds: float) -> None:
-    """Let the system end the connection after ``seconds`` without a sign of life: a host that is cut off can't close it."""
+    """Set the seconds without a sign of life after which the system ends the connection: a host that is cut off can't close it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Three probes without an answer, so that one lost packet does not end the connection.
     probe = max(1, int(seconds / 3))
     for option, value in (
         ("TCP_KEEPIDLE", probe),
         ("TCP_KEEPINTVL", probe),
         ("TCP_KEEPCNT", 3),
+        # Keepalive probes are not sent while data waits for its acknowledgement; this limit holds then.
         ("TCP_USER_TIMEOUT", max(1, int(seconds * 1000))),
     ):
         if hasattr(socket, option):  # not all systems have all
@@ -266,6 +278,7 @@ def _notice_silence(sock: socket.socket, seconds: float) -> None:
 def _introduce(sock: socket.socket, hello: Hello, where: str, deadline: Deadline) -> Welcome:
     try:
         sock.settimeout(deadline.remaining())
+        # Only now, after the check of the other side's user or certificate: Hello has the token in it.
         sock.sendall(encode(hello))
         # Exactly one frame is read, so that a descriptor that comes with a later one is not lost.
         (length,) = struct.unpack("<I", _read_exactly(sock, 4, deadline))
@@ -312,15 +325,16 @@ def own_versions() -> dict[str, str]:
 
 
 class AgreedVersions:
-    """Versions of the ranks that are there.
+    """Versions of the ranks in the world.
 
-    Each of them was let in because it has what the others have. So a newcomer need not be compared with every one of them: a world
-    of n ranks takes n comparisons to come about.
+    Each rank was let in because its versions equal those of the others. So a newcomer need not be compared with every one of them:
+    a world of n ranks comes about with n comparisons.
     """
 
     def __init__(self) -> None:
-        #: Number of ranks that have reported this version, by name and version. One version of each name is there.
+        #: Number of ranks that have reported this version, by name and version. Each name has one version.
         self._having: Counter[tuple[str, str]] = Counter()
+        #: The version of each name that at least one rank has reported.
         self._agreed: dict[str, str] = {}
 
     def add(self, versions: Mapping[str, str]) -> None:
@@ -336,7 +350,7 @@ class AgreedVersions:
                 del self._having[name, version], self._agreed[name]
 
     def fit(self, versions: Mapping[str, str]) -> bool:
-        """Return whether these are the versions of all ranks that are there, as far as both have reported them."""
+        """Return whether these are the versions of all ranks in the world, as far as both have reported them."""
         return all(self._agreed.get(name, version) == version for name, version in versions.items())
 
 
@@ -348,7 +362,7 @@ def version_mismatch(
     Args:
         rank: Number of the newcomer.
         versions: Its versions, by name; a name that is not among them is not compared.
-        others: Name, such as ``rank 0``, and versions of each peer that is there.
+        others: Name, such as ``rank 0``, and versions of each present peer.
     """
     for other, theirs in others:
         for name, version in versions.items():

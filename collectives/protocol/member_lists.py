@@ -1,13 +1,14 @@
 """Lists of ranks and members, made short for the wire: a description that was sent over a connection is not sent there again.
 
-A member's description takes some 70 bytes. A death in a world of 16,384 ranks concerns all of them, and the coordinator would send each
+A member's description has some 70 bytes. A death in a world of 16,384 ranks concerns all of them. The coordinator would send each
 a megabyte twice, in :class:`~hvdlab.collectives.protocol.messages.Configure` and
-:class:`~hvdlab.collectives.protocol.messages.World`, to say that one is gone: 34 GB in all. So each description goes over a connection
-once. After that a message names the rank, and consecutive ranks as one run; equal call sites in a row are sent once, with their number.
-The coordinator's server shortens messages (:class:`SentMembers`), the rank's engine restores them (:class:`KnownMembers`);
-the state machines on both sides see whole messages. Clients and observers get whole messages, too: there are few of them.
+:class:`~hvdlab.collectives.protocol.messages.World`, to report that one is gone: 34 GB in all. So each description goes over a
+connection once. After that a message names the rank, and consecutive ranks as one run; equal call sites in a row are sent once, with
+their number. The coordinator's server shortens messages (:class:`SentMembers`), the rank's engine restores them
+(:class:`KnownMembers`); the state machines on both sides see whole messages. Clients and observers get whole messages, too: there are
+few of them.
 
-Both sides see the messages of a connection in the same order, so that what one side has sent is what the other knows.
+Both sides see the messages of a connection in the same order, so that one side knows exactly the descriptions that the other has sent.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class SentMembers:
             for member in message.members:
                 number = self._numbers.get(member.rank, 0)
                 if not number or self._by_number[number] != member:
+                    # Removed and added again: the dict stays in the order of numbers.
                     self._by_number.pop(number, None)
                     self.newest += 1
                     self._numbers[member.rank] = self.newest
@@ -103,6 +105,7 @@ class SentMembers:
 
     def _since(self, known: int) -> Iterable[Member]:
         found: list[Member] = []
+        # Backwards up to the first known one: a connection lacks few descriptions, or none.
         for number, member in reversed(self._by_number.items()):
             if number <= known:
                 break
@@ -114,6 +117,7 @@ class KnownMembers:
     """Member descriptions on a rank's side, of one connection."""
 
     def __init__(self) -> None:
+        #: The newest description of each rank, those that have left included: the coordinator sends a description again only if it changed.
         self._known: dict[int, Member] = {}
 
     def restore(self, message: Message) -> Message:

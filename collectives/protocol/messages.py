@@ -4,7 +4,7 @@ Three directions: rank to coordinator (:data:`FromRank`), client to coordinator 
 to either (:data:`ToPeer`). A connection begins with :class:`Hello`. ``epoch`` is that of the process set at the time
 of sending; the receiver drops messages of an older one that have lost their meaning.
 
-Fields are only ever appended: structs are arrays on the wire, and a missing trailing field takes its default.
+Fields are only ever appended: structs are arrays on the wire, and a missing trailing field gets its default.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 PROTOCOL_VERSION = 4
+"""Version that must be the same on both sides of a connection; raised with each incompatible change of a message."""
 
 MOST_RANKS = (1 << 16) - 1
 """A job has this many ranks at most, with numbers below this: recordings, and the views of them, keep the rank of each span, and the
@@ -19,11 +20,13 @@ number of ranks of its process set, in 16 bits."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """Base of every message."""
+    """Base class of the messages. Their tag on the wire is the name of the class."""
+
+    # gc=False: a message refers to values only and never to itself, so the collector would search thousands of them in vain.
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of the parts of messages."""
+    """Base class of the parts of messages."""
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -32,10 +35,10 @@ class Record(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 class Signature(Record, frozen=True):
     """Properties that all ranks must ask for under one name.
 
-    For allgather and alltoall ``shape`` leaves out the first dimension, which may differ between ranks and travels
+    For allgather and alltoall ``shape`` leaves out the first dimension, which can differ between ranks and travels
     with each announcement.
 
-    Messages with the same ``channel`` and receiver are those that a receive from any rank on this channel may get. Such a receive has its
+    Messages with the same ``channel`` and receiver are those that a receive from any rank on this channel can get. Such a receive has its
     own rank alone as ``ranks``.
     """
 
@@ -55,9 +58,9 @@ class Signature(Record, frozen=True):
 
 
 class Definition(Record, frozen=True):
-    """``local`` stands for this signature and call site from now on, on the connection that sends it.
+    """Definition of a local id: ``local`` stands for this signature and call site from now on, on the connection that sends it.
 
-    An allreduce may have a ``priority``: of those that have one the highest goes first. Ranks need not agree on it.
+    An allreduce can have a ``priority``: of those that have one the highest goes first. Ranks need not agree on it.
     """
 
     local: int
@@ -67,7 +70,7 @@ class Definition(Record, frozen=True):
 
 
 class Member(Record, frozen=True):
-    """One living rank. Of the ``planes`` that it offers those for devices are called ``device/plane``, as ``cuda/nccl``."""
+    """Living rank. Of the ``planes`` that it offers those for devices are called ``device/plane``, as ``cuda/nccl``."""
 
     rank: int
     host: str
@@ -79,9 +82,9 @@ class Member(Record, frozen=True):
 
 
 class Death(Record, frozen=True):
-    """A rank that was lost. ``when`` is the coordinator's wall clock in seconds since 1970.
+    """Death of a rank. ``when`` is the coordinator's wall clock in seconds since 1970.
 
-    ``admitted`` says that the rank had been in a world: others do not wait for it to come.
+    With ``admitted`` the rank had been in a world: others do not wait for it to come.
     """
 
     rank: int
@@ -92,9 +95,9 @@ class Death(Record, frozen=True):
 
 
 class KnownSet(Record, frozen=True):
-    """A process set as a rank knew it when the coordinator was lost; ``ranks`` were its members in ``epoch``.
+    """Process set as a rank knew it when the coordinator was lost; ``ranks`` were its members in ``epoch``.
 
-    ``pids`` are the members' processes, and are said of the world only: under the number of a member that has died another process may come,
+    ``pids`` are the members' processes, and are given for the world only: under the number of a dead member another process can come,
     which was in no world yet.
     """
 
@@ -121,6 +124,7 @@ class Decision(Record, frozen=True):
     epoch: int = 0
     names: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    # Not shared: msgspec makes a new dict for each object that gets this default.
     facts: dict[str, str] = {}
 
 
@@ -130,15 +134,15 @@ class Decision(Record, frozen=True):
 class Hello(Message, frozen=True):
     """First message of a peer; ``role`` is ``rank``, ``client`` or ``observer``.
 
-    An observer learns which ranks there are and which have died, and may ask for nothing. A rank's token lets it in, and
+    An observer learns which ranks live and which have died, and may send no requests. A rank's token admits it, and
     the coordinator does not stay for it.
 
-    ``generation`` is that of the coordinator that the peer has lost, or -1. A peer that comes back says in its next
-    message (:class:`Resume`, :class:`Recall`) what a successor has to know.
+    ``generation`` is that of the coordinator that the peer has lost, or -1. A peer that comes back sends the facts for a
+    successor in its next message (:class:`Resume`, :class:`Recall`).
 
     ``versions`` are those that all ranks must have alike, by name.
 
-    ``returns``: if the others have gone on without this rank, it comes in as a newcomer, with the memory that it has (:class:`Outdated`).
+    ``returns``: if the others have continued without this rank, it enters as a newcomer, with the memory that it has (:class:`Outdated`).
     """
 
     version: int
@@ -160,7 +164,7 @@ class Hello(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Liveness probe; answered by :class:`Pong` with the same number.
 
-    Everything but events may overtake events that wait to be sent; so may the answer, unless ``after_events`` is set.
+    Everything but events can overtake events that wait to be sent; so can the answer, unless ``after_events`` is set.
     """
 
     number: int
@@ -168,7 +172,7 @@ class Ping(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """``clock`` is the answering side's ``time.monotonic_ns()``."""
+    """Answer to :class:`Ping`. ``clock`` is the answering side's ``time.monotonic_ns()``."""
 
     number: int
     clock: int = 0
@@ -176,13 +180,13 @@ class Pong(Message, frozen=True):
 
 
 class Bye(Message, frozen=True):
-    """Orderly leave; what follows on this connection is end of file."""
+    """Orderly end of a connection; only end of file follows on it."""
 
     reason: str = ""
 
 
 class Post(Message, frozen=True):
-    """Mail to relay. From a rank, ``to`` empty means every client; from a client, ``to`` lists ranks."""
+    """Mail for the coordinator to relay. From a rank, ``to`` empty means every client; from a client, ``to`` lists ranks."""
 
     topic: str
     body: bytes
@@ -206,8 +210,8 @@ class Resume(Message, frozen=True):
     ``sets`` are the world (0, if it was formed) and the process sets that were added, ``alive`` the ranks that lived as far
     as this rank knows. ``last_set`` is the highest id of a set that it has seen. ``adding`` and ``removing`` are additions (their
     ranks) and removals (their ids) of process sets that failed here with the loss: the successor has all ranks undo or do them.
-    ``cells`` run here; ``ended`` are the last cells that ended, each with the line that says how it failed. ``released`` says that this
-    rank is to be let go where elastic training lets the world change: no client may be there to say so.
+    ``cells`` run here; ``ended`` are the last cells that ended, each with the line of its failure. With ``released`` this
+    rank is to be released where elastic training lets the world change: perhaps no client is left to report that.
     """
 
     sets: tuple[KnownSet, ...] = ()
@@ -222,7 +226,7 @@ class Resume(Message, frozen=True):
 
 
 class Announce(Message, frozen=True):
-    """This rank is ready for the collectives ``locals``, in this order.
+    """Announcement that this rank is ready for the collectives ``locals``, in this order.
 
     ``extra[i]`` (when not empty, as long as ``locals``) holds the numbers that differ between ranks: the first
     dimension for allgather, the splits for alltoall.
@@ -240,7 +244,7 @@ class Announce(Message, frozen=True):
 
 
 class Duplicate(Message, frozen=True):
-    """This rank submitted a name that is already in flight here; the pending collective of that name fails on all ranks."""
+    """Report that this rank submitted a name that is in flight here; the pending collective of that name fails on all ranks."""
 
     process_set: int
     epoch: int
@@ -250,10 +254,10 @@ class Duplicate(Message, frozen=True):
 
 
 class Blocked(Message, frozen=True):
-    """The user's thread has been waiting for ``local`` for ``seconds``; sent once per wait, ``local`` -1 when over.
+    """Report that the user's thread has been waiting for ``local`` for ``seconds``; sent once per wait, ``local`` -1 when over.
 
-    ``executing``: the coordinator has ordered it, and it is being executed; sent again when that changes, and also without a user's
-    thread that waits if it takes long.
+    ``executing``: the coordinator has ordered it, and it is being executed; sent again when that changes, and for a long execution
+    also without a user's thread that waits.
     """
 
     process_set: int
@@ -264,17 +268,17 @@ class Blocked(Message, frozen=True):
 
 
 class Paused(Message, frozen=True):
-    """The user looks around here (at a prompt, in a debugger): no rank that waits for this one waits in vain."""
+    """Report that the user looks around here (at a prompt, in a debugger): no rank that waits for this one waits in vain."""
 
     reason: str
 
 
 class Resumed(Message, frozen=True):
-    """The user does not look around here any more."""
+    """Report that the user does not look around here any more."""
 
 
 class Withdraw(Message, frozen=True):
-    """This rank gives up waiting (interrupt, timeout): end the epoch with this cause."""
+    """Request to end the epoch with this cause: this rank gives up waiting (interrupt, timeout)."""
 
     process_set: int
     epoch: int
@@ -284,7 +288,7 @@ class Withdraw(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """This rank gives up a message that waits for the other rank; ``later`` younger ones of the same ``local`` wait behind it.
+    """Request to end a message that waits for the other rank; ``later`` younger ones of the same ``local`` wait behind it.
 
     Answered by :class:`Cancelled` with the same ``ticket``. If the coordinator has ordered the message meanwhile, the epoch ends, as
     by :class:`Withdraw`.
@@ -301,10 +305,10 @@ class Cancel(Message, frozen=True):
 
 
 class DeclinePost(Message, frozen=True):
-    """A rank has posted its ``number``-th request on the board of this epoch and waits: members that have not posted so many decline.
+    """Request to decline: a rank has posted its ``number``-th request on the board of this epoch, and members with fewer posts decline.
 
-    To the coordinator, and from it to the members. When a member has left, or the epoch has ended in order, the coordinator adds which of
-    the members' processes are still there (``pids``): the others will post no more than what is on the board.
+    To the coordinator, and from it to the members. When a member has left, or the epoch has ended in order, the coordinator adds the
+    members' processes that are still alive (``pids``): the others will post no more than is on the board.
     """
 
     process_set: int
@@ -314,14 +318,14 @@ class DeclinePost(Message, frozen=True):
 
 
 class BoardMissing(Message, frozen=True):
-    """To the coordinator: this rank has no board of this epoch, or none any more, and will post no more than it has."""
+    """Report that this rank has no board of this epoch, or none any more, and will post no more than it has."""
 
     process_set: int
     epoch: int
 
 
 class PlaneFailed(Message, frozen=True):
-    """The data plane failed on this rank."""
+    """Report that the data plane failed on this rank."""
 
     process_set: int
     epoch: int
@@ -329,7 +333,7 @@ class PlaneFailed(Message, frozen=True):
 
 
 class Executed(Message, frozen=True):
-    """The ``batch``-th batch of order ``sequence`` has been executed here, and the coordinator wants to know."""
+    """Report that the ``batch``-th batch of order ``sequence`` has been executed here; sent for a batch that is ``reported``."""
 
     process_set: int
     epoch: int
@@ -338,36 +342,36 @@ class Executed(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """The memory of this epoch did not reach this rank, which could take it now: begin the next epoch, for what is pending."""
+    """Request for the next epoch: the memory of this one did not reach this rank, which could receive it now."""
 
     process_set: int
     epoch: int
 
 
 class CellBegin(Message, frozen=True):
-    """A cell began to run here."""
+    """Report that a cell began to run here."""
 
     cell: str
 
 
 class CellEnd(Message, frozen=True):
-    """A cell ended here; ``error`` is empty or one line that says how it failed."""
+    """Report that a cell ended here; ``error`` is empty, or the line of its failure."""
 
     cell: str
     error: str = ""
 
 
 class Elastic(Message, frozen=True):
-    """Elastic training begins here, or ends: while it goes on, newcomers wait until its ranks regroup."""
+    """Report that elastic training begins here, or ends: meanwhile newcomers wait until its ranks regroup."""
 
     on: bool
 
 
 class Regroup(Message, frozen=True):
-    """This rank is where the world of its elastic training may change: it submits nothing more before the answer.
+    """Request for a new world: this rank is where elastic training lets it change, and submits nothing more before the answer.
 
-    ``at_least`` is how many ranks it needs. Once every rank in training has sent this, and there are enough, the world gets
-    a new epoch with the ranks that wait to enter, and the coordinator sends each :class:`Regrouped` with its ``ticket``.
+    ``at_least`` is how many ranks it needs. The coordinator waits until every rank in training has sent this, and there are enough.
+    Then the world gets a new epoch with the ranks that wait to enter, and each gets :class:`Regrouped` with its ``ticket``.
     """
 
     ticket: int
@@ -376,7 +380,7 @@ class Regroup(Message, frozen=True):
 
 
 class StoreSet(Message, frozen=True):
-    """Put a rendezvous value for a process set and epoch."""
+    """Rendezvous value of a process set and epoch, for the coordinator to keep."""
 
     process_set: int
     epoch: int
@@ -385,7 +389,7 @@ class StoreSet(Message, frozen=True):
 
 
 class StoreGet(Message, frozen=True):
-    """Ask for a rendezvous value; answered by :class:`StoreValue` once it exists."""
+    """Request for a rendezvous value; answered by :class:`StoreValue` once it exists."""
 
     process_set: int
     epoch: int
@@ -394,18 +398,18 @@ class StoreGet(Message, frozen=True):
 
 
 COLLECT, COLLECTED = "hvdlab.events.collect", "hvdlab.events.collected"
-"""Topics of mail. A client asks ranks to send :class:`Events` of what they have recorded; each rank then answers with the same body,
-after the events and on the same connection."""
+"""Topics of mail. A client asks ranks to send their recorded :class:`Events`; each rank then answers with the same body, after the
+events and on the same connection."""
 
 
 class Events(Message, frozen=True):
-    """A batch of the recorder, opaque to the coordinator."""
+    """Batch of the recorder, opaque to the coordinator."""
 
     batch: bytes
 
 
 class Subscribe(Message, frozen=True):
-    """Ask for every rank's :class:`Events` on this connection, with ``history`` those of the past first; or, without ``events``, stop.
+    """Subscription to every rank's :class:`Events`, with ``history`` those of the past first; or, without ``events``, its end.
 
     Past batches up to the number ``after`` are left out: they came over an earlier connection.
     """
@@ -433,32 +437,32 @@ class Recall(Message, frozen=True):
 
 
 class Expect(Message, frozen=True):
-    """The world is made of these ranks from now on; the coordinator tells living ranks not among them to leave."""
+    """Order of a client that these ranks make up the world from now on; living ranks that are not among them have to leave."""
 
     ranks: tuple[int, ...]
 
 
 class Release(Message, frozen=True):
-    """Let these ranks go where elastic training lets the world change; at once if no rank trains."""
+    """Order of a client to release these ranks where elastic training lets the world change; at once if no rank trains."""
 
     ranks: tuple[int, ...]
 
 
 class CellStarted(Message, frozen=True):
-    """A cell is about to be sent to these ranks."""
+    """Report that a cell is about to be sent to these ranks."""
 
     cell: str
     ranks: tuple[int, ...]
 
 
 class InterruptRanks(Message, frozen=True):
-    """Deliver an interrupt to these ranks' control threads."""
+    """Order of a client to deliver an interrupt to these ranks' control threads."""
 
     ranks: tuple[int, ...]
 
 
 class RankLost(Message, frozen=True):
-    """The launcher knows that a rank's process ended, and how."""
+    """Report of the launcher that a rank's process ended, and how."""
 
     rank: int
     pid: int
@@ -466,9 +470,10 @@ class RankLost(Message, frozen=True):
 
 
 class StoryRequest(Message, frozen=True):
-    """Ask for the newest ``last`` entries of the decision log, with their causes; answered by :class:`Story` with the same ``ticket``.
+    """Request for the newest ``last`` entries of the decision log, with their causes; answered by :class:`Story` with this ``ticket``.
 
-    Of those about this ``rank``, this tensor ``name`` or this ``process_set``, and with this number (``decision``), as far as they are given.
+    The entries are about this ``rank``, this tensor ``name`` or this ``process_set``, and have this number (``decision``), as far as
+    these are given.
     """
 
     ticket: int
@@ -483,7 +488,7 @@ class StoryRequest(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Hello was accepted. ``pid`` is the coordinator's, or 0."""
+    """Answer to an accepted Hello. ``pid`` is the coordinator's, or 0."""
 
     rank: int
     clock: int
@@ -492,14 +497,14 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Hello was not accepted; the connection is closed after this. ``again``: the same Hello may be accepted in a moment."""
+    """Answer to a refused Hello; the connection is closed after it. ``again``: the coordinator can accept the same Hello in a moment."""
 
     reason: str
     again: bool = False
 
 
 class Configure(Message, frozen=True):
-    """A process set has a new epoch with these members, by position.
+    """New epoch of a process set, with these members, by position.
 
     ``plane`` is for tensors of the host; ``device_planes`` has the name of another plane for each device class for which all
     members offer one. With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
@@ -522,7 +527,7 @@ class Configure(Message, frozen=True):
 
 
 class Dissolve(Message, frozen=True):
-    """A process set is gone."""
+    """End of a process set."""
 
     process_set: int
 
@@ -533,10 +538,10 @@ class Batch(Record, frozen=True):
     ``tables[i]`` (when not empty, as long as ``locals``) has each member's ``extra`` numbers, by position.
     ``payloads`` (when not empty) has each member's tensor, by position: members reduce these instead of using the plane.
 
-    A rank that has joined takes part with zeros in what it did not submit: ``locals`` has -1, -2, … there, for the
+    A rank that has joined contributes zeros to collectives that it did not submit: ``locals`` has -1, -2, … there, for the
     first, second, … of ``zeros``.
 
-    ``reported``: the member at position 0 says when it has executed this (:class:`Executed`).
+    ``reported``: the member at position 0 reports that it has executed this (:class:`Executed`).
     """
 
     locals: tuple[int, ...]
@@ -547,7 +552,7 @@ class Batch(Record, frozen=True):
 
 
 class Execute(Message, frozen=True):
-    """Execute these batches in this order. ``decision`` began this epoch: the log counts its orders there, and has no entry for each."""
+    """Order to execute these batches in turn. ``decision`` began this epoch: the log counts its orders there, without an entry for each."""
 
     process_set: int
     epoch: int
@@ -557,7 +562,7 @@ class Execute(Message, frozen=True):
 
 
 class Tune(Message, frozen=True):
-    """From the next order of this epoch on, move ``slice_bytes`` bytes at a time; 0 leaves the size to the plane."""
+    """Order to move ``slice_bytes`` bytes at a time from the next order of this epoch on; 0 leaves the size to the plane."""
 
     process_set: int
     epoch: int
@@ -573,7 +578,7 @@ class Party(Record, frozen=True):
 
 
 class Reject(Message, frozen=True):
-    """The oldest undecided submission of each of ``locals`` (this rank's ids) fails with a mismatch; the epoch goes on."""
+    """Failure, by a mismatch, of the oldest undecided submission of each of ``locals`` (this rank's ids); the epoch continues."""
 
     process_set: int
     epoch: int
@@ -584,7 +589,7 @@ class Reject(Message, frozen=True):
 
 
 class RejectDuplicate(Message, frozen=True):
-    """The oldest undecided submission of each of ``locals`` (this rank's ids) fails, because a rank submitted the name twice."""
+    """Failure of the oldest undecided submission of each of ``locals`` (this rank's ids): ``rank`` has submitted the name twice."""
 
     process_set: int
     epoch: int
@@ -597,9 +602,9 @@ class RejectDuplicate(Message, frozen=True):
 
 
 class Decline(Message, frozen=True):
-    """The oldest undecided submission of each of ``locals`` (this rank's ids) fails although all agree.
+    """Failure of the oldest undecided submission of each of ``locals`` (this rank's ids), although all agree.
 
-    ``reason`` says why, in one sentence. ``joined`` are the ranks that have joined, if that is why it can't be done; empty if it can't
+    ``reason`` is one sentence. ``joined`` are the ranks that have joined, if that is why it can't be done; empty if it can't
     be done at all.
     """
 
@@ -613,7 +618,7 @@ class Decline(Message, frozen=True):
 
 
 class AbortedCollective(Record, frozen=True):
-    """A pending collective: the ranks that ``waited`` in it (with their ``sites``), those ``missing``, and those that had ``joined``.
+    """Pending collective: the ranks that ``waited`` in it (with their ``sites``), those ``missing``, and those that had ``joined``.
 
     ``repeats`` is used on the way to ranks (see :mod:`~hvdlab.collectives.protocol.member_lists`): how often each of the ``sites`` comes in
     a row.
@@ -629,11 +634,10 @@ class AbortedCollective(Record, frozen=True):
 
 
 class Cancelled(Message, frozen=True):
-    """A message of one rank to another ends alone, and the epoch goes on: the other rank won't come, or this one asked for it.
+    """End of a message of one rank to another, while the epoch continues: the other rank won't come, or this one asked for it.
 
     It is the oldest that waits of each of ``locals`` (this rank's ids), or the one that this rank gave up by :class:`Cancel` with
-    ``ticket``.
-    The same answers any collective of a rank that was sent the order to leave, and submits it while the other ranks go on without it.
+    ``ticket``. The coordinator also answers so any collective of a rank that has the order to leave, while the others continue.
     """
 
     process_set: int
@@ -649,7 +653,7 @@ class Cancelled(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """``epoch`` of a process set, and all before it, have ended; what is pending in them fails with this cause."""
+    """End of ``epoch`` of a process set, and of all before it; the collectives pending in them fail with this cause."""
 
     process_set: int
     epoch: int
@@ -662,7 +666,7 @@ class Abort(Message, frozen=True):
 
 
 class ProcessSetAdded(Message, frozen=True):
-    """The negotiated ADD_PROCESS_SET ``local`` made this id; members get :class:`Configure` before it."""
+    """Result of the negotiated ADD_PROCESS_SET ``local``: the id of the new set. Members get :class:`Configure` before it."""
 
     local: int
     process_set: int
@@ -677,27 +681,27 @@ class StoreValue(Message, frozen=True):
 
 
 class Interrupt(Message, frozen=True):
-    """Interrupt the user's code."""
+    """Order to interrupt the user's code."""
 
 
 class Leave(Message, frozen=True):
-    """Leave the world and end."""
+    """Order to leave the world and end."""
 
     reason: str
     decision: int = 0
 
 
 class Outdated(Message, frozen=True):
-    """To a rank that comes back: the others have gone on without it, and let it in as a newcomer.
+    """Message to a rank that comes back: the others have continued without it, and it enters as a newcomer.
 
-    What waits there is of a world that is gone, and its user must learn that before the rank takes part again.
+    Its pending collectives belong to a world that is gone, and its user must learn that before the rank submits more.
     """
 
     text: str
 
 
 class Returned(Message, frozen=True):
-    """To clients: a rank whose connection was lost has connected again. It is the same process, with its memory.
+    """Report to clients that a rank has connected again after its connection was lost. It is the same process, with its memory.
 
     ``seconds`` is the time since its last sign of life before that.
     """
@@ -715,11 +719,11 @@ class World(Message, frozen=True):
     deaths: tuple[Death, ...]
     epoch: int
     waiting: tuple[int, ...] = ()
-    """Ranks that live and would be in the world, if elastic training had let them in yet."""
+    """Ranks that live and wait until elastic training lets them into the world."""
     restoring: bool = False
-    """Whether the coordinator still waits for ranks of one that died: a rank that is not there yet is not known to be dead."""
+    """Whether the coordinator still waits for ranks of one that died: a rank that has not come yet is not known to be dead."""
     leaving: tuple[int, ...] = ()
-    """Ranks in the world that are let go where elastic training lets it change."""
+    """Ranks in the world that leave where elastic training lets it change."""
     formed: tuple[int, ...] = ()
     """Ranks that this epoch of the world is made of; empty until it has begun."""
     listed: tuple[int, ...] = ()
@@ -729,13 +733,13 @@ class World(Message, frozen=True):
 
 
 class Regrouped(Message, frozen=True):
-    """The epoch that :class:`Regroup` asked for has begun."""
+    """Report that the epoch that :class:`Regroup` asked for has begun."""
 
     ticket: int
 
 
 class RankEvents(Message, frozen=True):
-    """Events of one rank, to a subscriber. Batches of all ranks are numbered from 1 on, by each coordinator anew."""
+    """Events of one rank, to a subscriber. Each coordinator numbers the batches of all ranks from 1 on."""
 
     rank: int
     batch: bytes
@@ -743,7 +747,7 @@ class RankEvents(Message, frozen=True):
 
 
 class Stalled(Message, frozen=True):
-    """A collective has been waiting for ``seconds``; it says which ranks have submitted it, and which have not."""
+    """Report that a collective has been waiting for ``seconds``, with the ranks that have submitted it, and those that have not."""
 
     process_set: int
     seconds: float
@@ -752,7 +756,7 @@ class Stalled(Message, frozen=True):
 
 
 class PausedRanks(Message, frozen=True):
-    """The ranks that are paused now, lowest first, each with its reason; sent to clients on each change."""
+    """Ranks that are paused now, lowest first, each with its reason; sent to clients on each change."""
 
     ranks: tuple[int, ...]
     reasons: tuple[str, ...]

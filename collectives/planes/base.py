@@ -59,7 +59,7 @@ class PlaneContext:
         memory_fd: An open memfd shared by all members, or -1. The plane takes it over and closes it.
         address: Address that this rank's data-plane sockets bind to; never a wildcard.
         options: Settings of the plane, such as ``chunk_bytes``; equal on all members.
-        on_links: A plane of GPUs calls it, on the executor thread, once it knows what its data goes over.
+        on_links: A plane of GPUs calls it, on the executor thread, once it knows the links that its data goes over.
         on_chosen: A plane that chooses among others calls it with the name to show, on the executor thread, once it has; an empty name stands for none.
         on_chunks: A plane that measures which size of chunks suits the machine calls it with the bytes, on the executor thread, once it has.
     """
@@ -239,7 +239,7 @@ class Plane(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End what is on its way, and all later operations, with ``PlaneAborted``. Any thread; never blocks; idempotent."""
+        """End operations that are on their way, and all later ones, with ``PlaneAborted``. Any thread; never blocks; idempotent."""
 
     @abstractmethod
     def close(self) -> None:

@@ -25,7 +25,7 @@ HostArrays: TypeAlias = Sequence[HostArray] | HostArray
 
 
 class Buffer(Protocol):
-    """C-contiguous memory on one device. A plane takes it for one-dimensional, whatever its shape is."""
+    """C-contiguous memory on one device. A plane treats it as one-dimensional; its shape does not matter."""
 
     @property
     def pointer(self) -> int:

@@ -3,7 +3,7 @@
 Rendezvous goes through the coordinator's store, so that no extra port is opened; Gloo's own sockets bind to
 ``PlaneContext.address``. Gloo has no call that cancels an operation, so an abort shuts its sockets down: a call that waits on
 them returns with an error at once, on this rank and on its peers. Only a message that has arrived in part keeps its call waiting
-for the rest; hence an abort first lets through what is still on its way.
+for the rest; hence an abort first lets messages through that are still on their way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TCP_COUNTS = struct.Struct("120xQQ")  # Linux: bytes acknowledged and received,
 _TCP_MD5SIG_EXT = 32
 _SOCKADDR_STORAGE, _MD5_KEY_LIMIT = 128, 80
 _MD5_HEAD = struct.Struct("=BBHi")
-_MD5_PREFIX = 1  # the flag that says that the prefix length counts: 0 for all addresses
+_MD5_PREFIX = 1  # the flag by which the prefix length counts: 0 for all addresses
 _KEY_BYTES = 32
 _KNOCK_SECONDS = 0.2
 _NUMBER = struct.Struct("=q")
@@ -256,7 +256,7 @@ class GlooPlane(HostPlane):
 
     def abort(self) -> None:
         self._aborted.set()
-        if not self._busy:  # else the thread in _wait() does it in a moment
+        if not self._busy:  # a busy thread in _wait() does it in a moment
             self._half_close()
         self._settled.set()
 
@@ -336,7 +336,7 @@ class GlooPlane(HostPlane):
                 self._half_close()
 
     def _ends(self, work: Any) -> bool:
-        """Whether the operation has ended, or ends after an abort, in whatever way.
+        """Whether the operation has ended, or ends after an abort; with or without an error.
 
         As long as bytes flow all members may finish it, as they do unless one has died or never began. When nothing
         comes any more, the only messages that have arrived in part are those of members that died or were stopped.
@@ -364,7 +364,7 @@ class GlooPlane(HostPlane):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn whatever Gloo raises into the plane's two exceptions."""
+        """Turn all exceptions of Gloo into the plane's two."""
         if self._aborted.is_set():
             raise PlaneAborted
         try:
@@ -391,7 +391,7 @@ def _raw(buffer: HostArray) -> HostArray:
 
 
 def _completes(work: Any, seconds: float) -> bool:
-    """Whether the operation ends, in whatever way, within this time."""
+    """Whether the operation ends within this time, with or without an error."""
     ended = threading.Event()
     work.get_future().add_done_callback(lambda _: ended.set())
     return ended.wait(seconds)
@@ -529,7 +529,7 @@ def block_listeners(ports: set[tuple[str, int]]) -> set[tuple[str, int]]:
 
 
 def _ask_for_signatures(sock: _socket.socket) -> bool:
-    """Have a listener take signed segments only (RFC 2385), from any address, with a key that is not kept.
+    """Make a listener accept signed segments only (RFC 2385), from any address, with a key that is not kept.
 
     The kernel drops a stranger's first segment without an answer. False where the kernel can't do that.
     """
@@ -546,7 +546,7 @@ def _ask_for_signatures(sock: _socket.socket) -> bool:
 def connect_once(ports: set[tuple[str, int]], members: int) -> None:
     """Connect once to these listeners of Gloo's as each member that it may wait for, and leave.
 
-    A process that connects says which of the listener's connections it is for; they are numbered from 0. Gloo keeps a connection for
+    A process that connects sends the number of the listener's connection that it is for, from 0. Gloo keeps a connection for
     which it does not wait yet until it does.
     """
     for port in ports:
@@ -567,7 +567,7 @@ def connections() -> Iterator[tuple[_socket.socket, tuple[str, int], tuple[str, 
 def traffic(
     ports: set[tuple[str, int]],
 ) -> dict[tuple[tuple[str, int], tuple[str, int]], int]:
-    """Return the bytes that were sent and received over each connection with one of the ``ports`` at one end; empty if the system does not say.
+    """Return the bytes that were sent and received over each connection with one of the ``ports`` at one end; empty if the system does not report it.
 
     Bytes that were sent count once the other host has them.
     """

@@ -1,8 +1,8 @@
 """The ``mpi`` plane: ranks that an MPI launcher started, through mpi4py.
 
 MPI offers no way to cancel a collective, so every operation is a non-blocking one, which the executor polls and can give up.
-A request that was given up may still read and write its buffers, whenever MPI next makes progress: what it reads then goes to
-members that have not given up, and a root of a large broadcast gets back what it has sent. So MPI only ever gets memory of this plane's
+A request that was given up may still read and write its buffers, whenever MPI next makes progress. Data that it reads then goes to
+members that have not given up, and a root of a large broadcast gets its own data back. So MPI only ever gets memory of this plane's
 own, which the process keeps unchanged once a request was given up, and the next epoch has a communicator of its own. MPI makes progress
 inside the poll, hence polling is the transfer, not a wait beside it.
 """
@@ -40,9 +40,9 @@ class MpiPlane(HostPlane):
 
     def __init__(self, context: PlaneContext) -> None:
         super().__init__(context)
-        # Open MPI's vector kernels add 8-bit integers with saturation; wider ones wrap to what numpy gives.
+        # Open MPI's vector kernels add 8-bit integers with saturation; wider ones wrap to numpy's results.
         self._staging = Staging({DType.U8: np.dtype(np.int32), DType.I8: np.dtype(np.int32)}, direct=False)
-        #: Copies of what is sent.
+        #: Copies of the data to send.
         self._sent = Scratch()
         self._comm: Any = None
         self._aborted = threading.Event()

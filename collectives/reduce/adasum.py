@@ -1,4 +1,4 @@
-"""Adasum: a sum that counts what its addends have in common only once.
+"""Adasum: a sum that counts the common part of its addends only once.
 
 Of two vectors it is ::
 
@@ -38,9 +38,9 @@ BLOCK = 1 << 13
 
 
 def levels(members: int) -> list[list[Pair]]:
-    """The pairs that are combined, level by level; in ``(a, b)`` the result takes the place of ``a``.
+    """Return the pairs that are combined, level by level; in ``(a, b)`` the result takes the place of ``a``.
 
-    With a power of two of members, neighbours at distance 1 are combined first, then what they gave at distance 2, and
+    With a power of two of members, neighbours at distance 1 are combined first, then their results at distance 2, and
     so on, until all is in member 0's place. Otherwise, with ``p`` the largest power of two below, the members from ``p``
     on are combined with members 0, 1, … in a level before those.
     """

@@ -8,7 +8,7 @@ elements as int64, any plane reduces these, and each member :meth:`decodes <Wide
 * A sum of narrow types is exact in int64. For an average of int64 each element travels as a quotient and a remainder of
   the number of members, whose sums can't overflow.
 * An average is truncated toward zero, and exact also beyond 2**53: that of equal values is that value.
-* ``postscale`` is applied to the exact result in float64, and what comes of it is truncated. A result that does not fit
+* ``postscale`` is applied to the exact result in float64, and the product is truncated. A result that does not fit
   into the type is taken modulo its width, as a sum is.
 """
 
@@ -42,8 +42,8 @@ class WideReduction:
         postscale: Multiplies the result.
 
     Attributes:
-        op: What the plane is to do with the encoded elements.
-        width: How many int64 stand for an element; they are neighbours.
+        op: The plane's operator for the encoded elements.
+        width: Number of int64 that stand for an element; they are neighbours.
     """
 
     def __init__(self, dtype: DType, op: ReduceOp, members: int, prescale: float, postscale: float) -> None:
@@ -81,5 +81,5 @@ class WideReduction:
 
 
 def _truncated(values: npt.NDArray[np.float64]) -> Wide:
-    with np.errstate(invalid="ignore"):  # of what is beyond int64
+    with np.errstate(invalid="ignore"):  # for values beyond int64
         return values.astype(np.int64)

@@ -1,6 +1,6 @@
 """The interface of a GPU for planes, and the memory of other processes that is open on it.
 
-:mod:`driver` implements it by CUDA's driver; tests have a simulated GPU. All groups of a process share what is open: a rank may be in
+:mod:`driver` implements it by CUDA's driver; tests have a simulated GPU. All groups of a process share the open memory: a rank may be in
 several process sets with the same other rank, and the driver refuses to map a piece of memory a second time while an older one at the same
 address of the same process is mapped.
 """
@@ -40,14 +40,14 @@ class KernelLaunch(NamedTuple):
     """Launch of a kernel, with the table of its jobs in device memory.
 
     Attributes:
-        dtype: What is reduced; ``None`` copies bytes.
+        dtype: Type of the reduced elements; ``None`` copies bytes.
         op: SUM, MIN, MAX or PRODUCT.
         jobs, ins, outs: Number of jobs, and of the addresses that each reads and writes.
         chunk: Elements that a block works on at a time; bytes if they are copied.
         chunks: Number of chunks of all jobs.
-        prescale, postscale: Factors for what is read and for the result.
+        prescale, postscale: Factors for the elements that are read, and for the result.
         table: Address of the table, see ``kernels.cu``.
-        stopped: Address of the first member's word that says that the member gave up.
+        stopped: Address of the first member's word, by which a member shows that it gave up.
         members: Number of members, each of which has such a word.
         stride: 32-bit words from one member's word to the next one's.
         times: Address of two 64-bit words for the begin and the end of the kernel, in nanoseconds of the GPU's clock.
@@ -72,7 +72,7 @@ class KernelLaunch(NamedTuple):
 class Device(Protocol):
     """GPU, from this process. Addresses, streams and events are numbers. Anything may raise ``DeviceFailed``.
 
-    ``with device:`` makes it the calling thread's current device, which all methods below need. A method that takes a stream
+    ``with device:`` makes it the calling thread's current device, which all methods below need. A method with a stream as its argument
     enqueues its work there and returns at once.
     """
 
@@ -120,7 +120,7 @@ class Device(Protocol):
         ...
 
     def close(self, pointer: int) -> None:
-        """Unmap what :meth:`open` returned."""
+        """Unmap memory at the address that :meth:`open` returned."""
         ...
 
     def register(self, address: int, nbytes: int) -> int:
@@ -216,7 +216,7 @@ class OpenedPieces:
                 found.users += 1
                 return found
             if found is not None:
-                # Its owner has freed it, so every operation that used it has ended, whatever group still has it in its table.
+                # Its owner has freed it, so every operation that used it has ended, even if a group still has it in its table.
                 self._unmap(found)
             opened = OpenedMemory(owner, base, serial, self._device.open(handle))
             self._open[owner, base] = opened

@@ -289,7 +289,7 @@ class CudaDevice:
 
 
 def _identity(device: Any) -> str:
-    # The second version tells instances of a partitioned GPU apart; from CUDA 13 on it has the first one's name.
+    # The second version distinguishes instances of a partitioned GPU; from CUDA 13 on it has the first one's name.
     uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
     return bytes(_checked(uuid(device)).bytes).hex()
 
@@ -320,7 +320,7 @@ def compiled_kernel(dtype: DType | None, op: ReduceOp, capability: int) -> bytes
     """Compile a kernel. Returns it as the driver loads it.
 
     Args:
-        dtype: What is reduced; ``None`` copies bytes.
+        dtype: Type of the reduced elements; ``None`` copies bytes.
         op: SUM, MIN, MAX or PRODUCT.
         capability: Compute capability of the GPU, as 90 for 9.0. A GPU newer than the compiler gets code that the driver translates.
 

@@ -75,7 +75,7 @@ def is_wanted(plane: str) -> bool:
 
 
 def why_missing() -> str | None:
-    """Why CUDA tensors can't be worked on in place here: what the machine or the installation lacks; ``None`` if it may work."""
+    """Return why planes can't work on CUDA tensors in place here: the machine or the installation lacks a part. ``None`` if it may work."""
     if not any(Path(path).exists() for path in DRIVERS):
         return "there is no NVIDIA driver on this machine."
     for module in ("cuda", "cuda.bindings"):
@@ -113,7 +113,7 @@ class StreamMark:
 
     def __del__(self) -> None:
         event = getattr(self, "event", None)
-        if event is not None:  # the driver keeps it until what waits for it has been done
+        if event is not None:  # the driver keeps it until all work that waits for it is done
             with contextlib.suppress(DeviceFailed), self._device:
                 self._device.end_event(event)
 
@@ -390,7 +390,7 @@ def cuda_buffer(buffer: Buffer) -> CudaBuffer:
 
 
 def links_between(mine: str, identities: Sequence[str], ranks: Sequence[int]) -> Links:
-    """The links to the GPUs of other ranks, whose memory this rank's GPU reaches. Takes some milliseconds if they are other GPUs.
+    """Return the links to the GPUs of other ranks, whose memory this rank's GPU reaches. It needs some milliseconds if they are other GPUs.
 
     Args:
         mine: The UUID of this rank's GPU, as 32 hexadecimal digits.
@@ -418,9 +418,9 @@ def _asked(mine: str, others: Sequence[str]) -> dict[str, str]:
 
 
 def _link(library: Any, mine: str, other: str) -> str:
-    """The link between two GPUs; :data:`PEER` unless the library knows it.
+    """Return the link between two GPUs; :data:`PEER` unless the library knows it.
 
-    A status that is neither yes nor a reason for no says nothing: then PCIe is not what is left.
+    A status that is neither yes nor a reason for no proves nothing: PCIe does not follow from it.
     """
     try:
         here, there = _handle(library, mine), _handle(library, other)

@@ -1,13 +1,13 @@
 """A member of a group whose GPUs work on each other's memory.
 
-For each operation every member announces in shared memory where its tensors are (:mod:`ipc_memory`), and says that they may be used. On each GPU
+For each operation every member announces in shared memory where its tensors are (:mod:`ipc_memory`), and signals that they may be used. On each GPU
 one member is the *worker*, the first one there. The worker waits until all members have written where their tensors are, and enqueues on its
-GPU: a wait until all tensors may be used, and one kernel that reads the members' tensors and writes their outputs. Once that is done it says
-so to all. With several GPUs each worker takes a share of the elements.
+GPU: a wait until all tensors may be used, and one kernel that reads the members' tensors and writes their outputs. Once that is done it
+signals so to all. With several GPUs each worker has a share of the elements.
 
 So data moves once, from where it is to where it goes. One member does the work of a GPU because a GPU runs the processes that share it by turns
-of some hundred microseconds each, and a process whose turn it is does nothing for the others. What the other members do for an operation is therefore left to their hosts
-where it can be: if all that makes a tensor is done already, the host stores the word *ready*, and no GPU has to; and the end comes to all
+of some hundred microseconds each, and a process whose turn it is does nothing for the others. The other members' part in an operation is therefore left to their hosts
+where that is possible: if all work that makes a tensor is done already, the host stores the word *ready*, and no GPU has to; and the end comes to all
 members by words that hosts wait for.
 
 At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. Since a worker
@@ -19,8 +19,8 @@ Giving up
 A GPU can't be made to stop waiting. But the words that it waits for lie in memory of the host: a member that gives up stores values
 there that end every wait, again and again until its GPU has nothing left to do, since what is still enqueued may overwrite them. Before
 the first of these values it sets its word ``stopped``. Kernels read that word of all members before they write anything, and a worker
-reads it before it says that an operation is done; so the remains of such an operation are never taken for a result. A member ends
-the operation only when its own GPU has nothing left to do (or takes too long for that) and the workers have said that their GPUs write
+reads it before it signals that an operation is done; so the remains of such an operation are never taken for a result. A member ends
+the operation only when its own GPU has nothing left to do (or needs too long for that) and the workers have signalled that their GPUs write
 nothing more. It waits half a second for the workers: after that they are dead, or hang.
 """
 
@@ -83,12 +83,12 @@ class _Begun(NamedTuple):
 
     Attributes:
         number: Its number.
-        ready: A CUDA event that comes when this member's GPU has said that its tensors may be used; ``None`` if the host has said so. It is waited for
-            because a GPU that failed never says so, and no other member would know.
+        ready: A CUDA event that comes when this member's GPU has signalled that its tensors may be used; ``None`` if the host has done so.
+            The group waits for it because a GPU that failed never signals, and no other member would know.
         done: A CUDA event that comes when this worker's kernel has written the outputs; ``None`` if this member is no worker.
         back: Copies to make once all workers are done.
-        pending: What :meth:`IpcGroup.run` returned.
-        phases: Takes the operation's times.
+        pending: The completion that :meth:`IpcGroup.run` returned.
+        phases: Receives the operation's times.
         started: When the operation began, by ``time.monotonic_ns()``.
         operation: The operation; the reference keeps its tensors alive.
     """
@@ -139,7 +139,7 @@ class IpcGroup:
         self._finished = 0
         #: The operations whose ends the watcher waits for, in order; ``None`` ends the watcher.
         self._ends: SimpleQueue[_Begun | None] = SimpleQueue()
-        #: Held while something is enqueued. After a stop the thread that drains the GPU takes it once; nothing is enqueued from then on.
+        #: Held while something is enqueued. After a stop the thread that drains the GPU acquires it once; nothing is enqueued from then on.
         self._enqueuing = threading.Lock()
         self._guard = threading.Lock()
         #: An operation has ended, or the group has stopped.
@@ -150,7 +150,7 @@ class IpcGroup:
         #: After a stop: no GPU writes to the members' tensors any more, as far as can be known.
         self._quiet = threading.Event()
         self._drainer: threading.Thread | None = None
-        #: The GPU does something else, and does not come to the end of our work: its streams and memory are left as they are.
+        #: The GPU is busy with other work, and does not come to the end of the group's: its streams and memory are left as they are.
         self._is_stuck = False
         self._closed = False
         #: Events that are used again.
@@ -158,7 +158,7 @@ class IpcGroup:
         self._exports = ExportedMemory(device, self.announcements, index)
         self._arenas: list[_Arena] = []
         self._worker: IpcWorker | None = None
-        #: Gives back what the group got from the GPU.
+        #: Gives the GPU's streams, events and memory back.
         self._resources = contextlib.ExitStack()
         try:
             with device:
@@ -199,7 +199,7 @@ class IpcGroup:
     # -- operations -------------------------------------------------------------------------------------------------
 
     def run(self, operation: GpuOperation, phases: PhaseTimes, started: int) -> PendingCompletion:
-        """Begin an operation; its outputs are there when what is returned ends.
+        """Begin an operation; its outputs are there when the returned completion ends.
 
         ``started`` is when the collective began, by ``time.monotonic_ns()``.
 
@@ -415,7 +415,7 @@ class IpcGroup:
         self.announcements.flags(READY)[:] = (self._number + _BEYOND) & 0xFFFFFFFF
 
     def _drain(self) -> None:
-        """End the waits of this member's GPU until it has nothing left to do; then let what is under way end. A thread of its own."""
+        """End the waits of this member's GPU until it has nothing left to do; then let the operations under way end. A thread of its own."""
         with self._enqueuing:
             pass
         self._is_stuck = not self._drain_gpu()
@@ -465,7 +465,7 @@ class IpcGroup:
             self._drainer.join()
         self._ends.put(None)
         if self._is_stuck:
-            self.signals.close()  # the GPU may still write to everything else
+            self.signals.close()  # the GPU may still write to all other memory
             self._executed.close()
             return
         self._watcher.join()
@@ -521,11 +521,11 @@ class IpcWorker:
         free.callback(device.unregister, address)
         self._tables = device.allocate(RING * self._place_bytes)
         free.callback(device.free, self._tables)
-        # A kernel's blocks read which members gave up from the GPU's own memory: reading it from the host's would take each of them a microsecond.
+        # A kernel's blocks read which members gave up from the GPU's own memory: reading it from the host's would cost each of them a microsecond.
         self._stopped_bytes = 4 * announcements.layout.stride * self._members
         self._stopped = device.allocate(self._stopped_bytes)
         free.callback(device.free, self._stopped)
-        #: The last tables, by what they were made of: ranks that train reduce the same gradients again and again.
+        #: The last tables, by the parts that they were made of: ranks that train reduce the same gradients again and again.
         self._made: OrderedDict[tuple[object, ...], tuple[JobTable, int, int]] = OrderedDict()
         #: ``ImportedMemory.changes`` when the first of these was made.
         self._made_at = 0

@@ -35,7 +35,7 @@ TENSORS = 512
 ALLOCATIONS = 1024
 """Slots of a member's table: pieces of memory that others may have open at a time."""
 
-_LINE = 128  # bytes; what a GPU writes of a neighbour's line must not slow this one down
+_LINE = 128  # bytes; a GPU that writes a neighbour's words must not slow this member's line down
 READY, STOPPED, QUIET = range(3)
 _FLAGS = 3
 
@@ -77,7 +77,7 @@ class GpuAnnouncementsLayout(Words):
 
     @property
     def versions(self) -> int:
-        """A word for each slot of a table: 0 if it is empty, else one more than the serial number of the piece in it."""
+        """A word for each slot of a table: 0 if it is empty; otherwise one more than the serial number of the piece in it."""
         return self.handles + self.members * ALLOCATIONS * HANDLE_BYTES
 
     @property
@@ -296,7 +296,7 @@ class ImportedMemory:
         self._refused: dict[tuple[int, int], str] = {}
 
     def refresh(self) -> None:
-        """Open and close what has changed since the last call."""
+        """Open and close the pieces that have changed since the last call."""
         for member, generation in enumerate(self._announcements.generations.tolist()):
             if generation != self._generations[member]:
                 self._generations[member] = generation

@@ -1,6 +1,6 @@
-"""From an operation to the table of a launch: what a kernel reads, computes and writes.
+"""From an operation to the table of a launch: a kernel's inputs, computation and outputs.
 
-A member brings a :class:`GpuOperation`. A worker makes :class:`Jobs` of what all members bring, and of these the :class:`JobTable`, whose
+A member brings a :class:`GpuOperation`. A worker makes :class:`Jobs` of all members' operations, and of these the :class:`JobTable`, whose
 layout ``kernels.cu`` has.
 """
 
@@ -116,7 +116,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         ins, outs: Addresses of the tensors, by member and tensor.
-        numbers: What each member announced besides, by member.
+        numbers: Further numbers that each member announced, by member.
     """
 
     ins: Addresses
@@ -138,7 +138,7 @@ class GpuOperation:
 
     Attributes:
         ins, outs: Its tensors, in pairs.
-        jobs: Makes the jobs from what all members bring; equal on all members.
+        jobs: Makes the jobs from all members' operations; equal on all members.
         dtype: Element type of a reduction; ``None`` moves bytes, and counts are bytes then.
         op, prescale, postscale: How to reduce.
         numbers: Further numbers that the worker needs, one for each member.

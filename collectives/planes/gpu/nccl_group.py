@@ -1,20 +1,20 @@
 """A member of a group that NCCL connects.
 
 An operation is a sequence of steps on the group's own stream: calls of NCCL, and launches of our kernels, which pack, scale and add.
-The stream waits for what the user's streams do to the tensors, and an event behind the last step says that the outputs are there. The host
-waits for no GPU on the way. But NCCL enqueues a call in the background, and connects two members when they first have something to say to
-each other: a step waits until it has, and thereby sometimes for another member to come to the operation.
+The stream waits for the user's streams' work on the tensors, and an event behind the last step marks that the outputs are there. The host
+waits for no GPU on the way. But NCCL enqueues a call in the background, and connects two members when they first exchange data. So a step waits until NCCL
+has enqueued it, and sometimes for another member to come to the operation.
 
 Giving up
 ---------
-``ncclCommAbort`` ends NCCL's kernels, but not silently: an aborted kernel goes on to tell the other members' kernels that its data is there,
-without the data, so that these may end, and on another member the operation would look as if it had succeeded. So a member that gives up in the middle of an operation
+``ncclCommAbort`` ends NCCL's kernels, but not silently. An aborted kernel still signals the other members' kernels that its data is there, without the data, so that these may end.
+On another member the operation would look as if it had succeeded. So a member that gives up in the middle of an operation
 leaves its communicator alone for ``LEARN_WITHIN`` seconds. In that time the others learn that the epoch has ended, as all members do, and from then on
 they believe no operation to be done. What this member has enqueued goes on as long. Only then do our own kernels find the word ``stopped``, which
 they read before they write anything.
 
-An operation ends once the communicator is gone and the stream has nothing left to do; or after ``STUCK_AFTER`` seconds, if what comes before it on
-the GPU, such as a kernel of the user's, takes longer than that.
+An operation ends once the communicator is gone and the stream has nothing left to do; or after ``STUCK_AFTER`` seconds, if earlier work on
+the GPU, such as a kernel of the user's, needs longer than that.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class _Enqueued(NamedTuple):
     Attributes:
         number: Its number.
         event: A CUDA event that comes when the outputs are there.
-        pending: What :meth:`NcclGroup.run` returned; it is ended after ``event``.
-        phases: Takes the operation's times.
+        pending: The completion that :meth:`NcclGroup.run` returned; it is ended after ``event``.
+        phases: Receives the operation's times.
         started: When the operation began, by ``time.monotonic_ns()``.
         tensors: Kept alive until the end.
     """
@@ -83,7 +83,7 @@ class _Enqueued(NamedTuple):
 class NcclGroup:
     """Member of a group that NCCL connects.
 
-    :meth:`run` belongs to one thread at a time, and the steps to what it calls; :meth:`stop` may come from any.
+    :meth:`run` belongs to one thread at a time; only code that it calls may call the steps. :meth:`stop` may come from any thread.
 
     Args:
         device: This member's GPU.
@@ -99,8 +99,8 @@ class NcclGroup:
         self._finished = 0
         #: The operations whose ends the watcher waits for, in order; ``None`` ends the watcher.
         self._ends: SimpleQueue[_Enqueued | None] = SimpleQueue()
-        #: Held while an operation is enqueued. After a stop the thread that drains the GPU takes it once; nothing is enqueued from then on.
-        #: It is taken before ``_calling``.
+        #: Held while an operation is enqueued. After a stop the thread that drains the GPU acquires it once; nothing is enqueued from then on.
+        #: It is acquired before ``_calling``.
         self._enqueuing = threading.Lock()
         #: Held during each call of NCCL. Once it is stopped only the thread that aborts the communicator makes any.
         self._calling = threading.Lock()
@@ -111,23 +111,23 @@ class NcclGroup:
         self._stopping = threading.Event()
         #: Set once this member has given up or closes the group: nothing is left to be asked of NCCL.
         self._over = threading.Event()
-        #: What failed, if that is why the group has stopped.
+        #: The failure, if that is why the group has stopped.
         self._failure = ""
         #: Operations that were begun and have not ended, by number. Under ``_guard``.
         self._under_way: dict[int, PendingCompletion] = {}
         #: After a stop: the GPU writes to the tensors no more, as far as can be known.
         self._quiet = threading.Event()
         self._drainer: threading.Thread | None = None
-        #: The GPU does something else, and does not come to the end of our work, or NCCL does not: stream and memory are left as they are.
+        #: The GPU is busy with other work, and does not come to the end of the group's, or NCCL does not: stream and memory are left as they are.
         self._is_stuck = False
         self._closed = False
         #: Events that are used again.
         self._events: list[int] = []
-        #: Memory of the GPU between the steps of an operation; what has become too small stays, since enqueued steps use it.
+        #: Memory of the GPU between the steps of an operation; memory that has become too small stays, since enqueued steps use it.
         self._scratch = (0, 0)
         #: Bytes of the tables of this operation that are taken.
         self._table_bytes = 0
-        #: Gives back what the group got from the GPU.
+        #: Gives the GPU's streams, events and memory back.
         self._resources = contextlib.ExitStack()
         self._host = mmap.mmap(-1, RING * TABLE_BYTES + mmap.PAGESIZE)
         self._anchor = ctypes.c_char.from_buffer(self._host)
@@ -174,10 +174,10 @@ class NcclGroup:
     def run(
         self, enqueue: Callable[[], None], tensors: Sequence[CudaBuffer], phases: PhaseTimes, started: int
     ) -> PendingCompletion:
-        """Begin an operation; its outputs are there when what is returned ends.
+        """Begin an operation; its outputs are there when the returned completion ends.
 
         Args:
-            enqueue: Takes the operation's steps.
+            enqueue: Enqueues the operation's steps.
             tensors: Its inputs and outputs.
             phases: Gets its times.
             started: When the collective began, by ``time.monotonic_ns()``.
@@ -196,7 +196,7 @@ class NcclGroup:
             self._quiet.wait()
             raise PlaneBroken(f"the GPU of this rank: {error}") from error
         except (PlaneAborted, PlaneBroken):
-            self._quiet.wait()  # what was enqueued may write until then
+            self._quiet.wait()  # steps that were enqueued may write until then
             raise
 
     def _begin(
@@ -228,7 +228,7 @@ class NcclGroup:
             raise self._reason()
 
     def _wait_for(self, tensors: Sequence[CudaBuffer]) -> None:
-        """Have the stream wait for what must be done before the tensors are read or written."""
+        """Make the stream wait for all work that comes before the tensors are read or written."""
         for event in {tensor.after.event for tensor in tensors if tensor.after is not None}:
             self._device.wait_event(self.stream, event)
 
@@ -316,7 +316,7 @@ class NcclGroup:
         return self._scratch[0]
 
     def _until_settled(self, deadline: float = float("inf")) -> None:
-        """Wait until NCCL has done on the host what was asked of it. Raises ``TimeoutError`` at the deadline."""
+        """Wait until NCCL has done its part on the host. Raises ``TimeoutError`` at the deadline."""
         pause = _LEAST_PAUSE
         while not self._is_settled():
             if time.monotonic() > deadline:
@@ -398,12 +398,12 @@ class NcclGroup:
         self._drainer.start()
 
     def _drain(self) -> None:
-        """Abort the communicator, wait until the GPU has done what is enqueued, and let what is under way end. A thread of its own."""
+        """Abort the communicator, wait until the GPU has done what is enqueued, and let the operations under way end. A thread of its own."""
         if self._number != self._finished:
             time.sleep(LEARN_WITHIN)
         with self._calling:
             pass  # the thread that calls NCCL has left it, and no other will
-        # Not before: if a kernel of ours adds nothing, the step behind it sends other members what is not a result.
+        # Not before: if a kernel of ours adds nothing, the step behind it sends other members data that is no result.
         self._stopped.value = 1
         end = time.monotonic() + STUCK_AFTER
         aborter = threading.Thread(target=self._abort_communicator, name="hvdlab-nccl-abort", daemon=True)
@@ -437,8 +437,8 @@ class NcclGroup:
     def close(self) -> None:
         """Free everything. Idempotent.
 
-        It waits for this member's GPU and for what NCCL has to do on the host, half a second as a rule; after a stop ``STUCK_AFTER`` seconds
-        at most, else ``CLOSE_WITHIN``.
+        It waits for this member's GPU and for NCCL's work on the host, half a second as a rule; after a stop ``STUCK_AFTER`` seconds
+        at most, otherwise ``CLOSE_WITHIN``.
         """
         with self._guard:
             if self._closed:
@@ -458,12 +458,12 @@ class NcclGroup:
             closer.join(CLOSE_WITHIN)
             self._is_stuck = closer.is_alive()
         if self._is_stuck:
-            return  # the GPU, or NCCL, may still use everything else
+            return  # the GPU, or NCCL, may still use all the rest
         self._watcher.join()
         self._release()
 
     def _close_communicator(self) -> None:
-        with contextlib.suppress(DeviceFailed), self._device:  # what NCCL could free then, it has
+        with contextlib.suppress(DeviceFailed), self._device:  # NCCL has freed all that it could by then
             self.communicator.close(SEND_WITHIN)
 
     def _release(self) -> None:

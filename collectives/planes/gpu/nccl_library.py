@@ -1,7 +1,7 @@
 """NCCL's library, as far as the plane needs it. :func:`nccl` is the one of this process; tests have a simulated one.
 
 It is called by ctypes, and not through a framework: so it is there for all of them, and a communicator is ours to abort. Communicators
-are of the kind that does not block: a call returns at once, and :meth:`Communicator.settled` says when what it asked for is enqueued.
+are of the kind that does not block: a call returns at once, and :meth:`Communicator.settled` returns whether its work is enqueued.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _SONAME = "libnccl.so.2"
 _BYTES = 0  # the type that data is moved as
 _SUCCESS, _IN_PROGRESS = 0, 7
 _MAGIC = 0xCAFEBEEF
-_PAUSE = 0.001  # seconds between two looks at what NCCL does in the background, for which it has no event
+_PAUSE = 0.001  # seconds between two polls of NCCL's work in the background, for which it has no event
 
 
 class NcclFailed(DeviceFailed):
-    """NCCL refused a call, or lost a connection; the text says what it said."""
+    """Error of NCCL, which refused a call or lost a connection; the text has NCCL's own message."""
 
 
 class NcclPiece(NamedTuple):
@@ -67,7 +67,7 @@ class Communicator(Protocol):
     """
 
     def settled(self) -> bool:
-        """Whether nothing is left of the last call but what the GPU does: its work is enqueued, or the communicator is made.
+        """Whether only the GPU's part of the last call is left: its work is enqueued, or the communicator is made.
 
         Raises:
             NcclFailed: That call failed, or a connection was lost since.
@@ -93,7 +93,7 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """End what is on its way, here only, and free everything. It may take half a second, or as long as the stream waits for others' work."""
+        """End operations that are on their way, here only, and free everything. It may last half a second, or as long as the stream waits for others' work."""
         ...
 
     def close(self, within: float) -> None:
@@ -110,7 +110,7 @@ class Nccl(Protocol):
         ...
 
     def unique_id(self) -> bytes:
-        """Begin a group; the other members need what is returned."""
+        """Begin a group. Return its id, which the other members need."""
         ...
 
     def connect(self, identity: bytes, members: int, index: int) -> Communicator:
@@ -167,7 +167,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """The beginning of ``ncclConfig_t`` as it was in 2.14. ``size`` and ``version`` tell later versions that the rest is left to them."""
+    """Beginning of ``ncclConfig_t`` as it was in 2.14. By ``size`` and ``version`` later versions know that the rest is left to them."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -299,7 +299,7 @@ class LoadedCommunicator:
             self._add(library.ncclSend, sends, stream)
             self._add(library.ncclRecv, receives, stream)
         finally:
-            # Also after a failure: a group that is begun takes all later calls of this thread.
+            # Also after a failure: a group that is begun collects all later calls of this thread.
             status = library.ncclGroupEnd()
         self._check(status)
 

@@ -61,10 +61,10 @@ class RankShare:
 
 
 class NcclPlane(GpuPlane[NcclGroup]):
-    """A data plane for ranks that have a GPU each, on any hosts.
+    """Data plane for ranks that have a GPU each, on any hosts.
 
-    The members join at the first operation, which says on which GPU this one's tensors are. Where NCCL's own reductions do not give what
-    all planes give (see :class:`Reduction`), members exchange their shares, and our kernel adds them in the order of positions,
+    The members join at the first operation, which shows the GPU of this one's tensors. Where NCCL's own reductions give other results
+    than the other planes (see :class:`Reduction`), members exchange their shares, and our kernel adds them in the order of positions,
     f16 and bf16 in float32, rounded once. ``phases.transfer`` is the time from the begin of an operation to its end, with all waits.
     """
 
@@ -196,7 +196,7 @@ class NcclMember:
     """A member while it enqueues an operation.
 
     Attributes:
-        group: Takes the steps.
+        group: The group that enqueues the steps.
         index: This member's position.
         size: Number of members.
     """
@@ -226,7 +226,7 @@ def _allreduce(member: NcclMember, pairs: Sequence[tuple[CudaBuffer, CudaBuffer]
             _reduce_by_exchange(member, source.pointer, out.pointer, count, how, scratch=0)
         return
     group = member.group
-    # Each tensor begins at a line, so that our kernels move whole lines. What lies between them is reduced with them.
+    # Each tensor begins at a line, so that our kernels move whole lines. The bytes between them are reduced with them.
     sizes = [source.nbytes for source, _ in pairs]
     *begins, total = accumulate((_up(size) for size in sizes), initial=0)
     count = total // itemsize
@@ -356,7 +356,7 @@ def _largest_block(count: int, most: int) -> int:
 
 
 def _room(member: NcclMember, count: int, itemsize: int) -> int:
-    """Bytes that the shares of all members take which :func:`_reduce_by_exchange` receives."""
+    """Return the bytes of all members' shares that :func:`_reduce_by_exchange` receives."""
     elements = min(count, _largest_block(count, BLOCK_BYTES // itemsize))
     return member.size * _up(_shares(elements, member.size, itemsize)[0].count * itemsize)
 

@@ -207,7 +207,7 @@ class HierarchicalPlane(HostPlane):
     def _begin_outer(
         self, mine: HostArray, wide: DType, op: ReduceOp, postscale: float, phases: PhaseTimes, blocks: int
     ) -> Future[None] | None:
-        """Reduce a slice in its column: now if it is the only one, else on the outer plane's thread."""
+        """Reduce a slice in its column: now if it is the only one, otherwise on the outer plane's thread."""
         if self._outer is None:
             return None
         reduce = partial(self._outer.allreduce, [mine], [mine], wide, op, 1.0, postscale)
@@ -427,7 +427,7 @@ _Operation = tuple[Callable[[], None], "Future[None]"]
 
 
 class OuterThread:
-    """Thread of the outer plane: calls operations one after another. Belongs to the executor's thread, but for what the operations do.
+    """Thread of the outer plane: calls operations one after another. Its methods belong to the executor's thread.
 
     The network works on one block while the executor's thread works on others within the host. The thread begins with the first operation. It is a daemon, since a library that can't end an operation must not keep the
     process from ending.
@@ -451,7 +451,7 @@ class OuterThread:
             operation, future = item
             try:
                 operation()
-            # Whatever it is, it is the executor's, which waits for the future.
+            # Any exception belongs to the executor, which waits for the future.
             except BaseException as error:  # noqa: BLE001
                 future.set_exception(error)
             else:

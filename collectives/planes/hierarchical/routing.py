@@ -18,7 +18,7 @@ their pieces of all hosts, then each host gathers its columns: that leaves the p
 host, together with all that the carrier has for that host; and there, where not all members carry, on to its receiver.
 So a carrier sends one message to each host, however many members that has.
 
-A member knows only what it sends and receives, so the sizes of the pieces travel first, by the same route.
+A member knows only its own messages, so the sizes of the pieces travel first, by the same route.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Routing:
         for source, piece in zip(self._remote_sources(), arrived, strict=True):
             received[source][...] = piece
 
-    # -- which member sends what to which -------------------------------------------------------------------------
+    # -- which member sends which pieces to which -------------------------------------------------------------------------
 
     def _served(self, column: int) -> list[int]:
         """Members of other hosts whose pieces travel in a column, by host."""
@@ -261,7 +261,7 @@ class Routing:
     def _to_receivers(
         self, arrived: list[HostArray], expected: Sequence[int], phases: PhaseTimes
     ) -> list[HostArray]:
-        """Hand over what arrived for other members of this host; returns this member's pieces by sender."""
+        """Hand over the pieces that arrived for other members of this host. Return this member's pieces by sender."""
         top, sources = self.topology, self._remote_sources()
         served = top.served(top.local, top.host) if top.carries else ()
         parcels = [_nothing() for _ in top.here]

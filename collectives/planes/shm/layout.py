@@ -77,7 +77,7 @@ class SegmentLayout(Words):
 
     Attributes:
         chunk_bytes: Size of a slot, in whole pages; at least ``LINE`` for each member.
-        slots: Slots per member, at least 5: what the three-stage pipeline needs to overlap.
+        slots: Slots per member, at least 5, which the three-stage pipeline needs to overlap.
     """
 
     chunk_bytes: int = CHUNK_BYTES

@@ -78,7 +78,7 @@ class ShmPlane(HostPlane):
     """Data plane for ranks of one host.
 
     Options: ``chunk_bytes`` and ``slots`` (the layout: equal on all members and for ``segment_size``) and ``yields``.
-    Reductions add in the order of the members' positions, whatever the size. ``phases``: ``pack`` is copying into
+    Reductions add in the order of the members' positions at any size. ``phases``: ``pack`` is copying into
     slots, ``transfer`` reducing and copying out of them. The size of chunks is measured
     (:class:`ChunkChoice`) unless :meth:`tune` sets it.
     """

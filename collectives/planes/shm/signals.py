@@ -2,15 +2,15 @@
 
 A member posts by a plain store into its own word, which no other member writes. (One exception: words of a process that is gone,
 see ``AgreementBoard.mark_departed``.) A member that waits needs *all* words of a row to reach a value. It first offers its core to other
-threads some times (``sched_yield``), which costs them nothing: on a free core that is a look every half microsecond, on a shared one
-it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where something else runs on the core, a
-yield may take milliseconds. A thread that has work every now and then (a coordinator that forwards records) does not matter; one that is
-always busy takes most of the time. So the time that yields lose is limited: a member beyond the limit does without yields for a while,
-and only looks for some microseconds. After that it sleeps in the kernel.
+threads some times (``sched_yield``), which costs them nothing: on a free core that is a poll every half microsecond, on a shared one
+it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where another process runs on the core, a
+yield may last milliseconds. A thread that has work every now and then (a coordinator that forwards records) does not matter; one that is
+always busy uses most of the time. So the time that yields lose is limited: a member beyond the limit does without yields for a while,
+and only polls for some microseconds. After that it sleeps in the kernel.
 
 Sleeping without lost wake-ups
 ------------------------------
-All members sleep on one word, the doorbell. A sleeper S that wants ``min(row) >= value``:
+All members sleep on one word, the doorbell. A sleeper S that waits for ``min(row) >= value``:
 
     S1  targets[S] = (row, value)        P1  row[P] = value (it was ``before``)
     S2  fence                            P2  fence
@@ -19,22 +19,22 @@ All members sleep on one word, the doorbell. A sleeper S that wants ``min(row) >
     S5  futex_wait(doorbell == seen)     P5  doorbell = a value never used before; futex_wake(bits)
 
 * The fences stand between each side's store and its load of the other's word, so it can't happen that S4 misses P1
-  *and* P3 misses S1. If S4 sees what it needs, S does not sleep.
+  *and* P3 misses S1. If S4 finds the value reached, S does not sleep.
 * Let P be the member whose store is the last that S waits for. (Stores become visible in one order on x86-64.) Its
   P3 comes after its fence and so sees all words that S needs; and P's own word had not reached the value before. If S4 missed P1, then P3
   sees the target, P4 finds it satisfied, and P5 changes the doorbell after S3 read it: S5 either returns at once or is woken. A member that
   stored earlier finds the target unsatisfied and leaves it; the last one won't.
-* What P's word had reached before is another member's to wake. So one member wakes the others, once: where a hundred of them share two
-  cores, most have not run yet, and still have their targets set, when the first ones post what comes next.
-* ``before`` is what P has completed these steps for. If an exception ends them early (an interrupt, on the board), P's next post makes up for it.
+* Sleepers whose value P's word had reached before are another member's to wake. So one member wakes the others, once: where a hundred of them share two
+  cores, most have not run yet, and still have their targets set, when the first ones post the next step.
+* ``before`` is the value that P has completed these steps for. If an exception ends them early (an interrupt, on the board), P's next post makes up for it.
 * P5 is an unlocked store by several members, so one may overwrite another's. That is harmless because every value is
-  unique (a member's own count times the number of ringers, plus its number): whatever value is written after S3, it
+  unique (a member's own count times the number of ringers, plus its number): any value that is written after S3
   differs from the one that S3 read, so S5 does not sleep on it.
 * :meth:`Signals.abort` sets the flag and then does P5 for its own member's bit, from another thread with a number of
   its own. If S4 missed the flag, the doorbell changes after S3. :meth:`Signals.nudge` does the same after words were changed.
 
-No member polls or needs a timeout, and a post costs no system call unless it completes what some member sleeps for.
-A member that was killed leaves its target set; that costs the others some looks until the epoch ends.
+No member polls or needs a timeout, and a post costs no system call unless it completes a sleeper's target.
+A member that was killed leaves its target set; that costs the others some reads until the epoch ends.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Signals:
         words[self._index] = value
         with self._fence:
             pass
-        # The member that stored last sees all words of the row from here on, whatever target it reads; one look will do.
+        # The member that stored last sees all words of the row from here on, with any target that it reads; one scan will do.
         reached = min(words)
         if reached > before and any(self._targets):
             self._wake(row, before, reached)
@@ -154,7 +154,7 @@ class Signals:
             raise PlaneAborted
 
     def reached_soon(self, row: int, value: int) -> bool:
-        """Look for some time whether all words have reached ``value``, and offer the core to other threads. Return whether they have."""
+        """Poll for some time until all words have reached ``value``, and offer the core to other threads. Return whether they have."""
         words = self._rows[row]
         if min(words) >= value:
             return True
@@ -176,7 +176,7 @@ class Signals:
         return False
 
     def _is_beyond_limit(self, now: int, lost: int) -> bool:
-        """Add up the time that long yields lose. Return whether it is more than what they may."""
+        """Add up the time that long yields lose. Return whether it is beyond their limit."""
         self._lost = max(0, self._lost - (now - self._lost_at) // _LOST_SHARE) + lost
         self._lost_at = now
         return self._lost > _LOST_LIMIT
@@ -214,7 +214,7 @@ class Signals:
         return self._needs[parity]
 
     def nudge(self) -> None:
-        """Let this member's waiting thread look again, after words have changed. Another thread, always the same; idempotent."""
+        """Make this member's waiting thread read the words again, after they have changed. Another thread, always the same; idempotent."""
         with self._guard:
             if not self._closed:
                 self._nudged += 1

@@ -85,7 +85,7 @@ class State:
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Call these whenever training begins again with other ranks, before the state is synchronized.
 
-        A callback is the place to adapt what depends on ``hvd.size()``, such as the learning rate.
+        A callback is the place to adapt values that depend on ``hvd.size()``, such as the learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -97,7 +97,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Take in that the world is about to change. Any thread; the next :meth:`check_host_updates` acts on it.
+        """Record that the world is about to change. Any thread; the next :meth:`check_host_updates` acts on it.
 
         Args:
             timestamp: When, in seconds since 1970.
@@ -222,7 +222,7 @@ def elect(saves: int) -> tuple[int, int]:
 
     That is, of those that restarted last, the one that saved most often; among several, the one that was started with the lowest number.
 
-    A newcomer has not saved yet, so its state is never chosen, which would undo what others have trained. After a failure that hit
+    A newcomer has not saved yet, so its state is never chosen, which would undo the others' training. After a failure that hit
     ranks at different points, one of them may have committed once more than the others.
 
     Args:

@@ -37,13 +37,13 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Ca
     call ``func`` once more without going back. Each time, ``state.on_reset()`` runs before the state is synchronized.
 
     Args:
-        func: Trains. It takes up where the state is, and can be called any number of times.
+        func: Trains. It continues from the state, and can be called any number of times.
         reset: Called before the ranks begin again. It may shut down and initialize.
 
     Returns:
-        The elastic function. It returns what ``func`` does, once all ranks have come to its end, and raises
+        The elastic function. It returns ``func``'s result, once all ranks have come to its end, and raises
 
-        * what ``func`` raises, if it is not one of the above,
+        * an exception of ``func``, if it is not one of the above,
         * the ``HorovodInternalError``, if trying again makes no sense: a rank's cell has failed or ended, it was
           interrupted, the coordinator is gone, the ranks disagree a second time without a commit in between, or the
           reset limit is reached,

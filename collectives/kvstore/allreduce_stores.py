@@ -67,7 +67,7 @@ class DistSyncStore(KVStore):
 
     Args:
         name: The value of ``type``.
-        on_devices: Add the arrays of one worker from left to right; else by groups of four.
+        on_devices: Add the arrays of one worker from left to right; otherwise by groups of four.
         process_set: The process set whose ranks are the workers; ``None`` for all ranks.
     """
 
@@ -136,7 +136,7 @@ class DistSyncStore(KVStore):
         Args:
             key: An int or a str, or a list of one kind of these; the same key several times counts as one list.
             value: An array or a list of arrays of the key's shape; for a list of keys a list of such.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
@@ -190,7 +190,7 @@ class DistSyncStore(KVStore):
         return total if self._compression is None else self._quantized(key, 0, total)
 
     def _fail_elsewhere(self, found: list[tuple[Key, Any]]) -> None:
-        """Take this worker's part in a push that it refuses, so that the other workers get an error and don't wait for it."""
+        """Do this worker's part in a push that it refuses, so that the other workers get an error and don't wait for it."""
         handles = []
         for key, arrays in grouped(found, self._numbers).items():
             if key not in self._values:
@@ -293,8 +293,8 @@ class DistSyncStore(KVStore):
 
         Args:
             optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, its name, or a function
-                ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers. What it raises is
-                raised by the pull, the weight is as before, and the store goes on. If it raises on some workers only, their
+                ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers. The pull
+                    raises its exceptions, the weight is as before, and the store goes on. If it raises on some workers only, their
                 weights differ, and the next round of that key is refused on all.
 
         Raises:
@@ -449,7 +449,7 @@ class Horovod(RankStore):
             key: An int or a str, the same on all ranks.
             value: An array; only rank 0's matters, but shapes and types must be equal. It is left alone.
             out: An array or a list of arrays, which all get the value.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array.
@@ -468,7 +468,7 @@ class Horovod(RankStore):
             value: An array, or a list of arrays, each of which is summed over the ranks by itself (they are not added to
                 each other); for a list of keys a list of such.
             out: As many arrays of the same shapes; ``None`` for ``value`` itself, which is overwritten.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or there are not as many outputs as values.
@@ -537,7 +537,7 @@ class BytePS(RankStore):
             key: An int or a str, the same on all ranks.
             value: An array or a list of one; only rank 0's matters, but shapes and types must be equal.
             out: An array or a list of arrays, which all get the value; ``None`` for ``value``, which is overwritten.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or ``value`` is a list of several.
@@ -554,7 +554,7 @@ class BytePS(RankStore):
             key: An int or a str, the same on all ranks.
             value: An array or a list of one.
             out: An array or a list of arrays, which all get the sum; ``None`` for ``value``, which is overwritten.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or ``value`` is a list of several.
@@ -575,7 +575,7 @@ class BytePS(RankStore):
         Of all arrays that are summed so and are ready on all ranks the one with the highest priority goes first, and a large one is summed
         in parts (``BYTEPS_PARTITION_BYTES``), between which a more urgent one may go. So if gradients are pushed as a backward pass
         computes them, with the negative number of their layer as priority, that of the first layer does not have to wait for those that
-        were ready before it. ``HVDLAB_SCHEDULING_CREDIT`` says how many bytes of them are executed at a time.
+        were ready before it. ``HVDLAB_SCHEDULING_CREDIT`` limits the bytes of them that are executed at a time.
 
         Args:
             key: An int or a str, the same on all ranks. It may be pushed again before the first sum is there.

@@ -108,7 +108,7 @@ class KVStoreBase:
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return whether the store can do what ``capability`` names. See the subclass."""
+        """Return whether the store has this capability. See the subclass."""
         raise NotImplementedError("is_capable")
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:

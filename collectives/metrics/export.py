@@ -141,14 +141,14 @@ def _events(batch: bytes, head: Head, types: bytes, kind: RecordType) -> Iterato
 
 
 class Exporter(Protocol):
-    """Writes metrics somewhere. Both methods are called on one thread, one after the other.
+    """Destination of metrics. Both methods are called on one thread, one after the other.
 
-    An exporter may also have an attribute ``target``, a text that says where it writes: exporting to it again replaces
+    An exporter may also have an attribute ``target``, a text that names its destination: exporting to it again replaces
     the export before.
     """
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write these points, at most 1,000. It may take its time. If it raises, the points count as failed; later ones are tried."""
+        """Write these points, at most 1,000. It may block. If it raises, the points count as failed; later ones are tried."""
         ...
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def same_target(one: Exporter, other: Exporter) -> bool:
-    """Whether two exporters write to the same place, as far as they tell."""
+    """Whether two exporters write to the same place, by their ``target``."""
     target = getattr(one, "target", None)
     return type(one) is type(other) and target is not None and target == getattr(other, "target", None)
 
@@ -237,7 +237,7 @@ class Export:
         return self._closing
 
     def close(self, timeout: float | None = None) -> bool:
-        """Write what waits, close the exporter and end the thread. Idempotent.
+        """Write the points that wait, close the exporter and end the thread. Idempotent.
 
         Returns:
             Whether that was done within ``timeout`` seconds; otherwise it goes on.
@@ -262,7 +262,7 @@ class Export:
             try:
                 self.exporter.write(points)
                 self.exported += len(points)
-            except Exception as error:  # noqa: BLE001  (it is logged, and must not end the export of what follows)
+            except Exception as error:  # noqa: BLE001  (it is logged, and must not end the export of later points)
                 self.failed += len(points)
                 self._fail(error, "could not write metrics")
         try:

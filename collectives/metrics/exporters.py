@@ -68,11 +68,11 @@ class TensorBoard:
     A metric without a step gets the number of its points so far.
 
     Args:
-        directory: What ``tensorboard --logdir`` is given.
-        writer: Makes what writes a run; by default the ``SummaryWriter`` of torch, or else of tensorboardX.
+        directory: The directory for ``tensorboard --logdir``.
+        writer: Makes the writer of a run; by default the ``SummaryWriter`` of torch, or without torch that of tensorboardX.
 
     Raises:
-        ModuleNotFoundError: Neither is there; torch's needs ``tensorboard``.
+        ModuleNotFoundError: Neither is installed; torch's needs ``tensorboard``.
     """
 
     def __init__(self, directory: str | os.PathLike[str], writer: Callable[[str], Any] | None = None) -> None:
@@ -123,7 +123,7 @@ class WandB:
     or over ``hvdlab/time``, in seconds since 1970, if it has none. The run is left open: the code that has begun it finishes it.
 
     Args:
-        run: What ``wandb.init()`` returned; by default the run that is active.
+        run: The run that ``wandb.init()`` returned; by default the active one.
         key: Name in the run; ``{name}`` and ``{rank}`` are filled in.
 
     Raises:
@@ -171,7 +171,7 @@ def _active() -> Any:
 class MLflow:
     """Logs to a run of MLflow, with the time at which each was measured.
 
-    A metric without a step gets step 0; MLflow can draw it over time. Characters that MLflow does not take in names become
+    A metric without a step gets step 0; MLflow can draw it over time. Characters that MLflow does not accept in names become
     ``_``. The run is left open: the code that has begun it ends it.
 
     Args:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 DevicesInUse = Callable[[], list[tuple[int, str]] | None]
 """Number and UUID of each GPU on which a framework of this process has memory; None as long as it uses none."""
 
-_in_use: DevicesInUse = lambda: None  # what a name holds, not a function that is defined
+_in_use: DevicesInUse = lambda: None  # a variable that is replaced, not a function that is defined
 
 
 class Source(Protocol):
@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release the source's resources."""
         ...
 
 
@@ -139,7 +139,7 @@ class GpuUsage:
         found = []
         for piece in text.split(","):
             handle = self._named(piece.strip())
-            if handle is None:  # CUDA ignores what follows, too
+            if handle is None:  # CUDA ignores all further entries, too
                 break
             found.append(handle)
         return found
@@ -167,7 +167,7 @@ def _text(value: str | bytes) -> str:
 class Thinning:
     """Which samples are recorded: each, unless it is hardly different from the last that was.
 
-    Otherwise an idle rank would fill the history with samples which say that it is idle.
+    Otherwise an idle rank would fill the history with samples of nothing.
     """
 
     def __init__(self, repeated_ns: int = int(REPEATED * 1e9)) -> None:
@@ -197,7 +197,7 @@ class Sampler:
 
     Args:
         record: Called with name, value, no step and the time in ns; must neither block nor raise.
-        sources: Makes the sources; called on the sampler's thread, since looking for devices may take a while.
+        sources: Makes the sources; called on the sampler's thread, since the search for devices may be slow.
         interval: Seconds between two samples; 0.01 at least.
         label: Goes into the thread's name; the rank.
     """

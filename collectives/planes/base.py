@@ -199,7 +199,7 @@ class Plane(ABC):
     def start_broadcast(
         self, source: Buffer | None, out: Buffer, root: int, phases: PhaseTimes
     ) -> Completion | None:
-        """Copy the buffer of member ``root`` (a position) to ``out`` of all members: its ``source`` if it gives one, else its ``out``."""
+        """Copy the buffer of member ``root`` (a position) to ``out`` of all members: its ``source`` if it gives one, otherwise its ``out``."""
 
     @abstractmethod
     def start_reducescatter(

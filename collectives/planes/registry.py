@@ -100,7 +100,7 @@ def why_unavailable(name: str) -> str | None:
 def offered(wish: str = "auto") -> tuple[str, ...]:
     """Planes that this process offers to the coordinator. To find out, only ``shm`` and planes of devices are imported.
 
-    Not ``local``, which every rank has, nor ``hierarchical``, which is there wherever the planes are that it is made of. For CUDA tensors
+    Not ``local``, which every rank has, nor ``hierarchical``, which is available wherever its parts are. For CUDA tensors
     only the plane that ``HVDLAB_CUDA_PLANE`` names, if it is set.
     Not ``mpi`` if mpi4py has another MPI than the launcher. Under a launcher that is not MPI's own, such as Slurm's, that can't
     be known, and ``mpi`` is offered only if it is the ``wish``.

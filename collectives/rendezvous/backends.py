@@ -28,16 +28,16 @@ class RendezvousBackend(Protocol):
     """Place that all ranks of a job can see, and that is closed to all other processes as far as possible."""
 
     def publish(self, data: bytes) -> None:
-        """Show ``data`` in place of what was there. Raises ``StartError`` if that can't be done."""
+        """Show ``data`` in place of the previous data. Raises ``StartError`` if that can't be done."""
 
     def read(self, seconds: float) -> bytes | None:
-        """Return the data that is there; ``None`` if none comes within ``seconds``. Raises ``StartError`` if it can't be read."""
+        """Return the published data; ``None`` if none comes within ``seconds``. Raises ``StartError`` if it can't be read."""
 
     def pause(self, seconds: float) -> None:
         """Wait up to ``seconds`` for other data than those that are there. Can return too early."""
 
     def withdraw(self) -> None:
-        """Remove what :meth:`publish` showed. Does not raise."""
+        """Remove the data that :meth:`publish` showed. Does not raise."""
 
     def close(self) -> None:
         """Free the resources of :meth:`read`. Does not raise; idempotent."""
@@ -49,11 +49,11 @@ class RendezvousBackend(Protocol):
 
     @property
     def advice(self) -> str:
-        """Advice to the user if nothing appears though rank 0 is there."""
+        """Return advice to the user if nothing appears though rank 0 runs."""
         ...
 
 
-# Polled, since there is no event: a shared file system does not notify a host of what other hosts do.
+# Polled, since there is no event: a shared file system does not notify a host of changes by other hosts.
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
 _LIMIT = 64 * 1024
 
@@ -62,8 +62,8 @@ class DirectoryBackend:
     """Backend for ranks of one host, or with a shared file system: a file in a directory that only its user may enter.
 
     Args:
-        parents: Directories in which ``hvdlab-<user>`` may be made, the best first. Rank 0 takes the first in which that is
-            private or can be made; the other ranks look in all.
+        parents: Directories in which ``hvdlab-<user>`` may be made, the best first. Rank 0 uses the first in which that is
+            private or can be made; the other ranks search all.
         key: Name of the job.
         shared: Whether ranks of other hosts have to see it.
 
@@ -185,7 +185,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _require_private(path: Path, status: os.stat_result, kind: object) -> None:
-    """Raise ``StartError`` unless only this user can have put there what is there."""
+    """Raise ``StartError`` unless only this user can have put the entry there."""
     assert callable(kind)
     if not kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StartError(
@@ -287,7 +287,7 @@ class TcpStoreBackend:
 
 
 def store_usable(environ: Mapping[str, str]) -> bool:
-    """Return whether the environment names a store, and PyTorch is there to use it."""
+    """Return whether the environment names a store, and PyTorch is installed to use it."""
     named = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
     return named and importlib.util.find_spec("torch") is not None
 

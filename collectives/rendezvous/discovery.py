@@ -146,7 +146,7 @@ def await_info(
         secret: The secret that the user has given to all ranks, if any; the information must be sealed with it.
 
     Raises:
-        StartError: There is none in time, rank 0 says that it could not start, or the seal is wrong.
+        StartError: There is none in time, rank 0 reports that it could not start, or the seal is wrong.
     """
     old: bytes | None = None
     while not deadline.expired:
@@ -222,7 +222,7 @@ class DiscoveredWorld:
     def complete(self, engine: Engine) -> None:
         """Withdraw the published secret: all ranks are there.
 
-        The user's code may want the port of the rendezvous next, as ``init_process_group`` does. A rank that connected there before
+        The user's code may bind the port of the rendezvous next, as ``init_process_group`` does. A rank that connected there before
         rank 0 has closed its store would reach one that is about to end. So each rank waits here until rank 0 has closed it.
         """
         if self._completed:
@@ -236,7 +236,7 @@ class DiscoveredWorld:
         if self._launched.rank == 0:
             world.set(_CLOSED, b"1")
             return
-        # If the epoch is over, a rank has died in the meantime; the user's next collective says so.
+        # If the epoch is over, a rank has died in the meantime; the user's next collective raises it.
         try:
             world.get(_CLOSED, engine.settings.start_timeout)
         except PlaneAborted:
@@ -266,7 +266,7 @@ def discover(environ: Mapping[str, str], settings: Settings) -> DiscoveredWorld 
         settings: Its ``start_timeout`` limits the wait; its ``token``, if the user has given one, seals that information.
 
     Raises:
-        StartError: No coordinator can be started, or is known in time; the text says what is missing.
+        StartError: No coordinator can be started, or is known in time; the text names the missing part.
         InvalidRequestError: Variables contradict each other.
     """
     _refuse_horovodrun(environ)

@@ -1,6 +1,6 @@
-"""Checks a Chrome trace against the rules of its format: ``python -m hvdlab.collectives.tracing.check FILE``.
+"""Check a Chrome trace against the rules of its format: ``python -m hvdlab.collectives.tracing.check FILE``.
 
-Viewers are lenient, and silently drop what they don't understand. This says what is wrong instead.
+Viewers are lenient, and silently drop events that they don't understand. This program reports them instead.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _track(track: Track) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check files; prints what is wrong. Returns 1 if anything is, 2 for a wrong call."""
+    """Check files and print their faults. Return 1 if there are any, 2 for a wrong call."""
     killed = "--killed" in arguments
     paths = [Path(argument) for argument in arguments if argument != "--killed"]
     if not paths:

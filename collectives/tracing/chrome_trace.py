@@ -2,7 +2,7 @@
 
 :class:`~hvdlab.collectives.tracing.timeline_file.TimelineFile` writes them to a file. The meaning of each event is in
 ``docs/reference/trace.md``. Two rules shape them: nothing is drawn at a time that was not measured, except on the one
-track that says so; and slices of one thread track never overlap. Needs no numpy: a rank may write a timeline.
+track that is marked so; and slices of one thread track never overlap. Needs no numpy: a rank may write a timeline.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Key = tuple[int, int, int]
 
 
 class OpenCell(NamedTuple):
-    """A cell that has begun: when on the common axis, and what was added to its time for that, in ns."""
+    """Cell that has begun: when on the common axis, and the offset that was added to its time for that, in ns."""
 
     cell: str
     begin: int
@@ -88,7 +88,7 @@ def micros(nanoseconds: int) -> float:
 
 
 class Tracks:
-    """Makes events and remembers what has been introduced, which lanes are taken and what is open."""
+    """Maker of events. It remembers the introduced tracks, the occupied lanes and the open cells."""
 
     def __init__(self) -> None:
         self._known: set[tuple[int, int]] = set()
@@ -189,7 +189,7 @@ class Tracks:
         return out
 
     def end_cell(self, rank: int, cell: str, time_ns: int, ok: bool, offset: int) -> list[TraceEvent]:
-        """Close the cell's slice; if its begin is not in this file, say when it ended."""
+        """Close the cell's slice; if its begin is not in this file, mark when it ended."""
         for lane, open_cell in enumerate(self._cells.get(rank, ())):
             # The offset of its begin, so that a better estimate in between can't turn it around.
             if (
@@ -202,7 +202,7 @@ class Tracks:
         return self.instant(rank, "cells", f"CELL {cell} END", time_ns + offset, {"cell": cell, "ok": ok})
 
     def end_cells(self) -> list[TraceEvent]:
-        """Close what still runs at the latest time seen on its rank, and say so."""
+        """Close cells that still run at the latest time seen on their rank, and mark them so."""
         out: list[TraceEvent] = []
         for rank, lanes in self._cells.items():
             for lane, open_cell in enumerate(lanes):
@@ -291,7 +291,7 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A span with what has to be added to its times to be on the common axis, and the error of that, in ns."""
+    """Span with the offset from its times to the common axis, and the offset's error, in ns."""
 
     span: Span
     offset_ns: int
@@ -383,7 +383,7 @@ class OperationMatcher:
             self._sizes.setdefault(event.process_set, (event.epoch, event.size))
 
     def add(self, rank: int, placed: Placed, now: float) -> MatchedOperation | None:
-        """Take a span in. Returns an older operation that must be given out because this one has taken its name."""
+        """Add a span. Return an older operation that must be given out because this one has its name."""
         span = placed.span
         key = (span.process_set, span.sequence, span.batch)
         if span.kind.asks_server:  # such a span is of one key; collectives with equal numbers are fused
@@ -412,7 +412,7 @@ class OperationMatcher:
             self._left.add(previous)
 
     def completed(self) -> list[MatchedOperation]:
-        """Take out the operations that are complete."""
+        """Remove the operations that are complete, and return them."""
         done = [key for key in self._left if self._is_complete(key)]
         self._left.clear()
         return [self._open.pop(key) for key in sorted(done)]
@@ -424,7 +424,7 @@ class OperationMatcher:
         return all(self._current.get(rank) != key for rank in operation.ranks)
 
     def expired(self, now: float) -> list[MatchedOperation]:
-        """Take out the operations that were held for too long."""
+        """Remove the operations that were held for too long, and return them."""
         done = []
         while self._open and now >= next(iter(self._open.values())).held_since + self._hold:
             done.append(self._open.popitem(last=False)[1])
@@ -435,7 +435,7 @@ class OperationMatcher:
         return next(iter(self._open.values())).held_since + self._hold if self._open else None
 
     def flush(self) -> list[MatchedOperation]:
-        """Take out everything."""
+        """Remove all operations, and return them."""
         done = list(self._open.values())
         self._open.clear()
         return done
@@ -472,7 +472,7 @@ class ChromeTrace:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def feed(self, batch: RecordBatch, now: float) -> list[TraceEvent]:
-        """Take a batch in; returns what can be written."""
+        """Add a batch. Return the events that can be written."""
         self._alignment.observe(batch.clock)
         for event in batch.events:
             if isinstance(event, ClockSample):
@@ -496,7 +496,7 @@ class ChromeTrace:
             self._unaligned_lost[batch.rank] = self._unaligned_lost.get(batch.rank, 0) + len(batch.events)
 
     def expire(self, now: float) -> list[TraceEvent]:
-        """Give out what was held for ``hold`` seconds; call it at :meth:`deadline`."""
+        """Return the events of operations that were held for ``hold`` seconds; call it at :meth:`deadline`."""
         return self.operations(self._operations.expired(now))
 
     def deadline(self) -> float | None:
@@ -504,7 +504,7 @@ class ChromeTrace:
         return self._operations.deadline()
 
     def close(self) -> list[TraceEvent]:
-        """Give out everything that is held, and end what is open."""
+        """Return the events of all operations that are held, and end the open slices."""
         out = self.operations(self._operations.flush())
         for batches in self._unaligned.values():
             for batch in batches:
@@ -618,7 +618,7 @@ class ChromeTrace:
         return out
 
     def _request(self, rank: int, placed: Placed) -> list[TraceEvent]:
-        """A push or a pull: a slice on its rank, and one on the server; arrows tie what follows from each other.
+        """A push or a pull: a slice on its rank, and one on the server; arrows tie the slices that follow from each other.
 
         A value goes from the server to the rank that pulls it, on to the push that was computed from it, and to the server again: one
         chain of arrows.
@@ -712,7 +712,7 @@ class ChromeTrace:
         return out + self._phases(rank, span, offset)
 
     def _phases(self, rank: int, span: Span, offset: int) -> list[TraceEvent]:
-        """The measured sums side by side. Where in the operation each piece was is not known: the track says so."""
+        """The measured sums side by side. Where in the operation each piece was is not known: the track's name shows it."""
         assert span.started_ns is not None
         lengths = [(name, getattr(span, f"{phase}_ns")) for phase, name in PHASES]
         if sum(length for _, length in lengths) > span.finished_ns - span.started_ns:

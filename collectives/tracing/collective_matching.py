@@ -78,7 +78,7 @@ class Numbering:
         Args:
             rows: The rows.
             rank: The rank that recorded them.
-            names: A number for each row's name, the same at whatever line it is used: ranks may use it at different ones.
+            names: A number for each row's name, the same at all lines that use it: ranks may use it at different ones.
         """
         operations = (rows["flags"] & NOT_READY) == 0
         if not operations.any():
@@ -92,7 +92,7 @@ class Numbering:
         return self._alike(keys, bit) or self._each(keys, bit)
 
     def _alike(self, keys: list[int], bit: int) -> list[int] | None:
-        """Return the numbers if other ranks have recorded either all of these or none, as usually; else ``None``."""
+        """Return the numbers if other ranks have recorded either all of these or none, as usually; otherwise ``None``."""
         if len(set(keys)) < len(keys):
             return None
         known = [number for number in map(self._new.get, keys) if number is not None]

@@ -133,7 +133,7 @@ class RowStore:
     """The newest rows, numbered from 0 since the beginning.
 
     Args:
-        limit: How many to keep, give or take a chunk.
+        limit: Number of rows to keep, give or take a chunk.
 
     Attributes:
         begin: Number of the oldest row that is kept: how many were dropped.

@@ -1,6 +1,6 @@
 """How each rank spent a stretch of time: the last seconds for a strip under a cell, or all that was recorded.
 
-The strip asks twice a second, so that a look at the newest rows must be cheap.
+The strip asks twice a second, so reading the newest rows must be cheap.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RecentActivity:
 
     @property
     def slowest(self) -> RankActivity | None:
-        """The rank that slows the others down, as :func:`slowest_rank` tells; ``None`` if no rank stands out."""
+        """Return the rank that slows the others down, by :func:`slowest_rank`; ``None`` if no rank stands out."""
         rank = slowest_rank({one.rank: one.held_up for one in self.ranks}, 1.0)
         return next((one for one in self.ranks if one.rank == rank), None)
 
@@ -113,14 +113,14 @@ def recent_activity(
 ) -> RecentActivity:
     """How the ranks spent the stretch before the last span.
 
-    A collective is recorded when it ends, so what is under way is not seen: nothing is said of the time after a rank's
-    last span.
+    A collective is recorded when it ends, so one that is under way is not seen: the time after a rank's
+    last span does not count.
 
     Args:
         recording: The recording with their spans.
-        seconds: Length of the stretch at most; ``None`` for all that is looked at.
+        seconds: Length of the stretch at most; ``None`` for all rows that are read.
         since_ns: Nothing before this time, on the recording's axis.
-        most: Rows to look at, the newest. At a high rate these make the stretch shorter.
+        most: Number of rows to read, the newest. At a high rate these make the stretch shorter.
     """
     first, rows = recording.rows_since(recording.end - most)
     if not len(rows):
@@ -129,7 +129,7 @@ def recent_activity(
     until = int(ends.max())
     begin = int(rows["arrival"].min()) if since_ns is None else since_ns
     if first:
-        begin = max(begin, _complete_from(rows["rank"], ends))  # what else ended before is not known
+        begin = max(begin, _complete_from(rows["rank"], ends))  # spans that ended before are not known
     if seconds is not None:
         begin = max(begin, until - int(seconds * 1e9))
     inside = ends > begin
@@ -201,7 +201,7 @@ def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int |
 
     Args:
         recording: The recording with their metrics.
-        ranks: The ranks to look at.
+        ranks: The ranks to read.
         since_ns: Nothing before this time, on the recording's axis.
 
     Returns:
@@ -214,7 +214,7 @@ def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int |
         if since_ns is not None:
             points = points[points["time"] >= since_ns]
         if len(points):
-            # The last step counts whatever it took, so that slow ones have a rate, too.
+            # The last step counts however long it lasted, so that slow ones have a rate, too.
             recent = points["time"] > points["time"][-1] - int(SECONDS * 1e9)
             points = points[recent]
         if len(points) and (total := float(points["value"].sum())) > 0:
@@ -227,7 +227,7 @@ def shown_rate(recording: Recording, ranks: Iterable[int], since_ns: int | None 
 
     Args:
         recording: The recording with their metrics.
-        ranks: The ranks to look at.
+        ranks: The ranks to read.
         since_ns: Nothing before this time, on the recording's axis.
     """
     key, second = (tuple(sorted(ranks)), since_ns), int(time.monotonic())
@@ -254,7 +254,7 @@ def step_count(recording: Recording, ranks: Iterable[int], since_ns: int) -> int
 
     Args:
         recording: The recording with their metrics.
-        ranks: The ranks to look at.
+        ranks: The ranks to read.
         since_ns: The time, on the recording's axis.
 
     Returns:
@@ -307,7 +307,7 @@ def summarize(recording: Recording, seconds: float | None = None, most: int = 20
     Args:
         recording: The recording with their spans.
         seconds: Only spans that ended in this time before the end of the last one; by default all.
-        most: How many of the newest rows to look at.
+        most: Number of the newest rows to read.
     """
     _, rows = recording.rows_since(recording.end - most)
     if not len(rows):

@@ -1,4 +1,4 @@
-"""The format of recorded batches: what a rank measured, as typed events and as fixed 64-byte records.
+"""The format of recorded batches: a rank's measurements, as typed events and as fixed 64-byte records.
 
 A batch stands alone: it carries the text of every name that its records use, so that a history may forget old
 batches and a subscriber may come late. All numbers are little-endian::

@@ -50,8 +50,8 @@ class Recorder:
     Args:
         rank: Rank that the batches are marked with; may be changed when the rank learns its number.
         capacity: Records to keep until drained, rounded up to a power of two; 64 bytes each.
-        max_names: Different names (with their call sites) to keep, and as many of those before: what uses more between
-            two drains loses some.
+        max_names: Different names (with their call sites) to keep, and as many of those before. Programs that use more between
+            two drains lose some.
         enabled: Whether anything is recorded; may be set at any time.
     """
 
@@ -75,7 +75,7 @@ class Recorder:
         self._ring = bytearray(self.capacity * RECORD_BYTES)
         self._mask = self.capacity - 1
         #: Counts of all records ever written and ever drained. Their difference may exceed the capacity until the next
-        #: drain, so that a writer overwrites the oldest record without a look at ``_tail``.
+        #: drain, so that a writer overwrites the oldest record without reading ``_tail``.
         self._head = 0
         self._tail = 0
         #: Held while a record is written or copied out, and while a name is defined.
@@ -302,7 +302,7 @@ class Recorder:
         )
 
     def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
-        """Record a number that the user wants to see over time, measured now or at ``time_ns``."""
+        """Record a number that views show over time, measured now or at ``time_ns``."""
         if not self.enabled:
             return
         ident, flags = self.name_id(name), 0 if step is None else FLAG_HAS_STEP

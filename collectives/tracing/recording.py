@@ -1,4 +1,4 @@
-"""The recording: spans of all ranks on one time axis, and what happened besides, for the views that show them.
+"""The recording: spans of all ranks on one time axis, with cells, marks and metrics, for the views that show them.
 
 Needs numpy, so neither the coordinator nor a rank imports it.
 """
@@ -70,7 +70,7 @@ class _Known:
     Attributes:
         idents: Numbers in the batches of a rank.
         numbers: The number of each in :attr:`NameTable.names`.
-        matched: The number of its name at whatever line, by which ranks are compared.
+        matched: The number of its name at all lines, by which ranks are compared.
     """
 
     idents: NDArray[np.uint32]
@@ -91,11 +91,11 @@ class NameTable:
         self.sites: list[str] = [""]
         self.definitions = Definitions(DEFINITIONS_KEPT)
         self._numbers: dict[tuple[str, str], int] = {("", ""): 0}
-        self._matched: dict[str, int] = {"": 0}  # a number for each name, whatever its sites
+        self._matched: dict[str, int] = {"": 0}  # a number for each name at all its sites
         self._known: dict[int, tuple[dict[int, str], _Known]] = {}
 
     def assign(self, rows: Rows, head: Head) -> NDArray[Any]:
-        """Replace the numbers of a batch by those here. Return one for each row's name, whatever its site.
+        """Replace the numbers of a batch by those here. Return one for each row's name, the same at all its sites.
 
         Raises:
             ProtocolError: A row has a name that its batch does not define.
@@ -164,7 +164,7 @@ class Annotation:
 
 
 class Annotations:
-    """The newest marks by number; :meth:`changed_since` tells which are new or have changed."""
+    """The newest marks by number; :meth:`changed_since` returns those that are new or have changed."""
 
     def __init__(self) -> None:
         self.stamp = 0
@@ -315,11 +315,11 @@ class Planes:
 
 
 class Recording:
-    """The newest spans of all ranks on one time axis, and what happened besides. All methods: any thread.
+    """The newest spans of all ranks on one time axis, with cells, marks and metrics. All methods: any thread.
 
     Args:
         limit: Rows to keep: one per tensor, collective and rank, 72 bytes each.
-        label: What users call a cell, from its id.
+        label: Returns the name of a cell for users, from its id.
 
     Attributes:
         label: As above.
@@ -469,7 +469,7 @@ class Recording:
             self._wake()
 
     def notify(self) -> None:
-        """Let those in :meth:`wait` look again, as something has changed that views show beside the recording. Any thread."""
+        """Wake threads in :meth:`wait`, as data has changed that views show beside the recording. Any thread."""
         with self._changed:
             self._wake()
 

@@ -100,7 +100,7 @@ def table(recording: TableSource) -> DataFrame:
 
 
 def arrow_table(recording: TableSource) -> Any:
-    """A ``pyarrow.Table``; what is missing is null, and the schema's metadata says how many rows were dropped."""
+    """Return a ``pyarrow.Table``; missing values are null, and the schema's metadata says how many rows were dropped."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found,import-untyped,unused-ignore]  # need not be installed
     except ModuleNotFoundError:
@@ -139,7 +139,7 @@ def metric_columns(recording: TableSource) -> dict[str, NDArray[Any]]:
 
 
 def metric_table(recording: TableSource) -> DataFrame:
-    """The columns as a table; ``step`` is missing where none was said."""
+    """Return the columns as a table; ``step`` is missing where none was given."""
     try:
         import pandas as pd
     except ModuleNotFoundError:

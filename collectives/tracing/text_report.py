@@ -107,7 +107,7 @@ def collectives(recording: Recording, most: int = 20) -> str:
 
 
 def table(lines: Sequence[tuple[str, ...]], align: str) -> str:
-    """Columns; ``align`` has an ``l`` or ``r`` for each. What is in them may come from elsewhere."""
+    """Return the lines as columns; ``align`` has an ``l`` or ``r`` for each. Their text may come from other processes."""
     lines = [tuple(visible(cell, WIDEST) for cell in line) for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(align))]
     text = []

@@ -93,19 +93,19 @@ class TimelineFile:
         self._queue.put((rank, batch))
 
     def close(self, timeout: float | None = None) -> None:
-        """Write what was fed so far, complete the file and end the thread. May be called again, also after it failed.
+        """Write all that was fed so far, complete the file and end the thread. May be called again, also after it failed.
 
         Args:
-            timeout: Seconds to wait for the disk; ``None`` waits as long as it takes.
+            timeout: Seconds to wait for the disk; ``None`` waits without limit.
 
         Raises:
-            OSError: Writing had failed; the file holds what was written before.
-            TimeoutError: The disk takes longer; the writing goes on.
+            OSError: Writing had failed; the file holds the events that were written before.
+            TimeoutError: The disk needs longer; the writing goes on.
         """
         self._closing = True
         # One None is enough, but an interrupt may have come before an earlier call put it: a second one does no harm.
         self._queue.put(None)
-        # Not by join(): if that is interrupted, it takes the thread for ended although it is not.
+        # Not by join(): if that is interrupted, it marks the thread as ended although it is not.
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} could not be completed within {timeout} s")
         self._thread.join()

@@ -52,7 +52,7 @@ from hvdlab.collectives.types import DType, OpKind
 Format = Literal["json", "json.gz"]
 """Chrome's trace format, and the same compressed."""
 
-# Level 6 takes three times as long for a tenth less.
+# Level 6 needs three times as long for a tenth less.
 GZIP_LEVEL = 3
 
 OPERATIONS_AT_ONCE = 64
@@ -85,7 +85,7 @@ _NOTES = {
 
 
 def trace_events(recording: Recording) -> Iterator[list[TraceEvent]]:
-    """Everything that a recording has now, in portions. What comes later is not in it.
+    """Yield the events of all that a recording has now, in portions. Later rows are not in it.
 
     Unlike a file that is written while the job runs, this knows all rows before it begins: an operation has the rows of
     all ranks, whenever they came.
@@ -271,7 +271,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str], format: s
     Args:
         recording: The recording to write.
         path: The file to write; the end of its name (``.json`` or ``.json.gz``) chooses the format.
-        format: ``"json"`` or ``"json.gz"``, whatever the name ends in; by default the name chooses.
+        format: ``"json"`` or ``"json.gz"``, for any end of the name; by default the name chooses.
 
     Returns:
         The file's whole path.
@@ -320,7 +320,7 @@ def _json(portions: Iterable[list[TraceEvent]]) -> Iterator[bytes]:
 def load_trace(path: Path) -> Recording:
     """Read a trace that this library has written as ``.json`` or ``.json.gz``, complete or not.
 
-    Spans come back as they were, cells and metrics too, and what was saved afterwards also tells the errors of the clocks.
+    Spans come back as they were, cells and metrics too, and a file that was saved afterwards also has the errors of the clocks.
 
     Raises:
         InvalidRequestError: It is no such trace, or it unpacks to far more than one.
@@ -399,7 +399,7 @@ class _Reader:
         self._recording = Recording(ROWS_OF_FILE)
         self._waiting: dict[int, list[Event]] = defaultdict(list)
         self._begun: TraceEvent | None = None
-        # Tensors that were ordered, by rank and when; and the time of the order of what begins next.
+        # Tensors that were ordered, by rank and when; and the time of the order of the operation that begins next.
         self._ordered: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
         self._queued: dict[tuple[int, int], int] = {}
         self._sizes: dict[int, int] = {}

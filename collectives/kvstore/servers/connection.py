@@ -218,7 +218,7 @@ class ServerLink:
         self._lost: HvdlabError | None = None
         #: When the server sent something last.
         self._last_heard = time.monotonic()
-        #: The question whether the server is there.
+        #: The request that asks whether the server lives.
         self._probe: ServerRequest | None = None
         #: Seconds of silence after which to log it next.
         self._warn_after = SILENT_SECONDS
@@ -289,7 +289,7 @@ class ServerLink:
     def batched(self) -> Iterator[None]:
         """Send small requests made inside together: when this worker waits for one of them, or at the end.
 
-        Otherwise a server that the first of two wakes takes the processor from the thread that is about to send the second.
+        Otherwise the first of two requests wakes a server, which gets the processor before this thread has sent the second.
         """
         with self._changed:
             self._open_batches += 1
@@ -381,7 +381,7 @@ class ServerLink:
             raise type(self._lost)(str(self._lost))
 
     def _probe_if_silent(self, begun: float) -> None:
-        """Ask a silent server whether it is there, then log its name; for a worker that waits since ``begun``."""
+        """Probe a silent server, then log its name; for a worker that waits since ``begun``."""
         now = time.monotonic()
         silent = now - max(begun, self._last_heard)
         if silent < SILENT_SECONDS:

@@ -261,7 +261,7 @@ class StoreMemory:
         blocks: The keys that it has.
 
     Raises:
-        ProtocolError: The file holds something else.
+        ProtocolError: The file has other content.
     """
 
     def __init__(self, file: SharedFile) -> None:
@@ -369,7 +369,7 @@ class StoreMemory:
             start = self._free[fitting][1]
         self.file.grow(start + size)
         block = Block(self.file, msgspec.structs.replace(record, block=start + room), workers, start)
-        # An earlier block or server may have written here: clear what the caller does not set.
+        # An earlier block or server may have written here: clear the words that the caller does not set.
         block.current_word[0] = 0
         for slot in (block.current, block.other):
             for words in (slot.head, slot.applied):

@@ -106,7 +106,7 @@ class ServerStarter:
             index: Number of the server on this host.
             settings: This rank's settings.
             remote: Whether workers of other hosts have to reach it.
-            timeout: Seconds that the start may take.
+            timeout: Seconds that the start may last.
 
         Raises:
             StartError: The server did not come up.

@@ -2,7 +2,7 @@
 
 A request is carried out when it comes, so those of one worker are carried out in order, and none waits for another worker. A request
 that was answered with ``RequestDone`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
-to each value say which pushes were applied already.
+to each value show which pushes were applied already.
 
 An exception that a request raises goes to its sender as ``RequestFailed``. If the server ended of it, the worker would repeat the request
 to the successor, which would end of it as well. A message without an answer that raises ends only its connection.

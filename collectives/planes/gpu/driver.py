@@ -1,7 +1,7 @@
 """A GPU by way of CUDA's driver and NVIDIA's compiler for running programs (NVRTC).
 
-The driver is there wherever a GPU is; no toolkit and no framework is needed. The compiler comes with torch's builds for CUDA and with
-``hvdlab[gpu]``. So ``kernels.cu`` ships as source, and its code is made for the GPU that is there, when it is first needed. Compiling takes
+The driver is present wherever a GPU is; no toolkit and no framework is needed. The compiler comes with torch's builds for CUDA and with
+``hvdlab[gpu]``. So ``kernels.cu`` ships as source, and its code is made for the present GPU, when it is first needed. Compiling takes
 a fraction of a second, only in the processes of workers (:mod:`ipc_group`), once for each type of elements and operator.
 """
 

@@ -17,7 +17,7 @@ there, and nothing reads that place any more, on the host or on a GPU.
 Giving up
 ---------
 A GPU can't be made to stop waiting. But the words that it waits for lie in memory of the host: a member that gives up stores values
-there that end every wait, again and again until its GPU has nothing left to do, since what is still enqueued may overwrite them. Before
+there that end every wait, again and again until its GPU has nothing left to do, since enqueued work may overwrite them. Before
 the first of these values it sets its word ``stopped``. Kernels read that word of all members before they write anything, and a worker
 reads it before it signals that an operation is done; so the remains of such an operation are never taken for a result. A member ends
 the operation only when its own GPU has nothing left to do (or needs too long for that) and the workers have signalled that their GPUs write

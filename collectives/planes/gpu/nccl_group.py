@@ -7,10 +7,11 @@ has enqueued it, and sometimes for another member to come to the operation.
 
 Giving up
 ---------
-``ncclCommAbort`` ends NCCL's kernels, but not silently. An aborted kernel still signals the other members' kernels that its data is there, without the data, so that these may end.
+``ncclCommAbort`` ends NCCL's kernels, but not silently. An aborted kernel still signals the other members' kernels
+that its data is there, without the data, so that these may end.
 On another member the operation would look as if it had succeeded. So a member that gives up in the middle of an operation
 leaves its communicator alone for ``LEARN_WITHIN`` seconds. In that time the others learn that the epoch has ended, as all members do, and from then on
-they believe no operation to be done. What this member has enqueued goes on as long. Only then do our own kernels find the word ``stopped``, which
+they believe no operation to be done. This member's enqueued steps go on as long. Only then do our own kernels find the word ``stopped``, which
 they read before they write anything.
 
 An operation ends once the communicator is gone and the stream has nothing left to do; or after ``STUCK_AFTER`` seconds, if earlier work on
@@ -398,7 +399,7 @@ class NcclGroup:
         self._drainer.start()
 
     def _drain(self) -> None:
-        """Abort the communicator, wait until the GPU has done what is enqueued, and let the operations under way end. A thread of its own."""
+        """Abort the communicator, wait until the GPU has done the enqueued steps, and let the operations under way end. A thread of its own."""
         if self._number != self._finished:
             time.sleep(LEARN_WITHIN)
         with self._calling:

@@ -1,6 +1,6 @@
 """NCCL's library, as far as the plane needs it. :func:`nccl` is the one of this process; tests have a simulated one.
 
-It is called by ctypes, and not through a framework: so it is there for all of them, and a communicator is ours to abort. Communicators
+It is called by ctypes, and not through a framework: so it serves all of them, and a communicator is ours to abort. Communicators
 are of the kind that does not block: a call returns at once, and :meth:`Communicator.settled` returns whether its work is enqueued.
 """
 

@@ -3,7 +3,7 @@
 A member posts by a plain store into its own word, which no other member writes. (One exception: words of a process that is gone,
 see ``AgreementBoard.mark_departed``.) A member that waits needs *all* words of a row to reach a value. It first offers its core to other
 threads some times (``sched_yield``), which costs them nothing: on a free core that is a poll every half microsecond, on a shared one
-it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where another process runs on the core, a
+it runs the awaited member, for a fraction of the cost of sleeping and waking. Where another process runs on the core, a
 yield may last milliseconds. A thread that has work every now and then (a coordinator that forwards records) does not matter; one that is
 always busy uses most of the time. So the time that yields lose is limited: a member beyond the limit does without yields for a while,
 and only polls for some microseconds. After that it sleeps in the kernel.

@@ -35,7 +35,7 @@ class HostUpdateResult(IntFlag):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The world is about to change; raised by ``state.commit()`` and ``state.check_host_updates()`` on all ranks at once.
+    """Notice that the world is about to change; raised by ``state.commit()`` and ``state.check_host_updates()`` on all ranks at once.
 
     Attributes:
         skip_sync: Whether the ranks that stay can go on without synchronizing their states, unless a rank comes meanwhile.

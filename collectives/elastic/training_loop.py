@@ -31,7 +31,7 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Ca
 
     The function that is returned synchronizes its first argument, a :class:`~hvdlab.collectives.elastic.State`, over
     the ranks and calls ``func``. If a collective fails in it (``HorovodInternalError``), because a rank was lost, say,
-    each rank that lives goes back to its last commit, they begin again with those that are there now, and call ``func``
+    each rank that lives goes back to its last commit. They begin again with the ranks that are left, and call ``func``
     once more. If a rank comes back, ``state.commit()`` (or ``check_host_updates()``) raises
     :class:`~hvdlab.collectives.elastic.HostsUpdatedInterrupt` on all others; they let it in, give it their state, and
     call ``func`` once more without going back. Each time, ``state.on_reset()`` runs before the state is synchronized.

@@ -572,10 +572,10 @@ class BytePS(RankStore):
     def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> PushPull:
         """Begin to sum an array over all ranks, and return at once. Every rank calls it, in any order of keys.
 
-        Of all arrays that are summed so and are ready on all ranks the one with the highest priority goes first, and a large one is summed
-        in parts (``BYTEPS_PARTITION_BYTES``), between which a more urgent one may go. So if gradients are pushed as a backward pass
-        computes them, with the negative number of their layer as priority, that of the first layer does not have to wait for those that
-        were ready before it. ``HVDLAB_SCHEDULING_CREDIT`` limits the bytes of them that are executed at a time.
+        Of all arrays that are summed so and are ready on all ranks the one with the highest priority goes first. A large one is summed
+        in parts (``BYTEPS_PARTITION_BYTES``), between which a more urgent one may go. So gradients can be pushed as a backward pass
+        computes them, with the negative number of their layer as priority: that of the first layer does not have to wait for earlier ones.
+        ``HVDLAB_SCHEDULING_CREDIT`` limits the bytes of them that are executed at a time.
 
         Args:
             key: An int or a str, the same on all ranks. It may be pushed again before the first sum is there.

@@ -84,7 +84,7 @@ class RowSparse:
 
 
 def checked_rows(rows: Array, count: int) -> npt.NDArray[np.int64]:
-    """Row numbers as int64.
+    """Return row numbers as int64.
 
     Raises:
         ValueError: A row is not from 0 to ``count - 1``, or no whole number; the text names the first such one.

@@ -24,7 +24,7 @@ def require(condition: bool, text: str) -> None:
 
 
 def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
-    """One pair for each array: a list for one key gives as many pairs. Row-sparse arrays of frameworks come as :class:`RowSparse`.
+    """Return one pair for each array: a list for one key gives as many pairs. Row-sparse arrays of frameworks come as :class:`RowSparse`.
 
     Args:
         keys: An int, a str, or a list or tuple of these, all of one kind.

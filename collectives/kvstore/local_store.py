@@ -163,7 +163,7 @@ class KVStore(KVStoreBase):
             self._store(self._sums(pairs(key, value)))
 
     def _sums(self, found: list[tuple[Key, Any]]) -> dict[Key, Value]:
-        """One new array for each key: the sum of the given arrays, compressed if compression is on."""
+        """Return one new array for each key: the sum of the given arrays, compressed if compression is on."""
         self._check_known(found)
         groups = grouped(found, self._numbers)
         seen = {key: [_viewed(array) for array in arrays] for key, arrays in groups.items()}
@@ -504,7 +504,7 @@ class KVStore(KVStoreBase):
         write_file(fname, states)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Take over the states that :meth:`save_optimizer_states` wrote.
+        """Load the states that :meth:`save_optimizer_states` wrote.
 
         Args:
             fname: The path of the file.

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of one metric.
+    """Value of one metric.
 
     Attributes:
         rank: The rank that recorded it.
@@ -65,12 +65,12 @@ class Point:
 
 
 def time_of_day() -> float:
-    """The difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
+    """Return the difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
     return time.time() - time.monotonic()
 
 
 class PointReader:
-    """Finds the metrics in batches of ranks.
+    """Reader of the metrics in batches of ranks.
 
     Batches of hosts whose clock has not been compared with this host's yet are held until it has been.
 
@@ -91,7 +91,7 @@ class PointReader:
         self._held: deque[bytes] = deque()
 
     def read(self, batch: bytes) -> list[Point]:
-        """The metrics of a batch, in the order in which they were recorded, after those that were held until now."""
+        """Return the metrics of a batch, in the order in which they were recorded, after those that were held until now."""
         try:
             return self._read(batch, read_head(batch))
         except ProtocolError:
@@ -152,7 +152,7 @@ class Exporter(Protocol):
         ...
 
     def close(self) -> None:
-        """No more points come. Called once."""
+        """Close the exporter: no more points come. Called once."""
         ...
 
 
@@ -167,7 +167,7 @@ def checked(exporter: Exporter) -> None:
 
 
 def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
-    """One or several patterns as several."""
+    """Return one or several patterns as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -277,7 +277,7 @@ class Export:
         self.error = error
 
     def _next_points(self) -> list[Point]:
-        """The next points; none once all are out and it is being closed."""
+        """Return the next points; none once all are out and it is being closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             return [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_AT_ONCE))]
@@ -390,7 +390,7 @@ class RecordingExport(Export):
         return [self._may_change.pop(key) for key in found]
 
     def _offset(self) -> float:
-        """Seconds from the recording's axis to the time of day.
+        """Return seconds from the recording's axis to the time of day.
 
         If this host's clock can't be compared with the ranks', the newest point counts as measured now: it was, but for the
         fraction of a second that it took to come here.

@@ -66,7 +66,7 @@ def _whole_number(name: object, step: Any) -> int:
 
 
 class StepMeter:
-    """Records the time from the end of each step to the end of the next.
+    """Meter of the time from the end of each step to the end of the next.
 
     A step that ended in another cell or another world than the next does not count: between them the user was thinking.
 
@@ -82,7 +82,7 @@ class StepMeter:
 
     @property
     def batch_size(self) -> float | None:
-        """Samples that this rank trains with in a step; ``None`` if that is not known."""
+        """Return the number of samples that this rank trains with in a step; ``None`` if that is not known."""
         return self._batch_size
 
     @batch_size.setter
@@ -92,7 +92,7 @@ class StepMeter:
         self._batch_size = samples
 
     def pause(self) -> None:
-        """The time from now until the end of the next step does not count as the time of a step."""
+        """Exclude the time from now until the end of the next step: it does not count as the time of a step."""
         self._before = None
 
     def step(self, steps: int = 1) -> None:

@@ -37,10 +37,10 @@ _in_use: DevicesInUse = lambda: None  # a variable that is replaced, not a funct
 
 
 class Source(Protocol):
-    """Something to sample."""
+    """Source of samples: the process or its GPUs."""
 
     def sample(self) -> Values:
-        """Name and value of each metric, measured now. Raises ``OSError`` if that is not possible (any more)."""
+        """Return the name and value of each metric, measured now. Raises ``OSError`` if that is not possible (any more)."""
         ...
 
     def close(self) -> None:
@@ -49,13 +49,13 @@ class Source(Protocol):
 
 
 class ProcessUsage:
-    """Samples this process. Processor time is counted since the sample before, or since this object was made."""
+    """Source for this process. Processor time is counted since the sample before, or since this object was made."""
 
     def __init__(self) -> None:
         self._before = time.monotonic_ns(), time.process_time_ns()
 
     def sample(self) -> Values:
-        """Name and value of each metric, measured now."""
+        """Return the name and value of each metric, measured now."""
         now, used = time.monotonic_ns(), time.process_time_ns()
         fields = process_status("self")
         cpu = 100 * (used - self._before[1]) / max(now - self._before[0], 1)
@@ -71,13 +71,13 @@ class ProcessUsage:
 
 
 def ask_frameworks(in_use: DevicesInUse) -> None:
-    """From now on, call ``in_use`` to learn which GPUs the process uses: the collective core itself knows no frameworks."""
+    """Set the function that returns the GPUs that the process uses: the collective core itself knows no frameworks."""
     global _in_use
     _in_use = in_use
 
 
 class GpuUsage:
-    """Samples the GPUs that this process uses: those on which a framework has memory, or the only one that it can see.
+    """Source for the GPUs that this process uses: those on which a framework has memory, or the only one that it can see.
 
     Args:
         library: The module ``pynvml``, initialized.
@@ -90,7 +90,7 @@ class GpuUsage:
 
     @classmethod
     def find(cls) -> GpuUsage | None:
-        """``None`` without GPUs, their driver or ``nvidia-ml-py``."""
+        """Return a source; ``None`` without GPUs, their driver or ``nvidia-ml-py``."""
         pynvml = system.open_nvml("GPUs are not sampled")
         if pynvml is None:
             return None
@@ -102,7 +102,7 @@ class GpuUsage:
             return None
 
     def sample(self) -> Values:
-        """Utilisation and memory of each GPU that is used; a value that a GPU does not report (a MIG instance, say) is left out."""
+        """Return the utilisation and memory of each GPU that is used; a value that a GPU does not report (a MIG instance, say) is left out."""
         values: Values = []
         for index, handle in self._used():
             busy = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
@@ -132,7 +132,7 @@ class GpuUsage:
             yield 0, visible[0]
 
     def _visible(self) -> list[Any]:
-        """The GPUs that CUDA would show to this process, in its order."""
+        """Return the GPUs that CUDA would show to this process, in its order."""
         text = os.environ.get("CUDA_VISIBLE_DEVICES")
         if text is None:
             return self._handles
@@ -165,7 +165,7 @@ def _text(value: str | bytes) -> str:
 
 
 class Thinning:
-    """Which samples are recorded: each, unless it is hardly different from the last that was.
+    """Filter of samples: each is recorded, unless it is hardly different from the last that was.
 
     Otherwise an idle rank would fill the history with samples of nothing.
     """
@@ -193,7 +193,7 @@ class Thinning:
 
 
 class Sampler:
-    """Samples sources until it is closed.
+    """Thread that samples sources until it is closed.
 
     Args:
         record: Called with name, value, no step and the time in ns; must neither block nor raise.

@@ -99,7 +99,7 @@ class Completion(Protocol):
     """Operation on its way, which goes on without the thread that began it. The operations of one plane end in the order in which they were begun."""
 
     def on_end(self, ended: Ended, /) -> None:
-        """Have ``ended(error)`` called once the operation has ended, at once if it has already. May be called once only.
+        """Register ``ended(error)`` to be called once the operation has ended, at once if it has already. May be called once only.
 
         The plane calls it exactly once, on any thread, under no lock that an operation of the plane takes: with ``None`` if the outputs
         are there, with :class:`PlaneAborted` after an abort, or with any other error that ended the operation.

@@ -171,7 +171,7 @@ class GlooPlane(HostPlane):
         phases.transfer += time.monotonic_ns() - start
 
     def _gather_ragged(self, send: HostArray, sizes: Sequence[int], out: HostArray) -> None:
-        """One broadcast per member, straight into its place: no padding to the longest, no copy back."""
+        """Broadcast once per member, straight into its place: no padding to the longest, no copy back."""
         import torch.distributed as dist
 
         offset = 0
@@ -301,7 +301,7 @@ class GlooPlane(HostPlane):
 
     @property
     def _usable(self) -> Any:
-        """The group, unless it was given up with an aborted operation."""
+        """Return the group, unless it was given up with an aborted operation."""
         if self._group is None:
             raise PlaneAborted
         return self._group
@@ -398,7 +398,7 @@ def _completes(work: Any, seconds: float) -> bool:
 
 
 def _tensor(buffer: HostArray) -> torch.Tensor:
-    """Torch's view of the buffer's memory; data that numpy marks read-only is only ever sent."""
+    """Return torch's view of the buffer's memory; data that numpy marks read-only is only ever sent."""
     import torch
 
     if not buffer.flags.writeable:
@@ -418,7 +418,7 @@ def _reduce_op(op: ReduceOp) -> Any:
 
 
 def _make_store(kv: Any, timeout: float, said: list[bytes]) -> Any:
-    """A ``torch.distributed.Store`` whose values live in the coordinator; ``said`` gets those that pass through."""
+    """Return a ``torch.distributed.Store`` whose values live in the coordinator; ``said`` gets those that pass through."""
     from torch._C import _distributed_c10d as c10d
 
     base: Any = c10d.Store

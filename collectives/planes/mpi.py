@@ -3,7 +3,7 @@
 MPI offers no way to cancel a collective, so every operation is a non-blocking one, which the executor polls and can give up.
 A request that was given up may still read and write its buffers, whenever MPI next makes progress. Data that it reads then goes to
 members that have not given up, and a root of a large broadcast gets its own data back. So MPI only ever gets memory of this plane's
-own, which the process keeps unchanged once a request was given up, and the next epoch has a communicator of its own. MPI makes progress
+own, which the process keeps unchanged once a request was given up. The next epoch has a communicator of its own. MPI makes progress
 inside the poll, hence polling is the transfer, not a wait beside it.
 """
 
@@ -176,7 +176,7 @@ class MpiPlane(HostPlane):
         self._comm = None
 
     def _copy(self, send: HostArray, phases: PhaseTimes) -> HostArray:
-        """A copy of the bytes to send, in memory of this plane's own."""
+        """Return a copy of the bytes to send, in memory of this plane's own."""
         start = time.monotonic_ns()
         sent = self._sent.take(send.nbytes, np.dtype(np.uint8))
         np.copyto(sent, _raw(send))
@@ -185,7 +185,7 @@ class MpiPlane(HostPlane):
 
     @contextmanager
     def _received(self, out: HostArray, phases: PhaseTimes) -> Iterator[HostArray]:
-        """Memory of this plane's own, as bytes, that is copied to ``out`` if the block raises nothing."""
+        """Yield memory of this plane's own, as bytes, and copy it to ``out`` if the block raises nothing."""
         received = self._staging.take(out.nbytes, np.dtype(np.uint8))
         yield received
         start = time.monotonic_ns()

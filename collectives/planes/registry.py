@@ -28,7 +28,7 @@ MPI_LAUNCHER_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_
 
 
 def names() -> tuple[str, ...]:
-    """All planes for tensors of the host, whether usable here or not."""
+    """Return all planes for tensors of the host, whether usable here or not."""
     return tuple(name for name in _CLASSES if "/" not in name)
 
 
@@ -38,7 +38,7 @@ def under_mpi() -> bool:
 
 
 def missing(name: str) -> str | None:
-    """Why this process can't offer a plane, found out without importing anything heavy; ``None`` if it may be usable."""
+    """Return why this process can't offer a plane, found out without importing anything heavy; ``None`` if it may be usable."""
     if name not in _CLASSES:
         return f"there is no data plane `{name}`; choose one of {', '.join(names())}"
     module, _, package = _CLASSES[name]
@@ -89,7 +89,7 @@ def host_plane_class(name: str) -> type[HostPlane]:
 
 
 def why_unavailable(name: str) -> str | None:
-    """Why a plane can't be used in this process, in one sentence; ``None`` if it can. Imports the plane."""
+    """Return why a plane can't be used in this process, in one sentence; ``None`` if it can. Imports the plane."""
     try:
         plane_class(name)
     except UnsupportedError as error:
@@ -98,7 +98,7 @@ def why_unavailable(name: str) -> str | None:
 
 
 def offered(wish: str = "auto") -> tuple[str, ...]:
-    """Planes that this process offers to the coordinator. To find out, only ``shm`` and planes of devices are imported.
+    """Return the planes that this process offers to the coordinator. For that only ``shm`` and planes of devices are imported.
 
     Not ``local``, which every rank has, nor ``hierarchical``, which is available wherever its parts are. For CUDA tensors
     only the plane that ``HVDLAB_CUDA_PLANE`` names, if it is set.

@@ -1,7 +1,7 @@
 """A memory segment that the members of one host make for themselves.
 
 The coordinator hands out descriptors over Unix sockets, which end at its host. On other hosts the first member makes an
-anonymous file (memfd) and publishes, in the rendezvous store, under which descriptor its process has it; the other members
+anonymous file (memfd), and publishes its descriptor in the rendezvous store. The other members
 open it by way of ``/proc/PID/fd``, which the kernel allows to processes of the same user. So the segment never has
 a name, and nothing is left behind, whichever process dies and when.
 """

@@ -32,7 +32,7 @@ def needs_width(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -
 
 
 class WideReduction:
-    """An average or scaled reduction of integers.
+    """Average or scaled reduction of integers.
 
     Args:
         dtype: Type of the elements, an integer.
@@ -65,7 +65,7 @@ class WideReduction:
         return pairs.reshape(-1)
 
     def decode(self, reduced: Wide, out: npt.NDArray[Any]) -> None:
-        """The result of the encoded elements' reduction, in a flat array of the elements' type."""
+        """Write the result of the encoded elements' reduction to a flat array of the elements' type."""
         n = self._members
         if self.width == 2:
             quotients, remainders = reduced.reshape(-1, 2).T

@@ -44,7 +44,7 @@ class RendezvousBackend(Protocol):
 
     @property
     def place(self) -> str:
-        """The place in words, for error texts."""
+        """Return the place in words, for error texts."""
         ...
 
     @property

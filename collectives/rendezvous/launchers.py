@@ -233,7 +233,7 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], host: int | None
 
 
 def _per_host(text: str) -> list[int] | None:
-    """Expand Slurm's ``2(x3),1`` to ``[2, 2, 2, 1]``. Returns ``None`` for any other text."""
+    """Expand Slurm's ``2(x3),1`` to ``[2, 2, 2, 1]``. Return ``None`` for any other text."""
     counts: list[int] = []
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)

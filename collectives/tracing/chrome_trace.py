@@ -83,7 +83,7 @@ class OpenCell(NamedTuple):
 
 
 def micros(nanoseconds: int) -> float:
-    """Microseconds, the unit of the format; exact to the nanosecond for 104 days."""
+    """Return microseconds, the unit of the format; exact to the nanosecond for 104 days."""
     return nanoseconds / 1000
 
 
@@ -100,7 +100,7 @@ class Tracks:
     # -- ranks and their places ---------------------------------------------------------------------------------------
 
     def introduce(self, rank: int) -> list[TraceEvent]:
-        """Name and place of a rank's process, once."""
+        """Return the events with name and place of a rank's process, once."""
         return self._introduce_process(rank, f"rank {rank}", rank)
 
     def _introduce_process(self, pid: int, name: str, order: int) -> list[TraceEvent]:
@@ -130,13 +130,13 @@ class Tracks:
     def slice_lane(
         self, rank: int, track: str, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> list[TraceEvent]:
-        """A slice on the first lane of the track that is free at ``begin``."""
+        """Return a slice on the first lane of the track that is free at ``begin``."""
         return self.slice_same_lane(rank, track, None, name, begin, end, args)[1]
 
     def slice_same_lane(
         self, rank: int, track: str, lane: int | None, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> tuple[int, list[TraceEvent]]:
-        """As :meth:`slice_lane`, on a given lane that the caller knows to be free, or a new choice if ``None``."""
+        """Return a slice as :meth:`slice_lane` does, on a given lane that the caller knows to be free, or a new choice if ``None``."""
         ends = self._lane_ends.setdefault((rank, track), [])
         if lane is None:
             lane = next((number for number, busy in enumerate(ends) if busy <= begin), len(ends))
@@ -153,7 +153,7 @@ class Tracks:
     def slice_async(
         self, rank: int, category: str, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> list[TraceEvent]:
-        """A slice that may overlap others of its category."""
+        """Return a slice that may overlap others of its category."""
         self._next_id += 1
         common = {
             "cat": category,
@@ -224,7 +224,7 @@ class Tracks:
     def slice_on_server(
         self, server: int, rank: int, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> list[TraceEvent]:
-        """Trace events of one request that a parameter server handled for a rank."""
+        """Return trace events of one request that a parameter server handled for a rank."""
         pid = SERVERS_PID + server
         out = self._introduce_process(pid, f"parameter server {server}", pid)
         ends = self._lane_ends.setdefault((pid, f"rank {rank}"), [])
@@ -245,7 +245,7 @@ class Tracks:
     def instant(
         self, rank: int, track: str, name: str, time_ns: int | None, args: dict[str, Any], *, scope: str = "t"
     ) -> list[TraceEvent]:
-        """A moment; ``None`` means the latest time seen on this rank."""
+        """Return an instant event; ``None`` means the latest time seen on this rank."""
         out = self.introduce(rank)
         tid = self._thread(rank, track, 0, out)
         at = self._latest.get(rank, 0) if time_ns is None else time_ns
@@ -255,7 +255,7 @@ class Tracks:
         return out
 
     def last_arrival(self, rank: int, time_ns: int, args: dict[str, Any]) -> list[TraceEvent]:
-        """The moment at which the rank that the others waited for came, on the track of that rank."""
+        """Return the event at which the rank that the others waited for came, on the track of that rank."""
         out = self._introduce_process(ARRIVALS_PID, "last arrivals", ARRIVALS_PID)
         tid = rank + 1
         if (ARRIVALS_PID, tid) not in self._known:
@@ -267,13 +267,13 @@ class Tracks:
         return out
 
     def counter(self, rank: int, name: str, time_ns: int, value: float) -> list[TraceEvent]:
-        """A value from this moment on."""
+        """Return a counter event: a value from this moment on."""
         self._seen(rank, time_ns)
         where = {"pid": rank, "tid": _MAIN_TID, "ts": micros(time_ns)}
         return [{"ph": "C", "name": name, "cat": "metrics", **where, "args": {"value": value}}]
 
     def writer_note(self, name: str, args: dict[str, Any]) -> list[TraceEvent]:
-        """A moment of the trace as a whole."""
+        """Return an instant event of the trace as a whole."""
         out = self._introduce_process(WRITER_PID, "trace writer", WRITER_PID)
         where = {"pid": WRITER_PID, "tid": 0, "ts": micros(max(self._latest.values(), default=0))}
         out.append({"ph": "i", "s": "p", "name": name, "cat": NOTES, **where, "args": args})
@@ -281,7 +281,7 @@ class Tracks:
 
 
 def _tid(track: str, lane: int) -> int:
-    """Lanes of a track are neighbours, unless there are uncommonly many."""
+    """Return the track's thread id. Lanes of a track are neighbours, unless there are uncommonly many."""
     return _FIRST_TID[track] + (lane if lane < LANES else lane * 1000)
 
 
@@ -304,7 +304,7 @@ class Placed:
 
 @dataclass(slots=True)
 class MatchedOperation:
-    """The spans of one operation by rank, in the order in which each rank recorded them."""
+    """Spans of one operation by rank, in the order in which each rank recorded them."""
 
     held_since: float
     size: int | None
@@ -373,12 +373,12 @@ class OperationMatcher:
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def members(self, event: Members) -> None:
-        """Learn the size of a process set; news of an older epoch is ignored."""
+        """Record the size of a process set; news of an older epoch is ignored."""
         if event.size and event.epoch >= self._sizes.get(event.process_set, (0, 0))[0]:
             self._sizes[event.process_set] = (event.epoch, event.size)
 
     def introduce(self, event: Members) -> None:
-        """Learn the size of a process set of which nothing is known yet: its record may come behind the spans that it is for."""
+        """Record the size of a process set that is not known yet: its record may come behind the spans that it is for."""
         if event.size:
             self._sizes.setdefault(event.process_set, (event.epoch, event.size))
 
@@ -406,7 +406,7 @@ class OperationMatcher:
         return stale
 
     def pause(self, rank: int) -> None:
-        """This rank has recorded nothing more for now: its last operation is whole."""
+        """Close a rank's last operation: the rank has recorded nothing more for now, so it is whole."""
         previous = self._current.pop(rank, None)
         if previous is not None:
             self._left.add(previous)
@@ -431,7 +431,7 @@ class OperationMatcher:
         return done
 
     def deadline(self) -> float | None:
-        """When :meth:`expired` has something to give out next."""
+        """Return when :meth:`expired` has operations to return next."""
         return next(iter(self._open.values())).held_since + self._hold if self._open else None
 
     def flush(self) -> list[MatchedOperation]:
@@ -449,7 +449,7 @@ def _recorded_another(own: list[Placed] | None, span: Span) -> bool:
 
 
 class ChromeTrace:
-    """Converts batches of all ranks. No I/O, no clock: ``now`` is any steadily growing number of seconds.
+    """Converter of all ranks' batches. No I/O, no clock: ``now`` is any steadily growing number of seconds.
 
     Args:
         mark_cycles: Mark each order to execute with an instant event, as Horovod's ``mark_cycles`` does.
@@ -500,7 +500,7 @@ class ChromeTrace:
         return self.operations(self._operations.expired(now))
 
     def deadline(self) -> float | None:
-        """When :meth:`expire` is due, or ``None`` if nothing is held."""
+        """Return when :meth:`expire` is due, or ``None`` if nothing is held."""
         return self._operations.deadline()
 
     def close(self) -> list[TraceEvent]:
@@ -517,15 +517,15 @@ class ChromeTrace:
         return out + self._tracks.end_cells()
 
     def introduce(self, rank: int) -> list[TraceEvent]:
-        """The events that name a rank's process, the first time that this is called for it."""
+        """Return the events that name a rank's process, at the first call for it."""
         return self._tracks.introduce(rank)
 
     def rank_note(self, rank: int, name: str, time_ns: int, args: dict[str, Any]) -> list[TraceEvent]:
-        """Something that happened to a rank."""
+        """Return an instant event on the track of a rank."""
         return self._tracks.introduce(rank) + self._tracks.instant(rank, NOTES, name, time_ns, args)
 
     def note(self, name: str, args: dict[str, Any]) -> list[TraceEvent]:
-        """An instant event about the trace itself, at the latest time seen."""
+        """Return an instant event about the trace itself, at the latest time seen."""
         return self._tracks.writer_note(name, args)
 
     # -- one batch ----------------------------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ class ChromeTrace:
         return out
 
     def happening(self, rank: int, event: Event, offset: int = 0) -> list[TraceEvent]:
-        """Trace events of a record that is not a span; ``offset`` ns are added to its time."""
+        """Return trace events of a record that is not a span; ``offset`` ns are added to its time."""
         match event:
             case CellBeginEvent():
                 return self._tracks.begin_cell(rank, event.cell, event.time_ns, offset)
@@ -587,7 +587,7 @@ class ChromeTrace:
         return [] if stale is None else self.operations([stale])
 
     def failed(self, rank: int, placed: Placed) -> list[TraceEvent]:
-        """A span that never became an operation, so that there is nothing to match it with."""
+        """Return the events of a span that never became an operation, so that nothing matches it."""
         if placed.span.kind.asks_server:
             return self._request(rank, placed)
         return self._negotiation(rank, placed, None)
@@ -595,7 +595,7 @@ class ChromeTrace:
     # -- one operation ------------------------------------------------------------------------------------------------
 
     def operations(self, operations: Iterable[MatchedOperation]) -> list[TraceEvent]:
-        """OperationMatcher with all that is known of them."""
+        """Return the events of operations, with all that is known of them."""
         out: list[TraceEvent] = []
         requests: list[tuple[int, int, Placed]] = []
         for operation in operations:
@@ -618,7 +618,7 @@ class ChromeTrace:
         return out
 
     def _request(self, rank: int, placed: Placed) -> list[TraceEvent]:
-        """A push or a pull: a slice on its rank, and one on the server; arrows tie the slices that follow from each other.
+        """Return the events of a push or a pull: a slice on its rank, and one on the server; arrows tie the slices that follow from each other.
 
         A value goes from the server to the rank that pulls it, on to the push that was computed from it, and to the server again: one
         chain of arrows.
@@ -712,7 +712,7 @@ class ChromeTrace:
         return out + self._phases(rank, span, offset)
 
     def _phases(self, rank: int, span: Span, offset: int) -> list[TraceEvent]:
-        """The measured sums side by side. Where in the operation each piece was is not known: the track's name shows it."""
+        """Return slices of the measured sums, side by side. Where in the operation each piece was is not known: the track's name shows it."""
         assert span.started_ns is not None
         lengths = [(name, getattr(span, f"{phase}_ns")) for phase, name in PHASES]
         if sum(length for _, length in lengths) > span.finished_ns - span.started_ns:
@@ -743,7 +743,7 @@ class ChromeTrace:
 
 
 def _horovod_name(span: Span) -> str:
-    """The name of a tensor in Horovod's timeline. A tensor without a name already has its name in that form."""
+    """Return the name of a tensor in Horovod's timeline. A tensor without a name already has its name in that form."""
     prefix = f"{span.kind.label}."
     return span.name if span.name.startswith(f"{prefix}noname") else prefix + span.name
 

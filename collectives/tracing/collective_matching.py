@@ -22,7 +22,7 @@ _KEPT = 1 << 16
 
 
 class Epochs:
-    """The epoch of its process set that each span is of: sequence numbers begin again with each epoch."""
+    """Epochs of process sets, by span: sequence numbers begin again with each epoch."""
 
     def __init__(self) -> None:
         #: The present epoch, by rank and process set.

@@ -43,10 +43,10 @@ _BUS: dict[OpKind, Callable[[Floats], Floats]] = {
 
 
 class TimeShares:
-    """The shares of one rank.
+    """Shares of one rank's time.
 
-    A second is reported once the rank has shown that it is over, by a span or a cell that ended behind it, and again if
-    a span comes that reaches back into it.
+    A second is reported once a span or a cell of the rank has ended behind it, which shows that it is over. It is reported again
+    if a span comes that reaches back into it.
 
     At each moment the rank is in one of these states; the rest of a second is time in which no cell ran:
 
@@ -131,7 +131,7 @@ class TimeShares:
 
     @property
     def over(self) -> int:
-        """The first second that was not reported yet."""
+        """Return the first second that was not reported yet."""
         return 0 if self._next is None else self._next
 
     def due(self, origin: int) -> bool:
@@ -342,7 +342,7 @@ class Bandwidths:
 
 
 class _ArrivalColumns(NamedTuple):
-    """The columns of rows that a comparison of arrivals needs."""
+    """Columns of rows that a comparison of arrivals needs."""
 
     op: NDArray[np.uint32]
     arrival: NDArray[np.int64]
@@ -351,7 +351,7 @@ class _ArrivalColumns(NamedTuple):
 
 
 class Lateness:
-    """The greatest delay of each rank behind the first one to arrive, in each second."""
+    """Greatest delay of each rank behind the first one to arrive, in each second."""
 
     def __init__(self) -> None:
         #: Arrivals that came since the last digest.

@@ -40,7 +40,7 @@ _rating = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class RankActivity:
-    """One rank's shares of a stretch of time that ends with its last collective; they add up to 1.
+    """Shares of one rank in a stretch of time that ends with its last collective; they add up to 1.
 
     A rank that submits a collective is not blocked in an earlier one. So the time up to its last submission counts as
     computing even if collectives were under way: those ran beside it.
@@ -62,7 +62,7 @@ class RankActivity:
 
 @dataclass(frozen=True, slots=True)
 class RecentActivity:
-    """All ranks over the last seconds.
+    """Activity of all ranks over the last seconds.
 
     Attributes:
         ranks: The ranks that have spans, by number.
@@ -76,7 +76,7 @@ class RecentActivity:
 
     @property
     def per_second(self) -> float:
-        """Collectives per second."""
+        """Return the collectives per second."""
         return self.collectives / self.seconds if self.seconds else 0.0
 
     @property
@@ -111,7 +111,7 @@ def recent_activity(
     since_ns: int | None = None,
     most: int = ROWS_LOOKED_AT,
 ) -> RecentActivity:
-    """How the ranks spent the stretch before the last span.
+    """Return how the ranks spent the stretch before the last span.
 
     A collective is recorded when it ends, so one that is under way is not seen: the time after a rank's
     last span does not count.
@@ -139,7 +139,7 @@ def recent_activity(
 
 
 def _complete_from(rank: NDArray[Any], ends: NDArray[np.int64]) -> int:
-    """The time of the first span of the rank whose first span here is the latest."""
+    """Return the time of the first span of the rank whose first span here is the latest."""
     _, firsts = np.unique(rank, return_index=True)
     return int(ends[firsts].max())
 
@@ -183,13 +183,13 @@ def _measured(
 def _last_before(
     asked: NDArray[np.int64], time: NDArray[np.int64], shift: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The last submission of the same rank before each time."""
+    """Return the last submission of the same rank before each time."""
     found: NDArray[np.int64] = asked[np.maximum(np.searchsorted(asked, time + shift) - 1, 0)] - shift
     return found
 
 
 def _held_up(rows: Rows, ranks: NDArray[Any], begin: int, clock_errors: dict[int, int]) -> NDArray[np.int64]:
-    """For how many ns other ranks waited for each rank; waits that overlap count once."""
+    """Return for how many ns other ranks waited for each rank; waits that overlap count once."""
     came = collective_arrivals(rows, clock_errors)
     late = came.one[came.certain[came.one]]
     where = np.searchsorted(ranks, came.last_rank[late])
@@ -274,7 +274,7 @@ def step_count(recording: Recording, ranks: Iterable[int], since_ns: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One rank in a stretch of time; times in ns.
+    """Summary of one rank in a stretch of time; times in ns.
 
     Attributes:
         rank: The rank.
@@ -302,7 +302,7 @@ class RankSummary:
 
 
 def summarize(recording: Recording, seconds: float | None = None, most: int = 200_000) -> list[RankSummary]:
-    """Summaries of the ranks that have spans, by rank.
+    """Return the summaries of the ranks that have spans, by rank.
 
     Args:
         recording: The recording with their spans.

@@ -42,7 +42,7 @@ _UNKNOWN = (b"(unknown name id)", b"")
 
 
 class Recorder:
-    """Records of one rank. Every method may be called from any thread; none blocks and none raises for bad values.
+    """Ring of one rank's records. Every method may be called from any thread; none blocks and none raises for bad values.
 
     When the ring is full the oldest records make room and are counted. A span whose times are impossible is refused
     and counted: it would be a lie on screen. Both counts travel with each batch.

@@ -65,7 +65,7 @@ DEFINITIONS_KEPT = 256
 
 @dataclass(slots=True)
 class _Known:
-    """The numbers that spans have used of a table of definitions, in order, with their meaning here.
+    """Numbers that spans have used of a table of definitions, in order, with their meaning here.
 
     Attributes:
         idents: Numbers in the batches of a rank.
@@ -148,7 +148,7 @@ def _places(known: NDArray[np.uint32], idents: NDArray[np.uint32]) -> NDArray[np
 
 @dataclass(slots=True)
 class Annotation:
-    """An event at one moment or, like a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
+    """Event at one moment or, like a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
 
     Times are on the common axis; except for cells and aborts, they are when the news came here. In a ``paused`` rank the
     user looks around. A ``waiting`` rank has joined and is admitted at the next commit of the others. ``formed`` is an
@@ -164,7 +164,7 @@ class Annotation:
 
 
 class Annotations:
-    """The newest marks by number; :meth:`changed_since` returns those that are new or have changed."""
+    """Newest marks by number; :meth:`changed_since` returns those that are new or have changed."""
 
     def __init__(self) -> None:
         self.stamp = 0
@@ -284,7 +284,7 @@ class Annotations:
 
 
 class Planes:
-    """The data plane of each process set on each of its ranks, as they have recorded it.
+    """Data plane of each process set on each of its ranks, as they have recorded it.
 
     The user often asked for another one, or for ``auto``.
     """
@@ -315,7 +315,7 @@ class Planes:
 
 
 class Recording:
-    """The newest spans of all ranks on one time axis, with cells, marks and metrics. All methods: any thread.
+    """Newest spans of all ranks on one time axis, with cells, marks and metrics. All methods: any thread.
 
     Args:
         limit: Rows to keep: one per tensor, collective and rank, 72 bytes each.
@@ -485,27 +485,27 @@ class Recording:
 
     @property
     def version(self) -> int:
-        """Grows with each change."""
+        """Return a number that grows with each change."""
         return self._version
 
     @property
     def count(self) -> int:
-        """How many rows are kept."""
+        """Return how many rows are kept."""
         return len(self._rows)
 
     @property
     def end(self) -> int:
-        """Number of the next row."""
+        """Return the number of the next row."""
         return self._rows.end
 
     @property
     def lost(self) -> int:
-        """Spans that never came here: they made room in the ranks' rings, or their clock could not be compared."""
+        """Return the number of spans that never came here: they made room in the ranks' rings, or their clock could not be compared."""
         return self._unaligned_dropped + sum(self._lost.values())
 
     @property
     def dropped(self) -> int:
-        """Spans that are not here: those that never came, and those that have made room."""
+        """Return the number of spans that are not here: those that never came, and those that have made room."""
         return self._rows.begin - self.cleared + self.lost
 
     def wait(self, version: int, wanted: Callable[[], bool] = bool, timeout: float | None = None) -> bool:
@@ -566,7 +566,7 @@ class Recording:
             return count
 
     def annotations_since(self, stamp: int) -> tuple[int, list[tuple[int, Annotation]]]:
-        """Annotations that are new or have changed, with their numbers, and the stamp to ask with next time."""
+        """Return annotations that are new or have changed, with their numbers, and the stamp to ask with next time."""
         with self._changed:
             return self._annotations.stamp, self._annotations.changed_since(stamp)
 
@@ -610,12 +610,12 @@ class Recording:
 
     @property
     def points_end(self) -> int:
-        """Number of the next point."""
+        """Return the number of the next point."""
         return self._series.end
 
     @property
     def points_lost(self) -> int:
-        """Points that are not here: those dropped to make room, and those of series beyond the most that are kept."""
+        """Return the number of points that are not here: those dropped to make room, and those of series beyond the most that are kept."""
         return self._series.dropped + self._series.refused
 
     def clock_offset_ns(self) -> int | None:
@@ -625,7 +625,7 @@ class Recording:
         return None if offset is None else offset[0]
 
     def running(self, rank: int) -> str:
-        """The cell that runs on a rank; empty if none does."""
+        """Return the cell that runs on a rank; empty if none does."""
         return self._annotations.running(rank)
 
     def planes(self, rank: int) -> dict[int, str]:

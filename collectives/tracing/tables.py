@@ -43,7 +43,7 @@ class TableSource(Protocol):
 
 
 def columns(recording: TableSource) -> dict[str, NDArray[Any]]:
-    """The table's columns as arrays, for users without pandas. Times in seconds since the recording's origin."""
+    """Return the table's columns as arrays, for users without pandas. Times in seconds since the recording's origin."""
     _, rows = recording.rows_since(0)
     origin = recording.origin_ns or 0
     came = collective_arrivals(rows, recording.clock_errors())
@@ -84,7 +84,7 @@ def columns(recording: TableSource) -> dict[str, NDArray[Any]]:
 
 
 def table(recording: TableSource) -> DataFrame:
-    """The columns as a table; ``last_rank`` is missing where it is not known which rank came last."""
+    """Return the columns as a table; ``last_rank`` is missing where it is not known which rank came last."""
     try:
         import pandas as pd
     except ModuleNotFoundError:
@@ -119,7 +119,7 @@ def arrow_table(recording: TableSource) -> Any:
 
 
 def metric_columns(recording: TableSource) -> dict[str, NDArray[Any]]:
-    """The table's columns as arrays, by time. Times in seconds since the recording's origin."""
+    """Return the table's columns as arrays, by time. Times in seconds since the recording's origin."""
     _, points = recording.points_since(0)
     series = recording.series()
     points = points[np.argsort(points["time"], kind="stable")]

@@ -28,7 +28,7 @@ EXIT_SECONDS = 10.0
 
 
 class TimelineFile:
-    """A file with the events of all ranks, written on a thread of its own.
+    """File with the events of all ranks, written on a thread of its own.
 
     :meth:`feed` never waits: batches with which the disk can't keep up are dropped and counted in the trace. A disk error ends
     the writing; the file stays readable as far as it was written, and :meth:`close` raises the error.
@@ -188,7 +188,7 @@ class TimelineFile:
         self._size += len(data)
 
     def _salvage(self) -> None:
-        """After an error: cut the file behind its last whole event and close the array, if the disk allows that."""
+        """Cut the file behind its last whole event after an error, and close the array, if the disk allows that."""
         try:
             os.ftruncate(self._fd, self._size)
             os.pwrite(self._fd, b"\n]\n" if self._size else b"[]\n", self._size)

@@ -136,7 +136,7 @@ def _happenings(recording: Recording, trace: ChromeTrace, marks: list[Annotation
 
 
 def _clocks(recording: Recording, trace: ChromeTrace, rows: Rows, errors: dict[int, int]) -> list[TraceEvent]:
-    """Of each rank whose clock had to be compared, by how much its times may be off."""
+    """Return, for each rank whose clock had to be compared, by how much its times may be off."""
     hosts = {member.rank: member.host for member in recording.membership.members}
     out: list[TraceEvent] = []
     for rank, error_ns in sorted(errors.items()):
@@ -148,7 +148,7 @@ def _clocks(recording: Recording, trace: ChromeTrace, rows: Rows, errors: dict[i
 
 
 def _operations(recording: Recording, rows: Rows, errors: dict[int, int]) -> Iterator[list[MatchedOperation]]:
-    """Operations with the spans of all ranks, in the order in which they were ordered first."""
+    """Yield operations with the spans of all ranks, in the order in which they were ordered first."""
     matched = np.flatnonzero(rows["flags"] & NOT_READY == 0)
     if not len(matched):
         return
@@ -172,7 +172,7 @@ def _operations(recording: Recording, rows: Rows, errors: dict[int, int]) -> Ite
 def _grouped(
     rows: Rows, matched: NDArray[np.intp], error_ns: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Indices of the rows, operation after operation and in each as they came; and where each operation begins."""
+    """Return the indices of the rows, operation after operation and in each as they came; and where each operation begins."""
     columns = [rows[name][matched] for name in ("batch", "sequence", "epoch", "set")]
     # Requests to parameter servers are for one key each, while collectives of one number are fused.
     columns.insert(0, np.where(rows["set"][matched] >= FIRST_GROUP, rows["op"][matched], 0))
@@ -255,7 +255,7 @@ def _failures(
 
 
 def format_of(path: str | os.PathLike[str], format: str | None = None) -> Format:
-    """The format of a file, by its name unless it is given. Raises ``InvalidRequestError`` if there is none such."""
+    """Return the format of a file, by its name unless it is given. Raises ``InvalidRequestError`` if there is none such."""
     name = os.path.basename(os.fspath(path))
     for known in get_args(Format):
         if format == known or (format is None and name.endswith(f".{known}")):
@@ -305,7 +305,7 @@ def write_trace(portions: Iterable[list[TraceEvent]], file: IO[bytes], format: F
 
 
 def _json(portions: Iterable[list[TraceEvent]]) -> Iterator[bytes]:
-    """The array form of the format, an event per line."""
+    """Yield the array form of the format, an event per line."""
     encoder, between = msgspec.json.Encoder(), b"[\n"
     for portion in portions:
         if portion:
@@ -353,7 +353,7 @@ _NO_TRACE = (
 
 
 class _Unpacked(io.RawIOBase):
-    """A packed file that a few bytes can't make huge."""
+    """Packed file that a few bytes can't make huge."""
 
     def __init__(self, raw: BinaryIO, size: int) -> None:
         self._file = gzip.GzipFile(fileobj=raw)
@@ -371,7 +371,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def read_events(file: BinaryIO) -> Iterator[TraceEvent]:
-    """Events of a file with one per line, whose end may be missing.
+    """Yield the events of a file with one per line, whose end may be missing.
 
     Raises:
         ValueError: A line is longer than that of an event, or no JSON.
@@ -392,7 +392,7 @@ def read_events(file: BinaryIO) -> Iterator[TraceEvent]:
 
 
 class _Reader:
-    """Puts the slices of each tensor together again."""
+    """Reader that puts the slices of each tensor together again."""
 
     def __init__(self) -> None:
         self.seen = False

@@ -145,7 +145,7 @@ class _LinkLock(threading.Condition):
                 raise
 
     def acquire_again(self) -> None:
-        """Take the lock that this thread has given up, then raise the interrupt that came meanwhile."""
+        """Acquire the lock that this thread has given up, then raise the interrupt that came meanwhile."""
         interrupt: BaseException | None = None
         while not self._is_owned():  # type: ignore[attr-defined]  # an interrupt may come right behind acquire()
             try:

@@ -1,7 +1,7 @@
 """Decisions of a parameter server: requests of workers in, updates of its memory and answers out. No I/O.
 
 A request is carried out when it comes, so those of one worker are carried out in order, and none waits for another worker. A request
-that was answered with ``RequestDone`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
+that was answered with ``RequestDone`` outlives the server. A worker repeats requests that were not answered; the sequence numbers next
 to each value show which pushes were applied already.
 
 An exception that a request raises goes to its sender as ``RequestFailed``. If the server ended of it, the worker would repeat the request

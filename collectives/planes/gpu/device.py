@@ -1,7 +1,7 @@
 """The interface of a GPU for planes, and the memory of other processes that is open on it.
 
-:mod:`driver` implements it by CUDA's driver; tests have a simulated GPU. All groups of a process share the open memory: a rank may be in
-several process sets with the same other rank, and the driver refuses to map a piece of memory a second time while an older one at the same
+:mod:`driver` implements it by CUDA's driver; tests have a simulated GPU. All groups of a process share the open memory, as a rank may be in
+several process sets with the same other rank. The driver refuses to map a piece of memory a second time while an older one at the same
 address of the same process is mapped.
 """
 
@@ -19,7 +19,7 @@ HANDLE_BYTES = 64
 
 
 class DeviceFailed(Exception):
-    """The driver, or its compiler, refused a call: the GPU is out of memory, or an earlier kernel of this process failed."""
+    """Error of the driver or its compiler, which refused a call: the GPU is out of memory, or an earlier kernel of this process failed."""
 
 
 class Allocation(NamedTuple):
@@ -84,17 +84,17 @@ class Device(Protocol):
 
     @property
     def identity(self) -> str:
-        """The GPU's UUID: equal in all processes that see it."""
+        """Return the GPU's UUID: equal in all processes that see it."""
         ...
 
     @property
     def owner(self) -> int:
-        """A random number of this process, of at most 64 bits."""
+        """Return a random number of this process, of at most 64 bits."""
         ...
 
     @property
     def opened(self) -> OpenedPieces:
-        """The pieces of other processes' memory that this process has open on this GPU."""
+        """Return the pieces of other processes' memory that this process has open on this GPU."""
         ...
 
     def reaches(self, identity: str) -> bool:
@@ -108,11 +108,11 @@ class Device(Protocol):
     def free(self, pointer: int) -> None: ...
 
     def allocation_of(self, pointer: int) -> Allocation | None:
-        """The allocation that the address belongs to; ``None`` if it was not allocated on a GPU in one piece."""
+        """Return the allocation that the address belongs to; ``None`` if it was not allocated on a GPU in one piece."""
         ...
 
     def export(self, base: int) -> bytes | None:
-        """A handle by which another process opens an allocation; ``None`` if this kind of memory has none."""
+        """Return a handle by which another process opens an allocation; ``None`` if this kind of memory has none."""
         ...
 
     def open(self, handle: bytes) -> int:
@@ -130,13 +130,13 @@ class Device(Protocol):
     def unregister(self, address: int) -> None: ...
 
     def new_stream(self) -> int:
-        """A stream that no other one waits for by itself."""
+        """Return a stream that no other one waits for by itself."""
         ...
 
     def end_stream(self, stream: int) -> None: ...
 
     def new_event(self) -> int:
-        """An event without time, whose waiters sleep."""
+        """Return an event without time, whose waiters sleep."""
         ...
 
     def end_event(self, event: int) -> None: ...

@@ -120,7 +120,7 @@ def _text(code: Any) -> str:
 
 
 class CudaDevice:
-    """One of this process's GPUs, with the context that frameworks use. See :class:`~hvdlab.collectives.planes.gpu.device.Device`.
+    """GPU of this process, with the context that frameworks use. See :class:`~hvdlab.collectives.planes.gpu.device.Device`.
 
     Args:
         ordinal: Its number in this process.
@@ -307,7 +307,7 @@ def kernel_macros(dtype: DType | None, op: ReduceOp) -> dict[str, str]:
 
 
 def compiler_version() -> int:
-    """Of which CUDA the compiler is: the driver must be of that or a later one. Raises ``RuntimeError`` if it is not there."""
+    """Return the CUDA version of the compiler: the driver must be of that or a later one. Raises ``RuntimeError`` if there is no compiler."""
     return int(_nvrtc_checked(nvrtc.nvrtcVersion())[0])
 
 
@@ -317,7 +317,7 @@ def kernel_source() -> bytes:
 
 
 def compiled_kernel(dtype: DType | None, op: ReduceOp, capability: int) -> bytes:
-    """Compile a kernel. Returns it as the driver loads it.
+    """Compile a kernel. Return it as the driver loads it.
 
     Args:
         dtype: Type of the reduced elements; ``None`` copies bytes.

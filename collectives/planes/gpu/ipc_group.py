@@ -6,22 +6,22 @@ GPU: a wait until all tensors may be used, and one kernel that reads the members
 signals so to all. With several GPUs each worker has a share of the elements.
 
 So data moves once, from where it is to where it goes. One member does the work of a GPU because a GPU runs the processes that share it by turns
-of some hundred microseconds each, and a process whose turn it is does nothing for the others. The other members' part in an operation is therefore left to their hosts
-where that is possible: if all work that makes a tensor is done already, the host stores the word *ready*, and no GPU has to; and the end comes to all
-members by words that hosts wait for.
+of some hundred microseconds each. A process whose turn it is does nothing for the others. The other members' part in an operation is therefore left to their hosts
+where that is possible. If all work that makes a tensor is done already, the host stores the word *ready*, and no GPU has to.
+The end comes to all members by words that hosts wait for.
 
-At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. Since a worker
-enqueues an operation only once all members have announced it, all members have then seen the end of the operation that had the same place
-there, and nothing reads that place any more, on the host or on a GPU.
+At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. A worker
+enqueues an operation only once all members have announced it. So all members have then seen the end of the operation that had the same
+place there, and nothing reads that place any more, on the host or on a GPU.
 
 Giving up
 ---------
 A GPU can't be made to stop waiting. But the words that it waits for lie in memory of the host: a member that gives up stores values
 there that end every wait, again and again until its GPU has nothing left to do, since enqueued work may overwrite them. Before
 the first of these values it sets its word ``stopped``. Kernels read that word of all members before they write anything, and a worker
-reads it before it signals that an operation is done; so the remains of such an operation are never taken for a result. A member ends
-the operation only when its own GPU has nothing left to do (or needs too long for that) and the workers have signalled that their GPUs write
-nothing more. It waits half a second for the workers: after that they are dead, or hang.
+reads it before it signals that an operation is done. So the remains of such an operation never pass for a result. A member ends
+the operation only when its own GPU has nothing left to do, or needs too long for that.
+The workers must also have signalled that their GPUs write nothing more. It waits half a second for the workers: after that they are dead, or hang.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _LEAST_ARENA = 1 << 20
 
 
 class _CopyBack(NamedTuple):
-    """A copy to an output that other members can't open, in bytes."""
+    """Copy to an output that other members can't open, in bytes."""
 
     target: int
     source: int
@@ -79,7 +79,7 @@ class _CopyBack(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """An operation that is enqueued.
+    """Operation that is enqueued.
 
     Attributes:
         number: Its number.
@@ -249,7 +249,7 @@ class IpcGroup:
         return pending
 
     def _record(self, stream: int) -> int:
-        """An event that comes when all that is on the stream now is done."""
+        """Return an event that comes when all that is on the stream now is done."""
         if self._events:
             event = self._events.pop()
         else:
@@ -307,7 +307,7 @@ class IpcGroup:
         return back
 
     def _arena(self, size: int) -> _Arena:
-        """Memory that other members can open. An arena that has become too small stays: enqueued operations may use it."""
+        """Return memory that other members can open. An arena that has become too small stays: enqueued operations may use it."""
         if not self._arenas or self._arenas[-1].nbytes < size:
             nbytes = 1 << max(size - 1, _LEAST_ARENA - 1).bit_length()
             base = self._device.allocate(nbytes)
@@ -585,7 +585,7 @@ class IpcWorker:
     def _jobs_of(
         self, operation: GpuOperation, places: Array64, numbers: Array64
     ) -> tuple[JobTable, int, int]:
-        """The table of an operation, and how many addresses each job reads and writes. The last tables are kept."""
+        """Return the table of an operation, and how many addresses each job reads and writes. The last tables are kept."""
         if self._made_at != self._imports.changes:
             self._made.clear()
             self._made_at = self._imports.changes

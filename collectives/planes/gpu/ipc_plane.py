@@ -52,7 +52,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
         return IpcGroup(device, self._memory(deadline), self.context.index, self.context.size, workers)
 
     def _workers(self, device: Device, deadline: float) -> list[int]:
-        """The positions of the workers. Raises ``PlaneBroken`` if this member's GPU does not reach the memory of all members."""
+        """Return the positions of the workers. Raises ``PlaneBroken`` if this member's GPU does not reach the memory of all members."""
         me, store = self.context, self.context.store
         assert store is not None, "a group of the engine has a store"
         store.set(f"gpu/{me.index}", device.identity.encode())

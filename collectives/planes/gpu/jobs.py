@@ -155,12 +155,12 @@ class GpuOperation:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one counted element: an element of ``dtype``, or a byte."""
+        """Return the bytes of one counted element: an element of ``dtype``, or a byte."""
         return 1 if self.dtype is None else self.dtype.itemsize
 
 
 class AllreduceJobs(NamedTuple):
-    """A job for each tensor, which reads that tensor of all members and writes all their outputs for it."""
+    """Jobs for the tensors, each of which reads its tensor of all members and writes all their outputs for it."""
 
     counts: tuple[int, ...]
 
@@ -169,7 +169,7 @@ class AllreduceJobs(NamedTuple):
 
 
 class AllgatherJobs(NamedTuple):
-    """A job for each member, which copies its tensor to its place in all members' outputs. ``sizes`` are in bytes."""
+    """Jobs for the members, each of which copies its member's tensor to its place in all members' outputs. ``sizes`` are in bytes."""
 
     sizes: tuple[int, ...]
 
@@ -181,7 +181,7 @@ class AllgatherJobs(NamedTuple):
 
 
 class BroadcastJobs(NamedTuple):
-    """One job: the root's tensor is read and goes to the outputs of all, but its own if that is the same memory."""
+    """Single job: the root's tensor is read and goes to the outputs of all, but its own if that is the same memory."""
 
     nbytes: int
     root: int
@@ -192,7 +192,7 @@ class BroadcastJobs(NamedTuple):
 
 
 class ReducescatterJobs(NamedTuple):
-    """A job for each member: its slice of all members' tensors is read, and its output is written."""
+    """Jobs for the members: each reads its member's slice of all tensors, and writes that member's output."""
 
     counts: tuple[int, ...]
     itemsize: int
@@ -204,7 +204,7 @@ class ReducescatterJobs(NamedTuple):
 
 
 class AlltoallJobs(NamedTuple):
-    """A job for each pair of members. A member's ``numbers`` are how many elements it sends to each member."""
+    """Jobs for all pairs of members. A member's ``numbers`` are how many elements it sends to each member."""
 
     itemsize: int
 

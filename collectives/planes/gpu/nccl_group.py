@@ -14,7 +14,7 @@ leaves its communicator alone for ``LEARN_WITHIN`` seconds. In that time the oth
 they believe no operation to be done. This member's enqueued steps go on as long. Only then do our own kernels find the word ``stopped``, which
 they read before they write anything.
 
-An operation ends once the communicator is gone and the stream has nothing left to do; or after ``STUCK_AFTER`` seconds, if earlier work on
+An operation ends once the communicator is gone and the stream has nothing left to do. It also ends after ``STUCK_AFTER`` seconds, if earlier work on
 the GPU, such as a kernel of the user's, needs longer than that.
 """
 
@@ -62,7 +62,7 @@ _WORD = 4  # bytes
 
 
 class _Enqueued(NamedTuple):
-    """An operation that is enqueued.
+    """Operation that is enqueued.
 
     Attributes:
         number: Its number.
@@ -244,7 +244,7 @@ class NcclGroup:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def call(self, call: Callable[..., None], *arguments: object) -> None:
-        """Have NCCL enqueue something: ``call`` is a method of :attr:`communicator`, whose last argument, the stream, is added."""
+        """Call NCCL to enqueue work: ``call`` is a method of :attr:`communicator`, whose last argument, the stream, is added."""
         with self._calling:
             if self._stopping.is_set():
                 raise self._reason()
@@ -308,7 +308,7 @@ class NcclGroup:
             self._device.copy(target, source, nbytes, self.stream)
 
     def scratch(self, nbytes: int) -> int:
-        """Address of memory that is free until the end of the operation, aligned to lines."""
+        """Return the address of memory that is free until the end of the operation, aligned to lines."""
         if self._scratch[1] < nbytes:
             size = 1 << max(nbytes - 1, _LEAST_SCRATCH - 1).bit_length()
             base = self._device.allocate(size)

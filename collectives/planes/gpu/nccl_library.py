@@ -60,7 +60,7 @@ class NcclPiece(NamedTuple):
 
 
 class Communicator(Protocol):
-    """This member's part of a group of GPUs. One thread at a time, with the member's GPU as its current device.
+    """Member's part of a group of GPUs. One thread at a time, with the member's GPU as its current device.
 
     No method but :meth:`settled`, :meth:`abort` and :meth:`close` may be called before :meth:`settled` is true. Those that move data
     enqueue their work on a stream, are called by all members in one order, and raise ``NcclFailed``.
@@ -102,11 +102,11 @@ class Communicator(Protocol):
 
 
 class Nccl(Protocol):
-    """The library. Any thread."""
+    """Library NCCL. Any thread."""
 
     @property
     def version_text(self) -> str:
-        """The version, as ``2.28.9``."""
+        """Return the version, as ``2.28.9``."""
         ...
 
     def unique_id(self) -> bytes:
@@ -119,7 +119,7 @@ class Nccl(Protocol):
 
 
 def why_missing() -> str | None:
-    """Why this process has no NCCL, in one sentence with the remedy; ``None`` if it has. Loads the library."""
+    """Return why this process has no NCCL, in one sentence with the remedy; ``None`` if it has. Loads the library."""
     try:
         nccl()
     except NcclFailed as error:
@@ -129,7 +129,7 @@ def why_missing() -> str | None:
 
 @cache
 def nccl() -> Nccl:
-    """This process's NCCL.
+    """Return this process's NCCL.
 
     Raises:
         NcclFailed: There is none, or it is too old.
@@ -152,7 +152,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _packaged() -> list[str]:
-    """Paths of the library in NVIDIA's package, whichever CUDA that is for."""
+    """Return paths of the library in NVIDIA's package, whichever CUDA that is for."""
     try:
         found = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:

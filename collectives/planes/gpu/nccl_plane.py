@@ -48,13 +48,13 @@ class Reduction(NamedTuple):
 
 
 def _reduction(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> Reduction:
-    """Truth values are reduced as the bytes that they are."""
+    """Return how to reduce; truth values are reduced as the bytes that they are."""
     return Reduction(DType.U8 if dtype is DType.BOOL else dtype, op, prescale, postscale)
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """A member's part of an array, in elements."""
+    """Part of an array that a member reduces, in elements."""
 
     begin: int
     count: int
@@ -63,9 +63,9 @@ class RankShare:
 class NcclPlane(GpuPlane[NcclGroup]):
     """Data plane for ranks that have a GPU each, on any hosts.
 
-    The members join at the first operation, which shows the GPU of this one's tensors. Where NCCL's own reductions give other results
-    than the other planes (see :class:`Reduction`), members exchange their shares, and our kernel adds them in the order of positions,
-    f16 and bf16 in float32, rounded once. ``phases.transfer`` is the time from the begin of an operation to its end, with all waits.
+    The members join at the first operation, which shows the GPU of this one's tensors. NCCL's own reductions can give
+    other results than the other planes (see :class:`Reduction`). Then members exchange their shares, and our kernel adds them in the order
+    of positions, f16 and bf16 in float32, rounded once. ``phases.transfer`` is the time from the begin of an operation to its end, with all waits.
     """
 
     name: ClassVar[str] = "cuda/nccl"
@@ -267,7 +267,7 @@ def _reduce_by_nccl(member: NcclMember, source: int, out: int, count: int, how: 
 def _reduce_by_exchange(
     member: NcclMember, source: int, out: int, count: int, how: Reduction, scratch: int
 ) -> None:
-    """Each member gets its share of all members' arrays, adds them up, and gives the result to all. Block by block.
+    """Reduce block by block: each member gets its share of all members' arrays, adds them up, and gives the result to all.
 
     ``scratch`` is memory of :func:`_room` bytes, or 0 if the operation uses no other.
     """
@@ -320,7 +320,7 @@ def _allgather(member: NcclMember, source: CudaBuffer, sizes: Sequence[int], out
 
 
 def _pieces(base: int, shares: Sequence[RankShare], itemsize: int) -> list[NcclPiece]:
-    """The shares of an array as a piece for each member."""
+    """Return the shares of an array as a piece for each member."""
     return [
         NcclPiece(other, base + share.begin * itemsize, share.count * itemsize)
         for other, share in enumerate(shares)
@@ -328,13 +328,13 @@ def _pieces(base: int, shares: Sequence[RankShare], itemsize: int) -> list[NcclP
 
 
 def _in_turn(counts: Sequence[int]) -> list[RankShare]:
-    """Shares that follow each other."""
+    """Return shares that follow each other."""
     begins = accumulate(counts, initial=0)
     return [RankShare(begin, count) for begin, count in zip(begins, counts, strict=False)]
 
 
 def _shares(count: int, members: int, itemsize: int) -> list[RankShare]:
-    """Equal shares that begin at lines of the array; the last ones may be smaller."""
+    """Return equal shares that begin at lines of the array; the last ones may be smaller."""
     grain = LINE // itemsize
     each = -(-count // (members * grain)) * grain
     return [
@@ -351,7 +351,7 @@ def _blocks(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _largest_block(count: int, most: int) -> int:
-    """Elements of a block: ``most``, or as many as make ``MOST_BLOCKS`` blocks of whole lines."""
+    """Return the elements of a block: ``most``, or as many as make ``MOST_BLOCKS`` blocks of whole lines."""
     return max(most, _up(-(-count // MOST_BLOCKS)))
 
 

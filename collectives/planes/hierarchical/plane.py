@@ -157,7 +157,7 @@ class HierarchicalPlane(HostPlane):
         postscale: float,
         phases: PhaseTimes,
     ) -> HostArray:
-        """Each column reduces the whole for itself: from equal inputs, in the same order of hosts, so to equal bits."""
+        """Reduce the whole in each column for itself: from equal inputs, in the same order of hosts, so to equal bits."""
         assert self._outer is not None
         result = self._slice.take(len(packed), packed.dtype)
         self._inner.allreduce([packed], [result], wide, op, prescale, 1.0, phases)
@@ -200,7 +200,7 @@ class HierarchicalPlane(HostPlane):
             raise
 
     def _cuts(self, packed: HostArray) -> list[int]:
-        """Where to cut a tensor into blocks; all members cut alike."""
+        """Return where to cut a tensor into blocks; all members cut alike."""
         count = max(1, packed.nbytes // self._block_bytes) if self._block_bytes else 1
         return slice_bounds(len(packed), count, _GRAIN)
 
@@ -276,7 +276,7 @@ class HierarchicalPlane(HostPlane):
         phases.unpack += monotonic_ns() - start
 
     def _to_owners(self, mine: HostArray, counts: Sequence[int], phases: PhaseTimes) -> HostArray:
-        """Within the host, hand the slices that a carrier reduced to the members that they are for."""
+        """Hand the slices that a carrier reduced to the members of this host that they are for."""
         top = self._topology
         served = top.served(top.local, top.host) if top.carries else ()
         sent = [counts[m] if m in served else 0 for m in top.here]
@@ -438,7 +438,7 @@ class OuterThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, operation: Callable[[], None]) -> Future[None]:
-        """Have an operation called after those before it. The future has its end, or the error that it raised."""
+        """Queue an operation behind those before it. The future gets its end, or the error that it raised."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hvdlab-outer", daemon=True)
             self._thread.start()

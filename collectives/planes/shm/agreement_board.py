@@ -15,8 +15,8 @@ Why all members see the same
 
 Why nothing is overwritten too early
 ------------------------------------
-Digests and tensors have two places, by the parity of n. A member that posts n + 2 has seen all posts of n + 1; a member that has posted
-n + 1 has read all it needed of n, since it posts (and declines) only between its requests. So the place of n is free when n + 2 is
+Digests and tensors have two places, by the parity of n. A member that posts n + 2 has seen all posts of n + 1. A member that has
+posted n + 1 has read all it needed of n, since it posts (and declines) only between its requests. So the place of n is free when n + 2 is
 written. A member that has declined n without having waited for it checks first whether all have posted n (:attr:`AgreementBoard.vacant`).
 
 :mod:`signals` orders the words that a waiting member reads: the count of posts is stored after digest and tensor, and read before them.
@@ -186,7 +186,7 @@ class AgreementBoard:
 
 
 def _distance(size: int) -> int:
-    """Bytes from one member's tensor of this size to the next one's: whole cache lines."""
+    """Return the bytes from one member's tensor of this size to the next one's: whole cache lines."""
     return -(-size // LINE) * LINE
 
 

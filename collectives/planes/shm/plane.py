@@ -233,7 +233,7 @@ class ShmPlane(HostPlane):
         return self._folds.setdefault((dtype, op), make_fold(dtype, op))
 
     def _chunk(self, total: int, itemsize: int) -> int:
-        """Elements per chunk for ``total`` elements: at least two chunks, to overlap, unless they get too small."""
+        """Return the elements per chunk for ``total`` elements: at least two chunks, to overlap, unless they get too small."""
         half = -(-total * itemsize // 2 // PAGE) * PAGE
         few = self._size == 2 and total * itemsize <= TWO_CHUNKS_BYTES
         most = self._slice or (self._default if few else self._choice.chosen)
@@ -317,7 +317,7 @@ class ShmPlane(HostPlane):
         self._drive(work, 1, self._signals.agreed(parity), views, phases)
 
     def _place(self) -> int:
-        """Bytes of a slot for each member, in whole cache lines."""
+        """Return the bytes of a slot for each member, in whole cache lines."""
         return self._default // self._size // LINE * LINE
 
     def barrier(self, phases: PhaseTimes) -> None:
@@ -494,7 +494,7 @@ class ChunkChoice:
 
     @property
     def candidate(self) -> int | None:
-        """The size to try next, in bytes; ``None`` if there is nothing left to try."""
+        """Return the size to try next, in bytes; ``None`` if there is nothing left to try."""
         if self._trials == ROUNDS * len(self._sizes):
             return None
         return self._sizes[self._trials % len(self._sizes)]

@@ -206,7 +206,7 @@ class Signals:
         self._needs[parity][self._index] = steps
 
     def agreed(self, parity: int) -> int:
-        """The largest number of steps that a member declared."""
+        """Return the largest number of steps that a member declared."""
         return max(self._needs[parity])
 
     def declared(self, parity: int) -> memoryview:
@@ -292,7 +292,7 @@ def make_fence() -> threading.Lock:
     """Return an object of one thread's own for which ``with fence: pass`` is a full memory fence on x86-64.
 
     x86-64 keeps loads in order and stores in order, but lets a load overtake an earlier store to another address.
-    Any locked instruction drains the stores first, and taking and giving back a lock is two of them (in glibc's
+    Any locked instruction drains the stores first, and acquiring and releasing a lock is two of them (in glibc's
     semaphores, which CPython's locks are before 3.13, and in its own ones since).
     """
     return threading.Lock()

@@ -35,10 +35,15 @@ if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
 
 BATCHES_HELD = 256
+"""Batches that wait until their host's clock was compared with this one's; older ones make room."""
 MOST_WAITING = 100_000
+"""Points that may wait for a slow exporter; older ones make room."""
 MOST_AT_ONCE = 1_000
+"""Points that one call of an exporter gets at most."""
 INTERVAL = 1.0
+"""Seconds between two reads of a recording, so that an exporter gets points in portions."""
 EXIT_WITHIN = 5.0
+"""Seconds that an export gets to write the rest, at the end of the process or when another export replaces it."""
 FINAL_AFTER = 3.0
 """Seconds after which a point derived from the spans of one second counts as final; until then late spans may change it."""
 
@@ -227,6 +232,7 @@ class Export:
         found = self._wanted.get(name)
         if found is None:
             if len(self._wanted) > 10_000:
+                # Programs may make names without end; matching them again costs little.
                 self._wanted.clear()
             found = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
             self._wanted[name] = found
@@ -309,6 +315,7 @@ class RecordingExport(Export):
         self._recording: Recording = recording
         self._amended = amended
         self._interval = interval
+        # Before this export is among the open ones, or it would replace itself.
         self._next = self._replace()
         self._may_change: dict[tuple[int, str, int], Point] = {}
         self._newest_ns = 0
@@ -326,6 +333,7 @@ class RecordingExport(Export):
         """
         deadline = Deadline(timeout)
         self._stopping.set()
+        # After the flag, which the reader checks when it wakes.
         self._recording.wake_waiters()
         if threading.current_thread() is not self._reader:
             self._reader.join(deadline.remaining())
@@ -353,6 +361,7 @@ class RecordingExport(Export):
         while not self._stopping.is_set() and not (recording.closed and version == recording.version):
             recording.wait(version, self._stopping.is_set)
             version = recording.version
+            # The version was read before the points: a change since then wakes the reader once more.
             self._export_new(last=False)
             if not recording.closed:
                 self._stopping.wait(self._interval)

@@ -21,6 +21,7 @@ Values = list[tuple[str, float]]
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 LEAST_INTERVAL = 0.01
+"""Seconds between two samples at least."""
 REPEATED = 10.0
 """Seconds after which a value that has hardly changed is recorded again."""
 _TOLERANCES = {"cpu": 1.0, "utilisation": 1.0, "rss": 1 << 20, "memory": 1 << 20}
@@ -221,6 +222,7 @@ class Sampler:
         """End it. Idempotent."""
         self._closing.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            # A thread can't join itself.
             self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -243,6 +245,7 @@ class Sampler:
             try:
                 values += source.sample()
             except OSError as error:
+                # A source that fails must not end the samples of the others.
                 logger.warning("%s is not sampled any more: %s", type(source).__name__, error)
                 sources.remove(source)
                 source.close()

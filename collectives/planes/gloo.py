@@ -39,6 +39,7 @@ _GLOO_TIMEOUT = timedelta(hours=1)
 """Longest time in which Gloo may see nothing from a peer that takes part in an operation, as from one that was stopped. A group
 whose operation does not end after an abort is also kept that long."""
 _NEWS_SECONDS = 0.5
+"""Seconds to wait for an abort after an error of Gloo: a peer that got the abort first closes its connections before it arrives here."""
 _FINISH_SECONDS = 0.3
 """Seconds that an aborted operation may go on in any case."""
 _LOOK_SECONDS = 0.1
@@ -46,6 +47,7 @@ _LOOK_SECONDS = 0.1
 _FLOWING_SECONDS = 1.0
 """An operation whose bytes flow may go on for this long, and not much longer."""
 _GIVE_UP_SECONDS = 0.2
+"""Seconds that an operation gets to end once its sockets are shut down, before it is left to Gloo."""
 _SO_ATTACH_FILTER = 26  # Linux; Python does not name it
 _TCP_COUNTS = struct.Struct("120xQQ")  # Linux: bytes acknowledged and received, within struct tcp_info
 # Linux: struct tcp_md5sig is a sockaddr_storage, flags, prefix length, key length, interface, and room for a key.
@@ -53,9 +55,10 @@ _TCP_MD5SIG_EXT = 32
 _SOCKADDR_STORAGE, _MD5_KEY_LIMIT = 128, 80
 _MD5_HEAD = struct.Struct("=BBHi")
 _MD5_PREFIX = 1  # the flag by which the prefix length counts: 0 for all addresses
-_KEY_BYTES = 32
+_KEY_BYTES = 32  # of a random key that is not kept
 _KNOCK_SECONDS = 0.2
-_NUMBER = struct.Struct("=q")
+"""Seconds for one connection to a listener of this process."""
+_NUMBER = struct.Struct("=q")  # the number of a connection, which Gloo reads first
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
 _one_listens = threading.Lock()
 """Held while Gloo opens its listener, so that no other plane of this process takes the listener for its own."""
@@ -329,6 +332,7 @@ class GlooPlane(HostPlane):
                     self._give_up()
                     raise PlaneAborted
                 self._running.clear()
+                # It has ended; this raises its error.
                 work.wait()
         finally:
             self._busy = False
@@ -515,6 +519,7 @@ def block_listeners(ports: set[tuple[str, int]]) -> set[tuple[str, int]]:
     Returns:
         The listeners that stay open, since the system offers neither.
     """
+    # In a variable, since the program only has its address.
     instruction = ctypes.create_string_buffer(_DROP)
     program = struct.pack("HP", 1, ctypes.addressof(instruction))
     still_open: set[tuple[str, int]] = set()

@@ -46,6 +46,7 @@ RECOVER_WITHIN = 120.0
 _CONNECT_SECONDS = 5.0
 """Seconds for one try to connect: while the network is gone the system's own tries are ever longer apart, up to a minute."""
 _POLL_MILLISECONDS = 1000
+"""Milliseconds after which a waiting worker checks again whether its world has ended, or the server is silent."""
 STALL_SECONDS = 10.0
 """Seconds after which a worker logs that its server is gone, and after which it logs that again."""
 _MOST_ENDS = 8
@@ -60,7 +61,9 @@ _TRY_AGAIN_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 3.2
 SILENT_SECONDS = 2.0
 """Seconds without an answer after which a worker asks whether its server is there at all; a server that does not answer is logged."""
 _NAMED_KEYS = 8
+"""Keys that the error of a lost server names at most."""
 _SWEEP_FROM = 8
+"""Unanswered requests by which their number may grow before a worker that sends reads answers."""
 _BATCH_REQUESTS, _BATCH_BYTES = 4, 64 << 10
 """Requests that are sent together at most, and the size in bytes of the largest of them: a server should begin with the first soon."""
 _IN_FLIGHT = 256 << 20
@@ -275,6 +278,7 @@ class ServerLink:
                 self._sweep_from = len(self._unanswered) + _SWEEP_FROM
             self._sequence += 1
             request = ServerRequest(make(self._sequence), region, sent, keeps=keeps, span=span)
+            # Before it is sent: if the connection is lost on the way, the next one repeats it.
             self._unanswered[self._sequence] = request
             self._in_flight += region.size if region is not None else 0
             if self._open_batches and sent <= _BATCH_BYTES and self.local:
@@ -378,6 +382,7 @@ class ServerLink:
         if self._lost is None and self._engine.closed:
             self._lost = KVStoreError("the world that the parameter server belongs to has ended")
         if self._lost is not None:
+            # A new exception for each raise: many threads may raise it, and one object would collect all their tracebacks.
             raise type(self._lost)(str(self._lost))
 
     def _probe_if_silent(self, begun: float) -> None:
@@ -507,6 +512,7 @@ class ServerLink:
                 poll.poll(_POLL_MILLISECONDS)
             finally:
                 self._changed.acquire_again()
+            # While this thread waited without the lock, another one may have made a new connection.
             if self._endpoint is endpoint:
                 self._receive()
         except ConnectionLost:

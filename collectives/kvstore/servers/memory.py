@@ -34,7 +34,9 @@ from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.messages import Message
 
 ALIGNMENT = 64
+"""Bytes to which places and arrays are aligned: a cache line."""
 PAGE = 4096
+"""Bytes; files grow by whole pages."""
 _MAGIC = 0x6876646B76310003
 _HEADER = 16
 """Bytes before a record: its length, and the bytes of its place."""
@@ -382,6 +384,7 @@ class StoreMemory:
         if start == end:
             size = aligned(_block_size(block.record, len(block.current.applied)))
             self._write(end, data, block.record.block - end + size)
+            # Last: the block counts once the valid bytes reach behind it.
             self._end_at(block.record.block + size)
         else:
             room = int(self._header(start)[1]) & ~_MARKS
@@ -392,6 +395,7 @@ class StoreMemory:
         older = self.blocks.get(block.record.key)
         self.blocks[block.record.key] = block
         if older is not None:
+            # Only now: a server that is killed before this leaves both, and the serial numbers decide.
             self._release(older.place)
 
     def _release(self, at: int) -> None:

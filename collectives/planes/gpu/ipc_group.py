@@ -66,8 +66,8 @@ _FOREVER = 1 << 62
 """The number up to which a member that is no worker has executed all operations: nothing waits for it."""
 _TABLES = 64
 """Tables that a worker keeps to use them again."""
-_ALIGN = 256
-_LEAST_ARENA = 1 << 20
+_ALIGN = 256  # bytes
+_LEAST_ARENA = 1 << 20  # bytes
 
 
 class _CopyBack(NamedTuple):
@@ -237,6 +237,7 @@ class IpcGroup:
             ready = self._record(stream)
         else:
             self.announcements.flags(READY)[self._index] = number & 0xFFFFFFFF
+        # After the announcement, which workers read once all members have posted. The first post was connect()'s, hence + 1.
         self.signals.post(ARRIVED, number + 1)
         done: int | None = None
         if self._worker is not None:
@@ -343,6 +344,7 @@ class IpcGroup:
                         self._device.synchronize(event)
                         self._events.append(event)
                 if begun.done is not None:
+                    # Before this worker posts the end: the others take the post as the sign that the outputs are written.
                     self._refuse_remains()
                     self._executed.post(ARRIVED, begun.number)
                 self._executed.wait(ARRIVED, begun.number)
@@ -368,6 +370,7 @@ class IpcGroup:
         with self._guard:
             if self.stopped:
                 raise PlaneAborted
+            # Under the guard: a stop comes before these copies, or finds them on the stream that it drains.
             for copy in copies:
                 device.copy(copy.target, copy.source, copy.nbytes, self._back)
             event = device.new_event()
@@ -416,6 +419,7 @@ class IpcGroup:
 
     def _drain(self) -> None:
         """End the waits of this member's GPU until it has nothing left to do; then let the operations under way end. A thread of its own."""
+        # A thread that enqueues has left after this, and later ones find the group stopped: the GPU's work only gets less.
         with self._enqueuing:
             pass
         self._is_stuck = not self._drain_gpu()
@@ -428,6 +432,7 @@ class IpcGroup:
             time.sleep(_DRAIN_INTERVAL)
         self._quiet.set()
         if self._is_stuck:
+            # The watcher can't end them: it waits for events that the GPU does not come to.
             for one in pending:
                 one.end(PlaneAborted())
 
@@ -557,6 +562,7 @@ class IpcWorker:
         announcements.times[place, self._index] = 0
         if not tensors:
             return None
+        # Only now: all members have posted, so the pieces that their tensors lie in are announced.
         self._imports.refresh()
         table, ins, outs = self._jobs_of(
             operation, announcements.places[place, :, :tensors], announcements.numbers[place]

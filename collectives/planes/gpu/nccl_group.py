@@ -54,7 +54,7 @@ _DRAIN_INTERVAL = 0.001
 """Seconds between two looks at the GPU after a stop: the driver has no event for "nothing is left"."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.00005, 0.002
 """Seconds between two looks whether NCCL has enqueued a call, of which it has no event either; longer each time."""
-_LEAST_SCRATCH = 1 << 20
+_LEAST_SCRATCH = 1 << 20  # bytes
 
 # Offsets in the page of the host behind the tables: the word that ends kernels, and the two words that each kernel writes.
 _STOPPED, _TIMES = 0, 128
@@ -278,6 +278,7 @@ class NcclGroup:
         at = (self._number % RING) * TABLE_BYTES + self._table_bytes
         self._table_bytes += table.words.nbytes
         assert self._table_bytes <= TABLE_BYTES, "the tables of an operation are too large"
+        # The place is free: _await_place() has waited for the end of the operation that had it before.
         ctypes.memmove(self._address + at, table.words.ctypes.data, table.words.nbytes)
         self._device.copy(self._tables + at, self._mapped + at, table.words.nbytes, self.stream)
         words, stopped = self._mapped + RING * TABLE_BYTES, self._tables + RING * TABLE_BYTES
@@ -314,6 +315,7 @@ class NcclGroup:
             base = self._device.allocate(size)
             self._resources.callback(self._device.free, base)
             self._scratch = (base, size)
+        # Operations share it: the stream executes one after the other.
         return self._scratch[0]
 
     def _until_settled(self, deadline: float = float("inf")) -> None:
@@ -370,6 +372,7 @@ class NcclGroup:
         """Stop if NCCL has lost a connection."""
         try:
             with self._device, self._calling:
+                # Under the lock: a communicator that another thread aborts or closes must not be called.
                 if not self._over.is_set():
                     self.communicator.settled()
         except DeviceFailed as error:
@@ -419,6 +422,7 @@ class NcclGroup:
             pending = list(self._under_way.values())
         self._quiet.set()
         if self._is_stuck:
+            # The watcher can't end them: it waits for events that the GPU does not come to.
             for one in pending:
                 one.end(self._reason())
 
@@ -471,6 +475,7 @@ class NcclGroup:
         # A GPU that has failed frees all when the process ends.
         with contextlib.suppress(DeviceFailed), self._device:
             self._resources.close()
+        # It exports the buffer of the map, which can't be closed before.
         del self._anchor
         with contextlib.suppress(BufferError):  # a traceback holds a view: it is unmapped when that goes
             self._host.close()

@@ -101,6 +101,7 @@ class AgreementBoard:
         if tensor is not None:
             first = self._index * _distance(len(tensor))
             np.copyto(self._areas[parity][first : first + len(tensor)], tensor)
+        # Tensor and digest are stored before the count, by which the others know that both are there.
         self._signals.declare(parity, digest)
         self.number = number
         self._signals.post(ARRIVED, number)
@@ -128,6 +129,7 @@ class AgreementBoard:
         """
         if not self._retired:
             self._retired = True
+            # Before the count: a member that reads the count then also finds from which request on this one agrees to nothing.
             self._signals.reduced[self._index] = self.number + 1
             self._signals.post(ARRIVED, _FOR_EVER)
 
@@ -169,6 +171,7 @@ class AgreementBoard:
         for member in members:
             posted = signals.arrived[member]
             if posted < _FOR_EVER:
+                # In the order of retire(). Plain stores do: the process is gone, and members that do this at the same time store the same.
                 signals.reduced[member] = posted + 1
                 signals.arrived[member] = _FOR_EVER
         signals.nudge()
@@ -182,6 +185,7 @@ class AgreementBoard:
         self._areas = ()
         self._signals.close()
         with contextlib.suppress(BufferError):
+            # A BufferError means that an array of tensors() is in use; the memory is unmapped when that goes.
             self._memory.close()
 
 

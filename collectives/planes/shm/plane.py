@@ -121,6 +121,7 @@ class ShmPlane(HostPlane):
             self._memory = memory
             self._slots = Slots(memory, self._layout)
             self._signals = Signals(memory, self._layout, self._index, yields)
+            # An abort may have come before there were signals, whose waits it could end.
             if self._aborted:
                 self._signals.abort()
         self._step = 1
@@ -311,6 +312,7 @@ class ShmPlane(HostPlane):
             self._index,
             self._place(),
         )
+        # Members learn the largest number of steps only by the first step, after which all declarations can be read.
         parity = self._declare(work.steps)
         views = self._slots.whole(_BYTE)
         self._drive(work, 0, 1, views, phases)
@@ -402,6 +404,7 @@ class ShmPlane(HostPlane):
                 self._fd = -1
             if memory is None:
                 return
+            # Under the guard, so that abort() never stores to words that are unmapped.
             self._signals.close()
         self._slots.close()
         self._folds.clear()

@@ -102,6 +102,8 @@ class Signals:
         self._views = [self._words, *rows]
         self._doorbell = ctypes.c_uint32.from_buffer(memory, offset)
         self._address = ctypes.addressof(self._doorbell)
+        # A futex distinguishes 32 sleepers. Members with the same bit are woken together, and sleep again if the
+        # value is not reached.
         self._bit = 1 << (index % 32)
         self._rung = self._nudged = 0
         #: Per row the value up to which this member has woken all that slept for its word.
@@ -125,6 +127,8 @@ class Signals:
         reached = min(words)
         if reached > before and any(self._targets):
             self._wake(row, before, reached)
+        # Last: if an interrupt ends this post early, the next one starts from the older value, and wakes the
+        # sleepers that this one missed.
         self._covered[row] = value
 
     def _wake(self, row: int, before: int, reached: int) -> None:
@@ -189,6 +193,8 @@ class Signals:
             with self._fence:
                 pass
             while True:
+                # Before the flag and the words: a post that comes after they were read changes the doorbell,
+                # so the kernel does not let this thread sleep.
                 seen = self._doorbell.value
                 if self.aborted:
                     raise PlaneAborted
@@ -199,6 +205,7 @@ class Signals:
                     raise PlaneBroken(f"shared memory: members {missing} did not come in time")
                 futex_wait(self._address, seen, self._bit, deadline)
         finally:
+            # Also after an exception: a target that stays makes every later post scan for a sleeper that is gone.
             self._targets[self._index] = 0
 
     def declare(self, parity: int, steps: int) -> None:
@@ -235,6 +242,7 @@ class Signals:
         with self._guard:
             if self._closed:
                 return
+            # Under the guard: abort() and nudge() of other threads would ring in memory that is unmapped.
             self._closed = self.aborted = True
             for view in reversed(self._views):
                 view.release()
@@ -244,7 +252,7 @@ class Signals:
 # Linux's futex: sleeping on a 32-bit word, and waking. The calls are the shared kind (no FUTEX_PRIVATE_FLAG), since the word lies in memory
 # of several processes. They release the GIL. `*_BITSET` lets one call wake exactly those sleepers that have something to do.
 _SYS_FUTEX = 202  # x86-64
-_WAIT_BITSET = 9
+_WAIT_BITSET = 9  # its time limit is absolute, on CLOCK_MONOTONIC, as time.monotonic()
 _WAKE_BITSET = 10
 _EVERYBODY = 0x7FFFFFFF
 

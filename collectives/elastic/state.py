@@ -237,6 +237,7 @@ def elect(saves: int) -> tuple[int, int]:
     engine = context.engine()
     if engine.size == 1:
         return engine.rank, saves
+    # One number whose minimum is the rank with the most saves, and among several the lowest.
     mine = np.array([engine.rank - saves * MOST_RANKS], dtype=np.int64)
     least = int(_reduced(mine, DType.I64, "elastic.root", ReduceOp.MIN)[0])
     return least % MOST_RANKS, -(least // MOST_RANKS)
@@ -322,6 +323,7 @@ class NotificationManager:
         """Notify all listeners of a change. Any thread."""
         with self._lock:
             listeners = list(self._listeners)
+        # Without the lock: a listener may register or remove others.
         for listener in listeners:
             listener.on_hosts_updated(timestamp, update_res)
 

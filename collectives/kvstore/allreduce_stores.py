@@ -226,6 +226,7 @@ class DistSyncStore(KVStore):
             )
             raise
         except Exception as error:
+            # It has ended: the next pull must not wait for it again.
             self._pending[key].popleft()
             withdrawn = isinstance(error, AbortedError) and error.cause.kind is CauseKind.INTERRUPTED
             if pushed.interrupted and withdrawn:
@@ -294,7 +295,7 @@ class DistSyncStore(KVStore):
         Args:
             optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, its name, or a function
                 ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers. The pull
-                    raises its exceptions, the weight is as before, and the store goes on. If it raises on some workers only, their
+                raises its exceptions, the weight is as before, and the store goes on. If it raises on some workers only, their
                 weights differ, and the next round of that key is refused on all.
 
         Raises:

@@ -26,9 +26,9 @@ from hvdlab.collectives.types import DType, ReduceOp
 
 # While a transfer may be under way the poll only yields the core. Once it takes much longer than the bytes would need, some member
 # is late, and the poll sleeps for short times.
-_BYTES_PER_SECOND = 500e6
-_EAGER_SECONDS = 0.002
-_SLEEP_SECONDS = 100e-6
+_BYTES_PER_SECOND = 500e6  # assumed of every transfer
+_EAGER_SECONDS = 0.002  # at least, for small transfers
+_SLEEP_SECONDS = 100e-6  # between two polls
 
 _LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
@@ -209,8 +209,10 @@ class MpiPlane(HostPlane):
                 if time.monotonic_ns() < eager_until:
                     os.sched_yield()
                 else:
+                    # Not time.sleep(): an abort ends this pause.
                     self._aborted.wait(_SLEEP_SECONDS)
         except BaseException:
+            # Also after an interrupt: MPI may use these buffers for as long as the process lives.
             leave_to_library(request, *buffers)
             self._staging.leave()
             self._sent.leave()

@@ -89,6 +89,7 @@ class SubgroupPlanes:
         with self._guard:
             self._planes.append(plane)
             aborted = self.aborted
+        # An abort either found this plane in the list, or had set the flag before the list was changed.
         if aborted:
             raise PlaneAborted
         plane.connect(seconds_left(deadline))

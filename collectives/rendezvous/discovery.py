@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.failover.supervisor import Keeper
 
 PROBE_SECONDS = 5.0
+"""Seconds for one try to reach a published coordinator, at most."""
 
 
 class CoordinatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,6 +133,7 @@ def _probe(address: str, certificate: str, timeout: float) -> None:
 
 
 _LOOK_SECONDS = 1.0
+"""Seconds of one read of the backend."""
 
 
 def await_info(
@@ -162,6 +164,7 @@ def await_info(
                 )
             if info.address and info.answers(left):
                 return info
+            # Of a job that has ended, as a rule; rank 0 publishes its own in this place.
             old = data
         elif data is not None:
             backend.pause(left)
@@ -173,6 +176,7 @@ def await_info(
 
 
 _SHORTEST_TOKEN = 16
+"""Characters that a secret of the user's has at least; a shorter one could be guessed."""
 _CLOSED = "rendezvous closed"
 """Key of the world's store that rank 0 sets once it has closed the rendezvous."""
 RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
@@ -369,6 +373,7 @@ def _start_and_publish(
         if coordinator is not None:
             coordinator.close()
         else:
+            # Without it the other ranks would wait until their deadline.
             backend.publish(CoordinatorInfo(launched.size, error=str(error)).encode(given))
         raise
     except BaseException:

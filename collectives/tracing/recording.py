@@ -392,6 +392,7 @@ class Recording:
         if offset is None:
             self._hold(batch, head)
             return
+        # Replaced before they are fed: a batch whose clock still can't be compared is held again.
         held, self._unaligned = self._unaligned, []
         for earlier, its_head in held:
             self._feed(earlier, its_head)

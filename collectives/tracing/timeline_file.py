@@ -89,6 +89,7 @@ class TimelineFile:
             if len(batch) > self._room:
                 self.dropped += 1
                 return
+            # Before the batch is queued: the thread gives its bytes back as soon as it has the batch.
             self._room -= len(batch)
         self._queue.put((rank, batch))
 
@@ -185,6 +186,7 @@ class TimelineFile:
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]
+        # Only once all is written: after an error the file is cut behind the events before.
         self._size += len(data)
 
     def _salvage(self) -> None:

@@ -254,6 +254,7 @@ class ParameterServerState:
 
     def _on_died(self, event: WorkerDied) -> None:
         worker = self._workers.get(event.rank)
+        # The end of an earlier process of this rank must not remove the one that came in its place.
         if worker is None or worker.pid == event.pid:
             self._dead.add(event.rank)
             self._remove_worker(event.rank, f"died: {event.reason}" if event.reason else "has left")
@@ -400,6 +401,7 @@ class ParameterServerState:
             optimizer.num_update = max([optimizer.num_update, *updates])
         self._stores[number] = _Store(memory, record, optimizer)
         for rank in self._dead:
+            # A rank that came back is a worker again; and the store itself goes with its last worker.
             if rank not in self._workers and number in self._stores:
                 self._remove_from_store(number, rank)
 
@@ -580,6 +582,7 @@ class ParameterServerState:
         _update(optimizer, push.key, new.value, gradient, state)
         new.head[2] = counts[push.key]
         new.applied[store.record.workers.index(rank)] = push.sequence
+        # Value, states, counts and sequence number are all in the other slot: they count together, from here on.
         block.commit()
 
     def _state(self, store: _Store, key: Key, value: Array, arrays: Sequence[Array]) -> Any:

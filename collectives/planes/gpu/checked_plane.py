@@ -215,6 +215,7 @@ class CheckedPlane(Plane):
         with self._guard:
             self._made.append(plane)
             aborted = self._aborted
+        # An abort either found this plane in the list, or had set the flag before the list was changed.
         if aborted:
             plane.abort()
             raise PlaneAborted
@@ -492,6 +493,7 @@ class PlaneCheck:
     def _decide(self, failure: str, members: Sequence[int]) -> None:
         """Write the decision of the member at position 0, unless it has made one."""
         with self._deciding:
+            # The check's own thread and the one that waits for its end may both come here; the first one decides.
             if not self._has_decided:
                 self._has_decided = True
                 self._store.set(_VERDICT, json.dumps([failure, list(members)]).encode())

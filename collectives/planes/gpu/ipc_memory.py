@@ -243,6 +243,7 @@ class ExportedMemory:
         announcements.bases[self._index, slot] = piece.base
         # After the handle: a worker that sees the version finds the handle.
         announcements.versions[self._index, slot] = piece.serial + 1
+        # Last of all: a worker that finds a new generation finds the version, too.
         announcements.generations[self._index] += np.uint64(1)
 
     def _withdraw(self, base: int) -> None:
@@ -297,6 +298,7 @@ class ImportedMemory:
 
     def refresh(self) -> None:
         """Open and close the pieces that have changed since the last call."""
+        # The generations are read before the versions: a change that comes in between is read at the next call.
         for member, generation in enumerate(self._announcements.generations.tolist()):
             if generation != self._generations[member]:
                 self._generations[member] = generation

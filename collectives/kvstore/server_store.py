@@ -159,6 +159,7 @@ class ServerStore(KVStore):
                 raise AbortedError(Pending("create", f"kv.{self._id}", (rank,), answer.ranks), cause)
             self._checked(None, answer)
         for link in self._links:
+            # At the end of the process the connection ends.
             weakref.finalize(self, link.close_store, self._id).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:

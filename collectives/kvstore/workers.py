@@ -26,7 +26,7 @@ from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
-_TEXT_BYTES = 2048
+_TEXT_BYTES = 2048  # all workers broadcast as many, since they don't know the text's length
 
 
 def joined() -> Engine:

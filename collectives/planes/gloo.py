@@ -52,7 +52,7 @@ _SO_ATTACH_FILTER = 26  # Linux; Python does not name it
 _TCP_COUNTS = struct.Struct("120xQQ")  # Linux: bytes acknowledged and received, within struct tcp_info
 # Linux: struct tcp_md5sig is a sockaddr_storage, flags, prefix length, key length, interface, and room for a key.
 _TCP_MD5SIG_EXT = 32
-_SOCKADDR_STORAGE, _MD5_KEY_LIMIT = 128, 80
+_SOCKADDR_STORAGE, _MD5_KEY_LIMIT = 128, 80  # bytes
 _MD5_HEAD = struct.Struct("=BBHi")
 _MD5_PREFIX = 1  # the flag by which the prefix length counts: 0 for all addresses
 _KEY_BYTES = 32  # of a random key that is not kept

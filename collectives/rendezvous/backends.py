@@ -56,6 +56,7 @@ class RendezvousBackend(Protocol):
 # Polled, since there is no event: a shared file system does not notify a host of changes by other hosts.
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
 _LIMIT = 64 * 1024
+"""Bytes of a published file that are read at most."""
 
 
 class DirectoryBackend:
@@ -304,6 +305,7 @@ def _first_line(error: BaseException) -> str:
 
 
 _POLL_SECONDS = 0.001
+"""Seconds between two polls of MPI, which has no event for a broadcast's end."""
 
 
 class MpiBackend:

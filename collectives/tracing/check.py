@@ -33,7 +33,9 @@ METADATA = {
     "thread_sort_index": ("sort_index", int),
 }
 PROBLEMS_SHOWN = 50
+"""Faults of one file that are printed at most."""
 LONGEST_LINE = 1000
+"""Characters of a printed line: names in a file may have any length."""
 
 Event = dict[str, Any]
 Track = tuple[int, int]

@@ -53,14 +53,19 @@ _MAIN_TID = _FIRST_TID["cells"]
 # looked through at one place (and so that every rank has as many events, by which Perfetto orders processes).
 ARRIVALS_PID = 1_000_000
 WRITER_PID = 2_000_000
+"""Process id, in the trace, of events about the trace as a whole."""
 SERVERS_PID = 3_000_000
 """Parameter servers, by their numbers from here on."""
 
 
 HOLD_SECONDS = 1.0
+"""Seconds for which an operation waits for the other ranks' records before it is written without them."""
 UNALIGNED_BATCHES = 256
+"""Batches that may wait until their host's clock has been compared."""
 NAMES_LISTED = 32
+"""Names of a fused operation's tensors that its slice lists at most."""
 PULLS_KEPT = 64
+"""Newest pulls of a value that a later push can be tied to."""
 
 # Names that Horovod's timeline has for the same things, where it has them.
 PHASES = (

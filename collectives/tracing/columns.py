@@ -87,9 +87,13 @@ POINT = np.dtype(
 )
 
 POINTS_KEPT = 1_000_000
+"""Points of all series together, as long as each has more than the least."""
 MOST_PER_SERIES = 20_000
+"""Points of one series at most."""
 LEAST_PER_SERIES = 512
+"""Points that a series may keep however many series there are."""
 SERIES_KEPT = 4096
+"""Series at most; points of further ones are refused and counted."""
 
 _UNITS = {
     "hvdlab/cpu": "%",

@@ -13,9 +13,11 @@ from hvdlab.collectives.tracing.intervals import Times, Union
 from hvdlab.collectives.types import OpKind
 
 SECOND = 1_000_000_000
+"""In nanoseconds, the unit of all times here."""
 SECONDS_KEPT = 600
 """Spans that come later than this are not added to their seconds."""
 INTERVALS_KEPT = 65_536
+"""Intervals of each kind that a rank keeps at most; older ones are forgotten before their seconds are."""
 ARRIVALS_KEPT = 16_384
 """Collectives whose time of submission is remembered; only seconds with recent ones can still turn out differently."""
 
@@ -29,7 +31,9 @@ ALGORITHM, BUS = "hvdlab/bandwidth/algorithm/", "hvdlab/bandwidth/bus/"
 Floats = NDArray[np.float64]
 
 ROWS_AT_ONCE = 8192
+"""Rows that wait at most before the series are amended."""
 ROWS_UNMATCHED = 65_536
+"""Rows of incomplete collectives that are kept at most, the newest."""
 
 # By the definitions of nccl-tests: the part of the algorithm's bytes that goes over the bus, with n members.
 _BUS: dict[OpKind, Callable[[Floats], Floats]] = {

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
 
 SECONDS = 5.0
+"""Length of the stretch that the strip under a cell shows."""
 ROWS_LOOKED_AT = 16_000
+"""Newest rows that are read at most, so that the strip stays cheap at any rate of collectives."""
 STEPS_LOOKED_AT = 512
+"""Newest step times of each rank that are read at most."""
 # The same as in ui/src/model/store.ts, so that no view names a rank that another one does not.
 NOTABLE = 0.05
 TIMES_THE_NEXT = 2

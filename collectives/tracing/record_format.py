@@ -160,7 +160,9 @@ class RecordBatch:
 MAGIC = b"HVDS"
 VERSION = 2
 RECORD_BYTES = 64
+"""Bytes of each record: a fixed size, so that readers find records without decoding them."""
 MAX_TEXT_BYTES = 1024
+"""Bytes of a name or a call site at most."""
 BATCH_RECORDS = 4096
 """Records of a batch at most; a recorder puts further ones into the next batch."""
 
@@ -188,6 +190,7 @@ FIRST_GROUP = 1 << 31
 """From here on, the number of a process set stands for a parameter server's store."""
 _SERVER_BITS = 10
 _MOST_STALE = 0xFFFF
+"""Largest staleness that a record shows; larger ones count as this."""
 
 
 class RecordType(IntEnum):

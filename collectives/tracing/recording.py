@@ -53,11 +53,16 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
 ROWS_KEPT = 1_000_000
+"""Rows of a recording, of 72 bytes each."""
 UNALIGNED_KEPT = 256
+"""Batches that may wait until their host's clock has been compared."""
 LATEST_NS = 1 << 61
+"""Times and offsets from here on are impossible."""
 SERIES = "what follows from the spans (shares, lateness, bandwidth)"
 ANNOTATIONS_KEPT = 2000
+"""Newest annotations that are kept."""
 NAMES_KEPT = 65_536
+"""Names with their sites; all further ones share :data:`OTHER_NAMES`."""
 OTHER_NAMES = "(another name)"
 DEFINITIONS_KEPT = 256
 """Tables of definitions that are remembered: a few for each rank, since the steps of a training are alike."""

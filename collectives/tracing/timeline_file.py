@@ -22,6 +22,7 @@ from hvdlab.collectives.tracing.record_format import decode
 QUEUED_BYTES = 128 * 1024 * 1024
 """Bytes of batches that may wait for the disk; more than the history that a late subscriber gets at once."""
 WRITE_BYTES = 65536
+"""Bytes of events that are collected for one write."""
 CLOCK = "start_time_since_epoch_in_micros"
 EXIT_SECONDS = 10.0
 """Seconds that the end of the process waits for a disk that is stuck."""

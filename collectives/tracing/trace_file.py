@@ -56,8 +56,11 @@ Format = Literal["json", "json.gz"]
 GZIP_LEVEL = 3
 
 OPERATIONS_AT_ONCE = 64
+"""Operations in one portion of events."""
 ROWS_OF_FILE = 20_000_000
+"""Rows that are read from a file at most."""
 EVENTS_AT_ONCE = 2048
+"""Events that wait at most before they go to the recording; and operations whose ranks are remembered."""
 LINE_MOST = 1 << 20
 """Bytes of the longest line. An event has some hundred."""
 RATIO_MOST = 100

@@ -19,7 +19,7 @@ from hvdlab.collectives.kvstore.workers import Workers, wait_for_handles
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.system import host_key
 
-_NAME_BYTES = 16
+_NAME_BYTES = 16  # random, so that names of several exchanges differ
 
 
 class _KnownAddresses(msgspec.Struct, frozen=True):

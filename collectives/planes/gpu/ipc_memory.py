@@ -158,7 +158,7 @@ class GpuAnnouncements:
 
 NOWHERE = ALLOCATIONS
 """Slot of a tensor without elements, of which nothing is read or written."""
-_ANY_ADDRESS = 16
+_ANY_ADDRESS = 16  # not 0, which stands for a piece that is not open
 
 
 class ExportedMemory:

@@ -36,8 +36,8 @@ OPERATORS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN
 
 _SONAME = "libnccl.so.2"
 _BYTES = 0  # the type that data is moved as
-_SUCCESS, _IN_PROGRESS = 0, 7
-_MAGIC = 0xCAFEBEEF
+_SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
+_MAGIC = 0xCAFEBEEF  # by which NCCL recognises an ncclConfig_t
 _PAUSE = 0.001  # seconds between two polls of NCCL's work in the background, for which it has no event
 
 

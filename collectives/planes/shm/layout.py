@@ -41,10 +41,10 @@ LARGEST_PLACE = 512 * 1024
 LONE_PLACE = 64 * 1024
 """The same for a single member, whose plane copies a tensor once and not twice."""
 
-PAGE = 4096
+PAGE = 4096  # bytes
 PHASE = PAGE // 2
-LINE = 64
-WORD = 8
+LINE = 64  # bytes of a cache line
+WORD = 8  # bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ class Signals:
 _SYS_FUTEX = 202  # x86-64
 _WAIT_BITSET = 9  # its time limit is absolute, on CLOCK_MONOTONIC, as time.monotonic()
 _WAKE_BITSET = 10
-_EVERYBODY = 0x7FFFFFFF
+_EVERYBODY = 0x7FFFFFFF  # how many sleepers one call wakes at most
 
 _syscall = ctypes.CDLL(None).syscall
 _syscall.restype = ctypes.c_long

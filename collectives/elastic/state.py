@@ -64,9 +64,12 @@ class State:
     def __init__(self, bcast_object: BroadcastObject, get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
+        #: News that check_host_updates() has not read: when, and which change. Any thread adds some.
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        #: Time of the latest change on which all ranks have agreed, in seconds since 1970.
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], Any]] = []
+        #: Commits of this rank; none on a rank that only received the state.
         self._commits = 0
 
     def __getstate__(self) -> dict[str, Any]:

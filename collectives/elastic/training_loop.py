@@ -113,8 +113,11 @@ class Attempts:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        #: The engine whose coordinator learns of the attempts; None without hvd.init().
         self._engine: Engine | None = None
+        #: The last disagreement of the ranks, and the commits before it.
         self._disagreement: tuple[str, object] | None = None
+        #: How often training has begun again.
         self._resets = 0
         #: The processes of the world in which this rank trained last.
         self._together: frozenset[object] = frozenset()
@@ -148,6 +151,7 @@ class Attempts:
             isinstance(error, AbortedError) and error.cause.kind in DISAGREEMENTS
         ):
             disagreement = (str(error), getattr(self._state, "_commits", None))
+            # The same again, without a commit in between: another attempt would end alike.
             if disagreement == self._disagreement:
                 raise error
             self._disagreement = disagreement

@@ -626,6 +626,7 @@ class _ForUser:
         gradient = wrap_rows(received) if isinstance(received, RowSparse) else wrap(received)
         self.updater(key, gradient, weight)
         changed = array_type.view(weight)
+        # The framework may have given the updater a copy.
         if not np.shares_memory(changed, stored):
             np.copyto(stored, changed)
 

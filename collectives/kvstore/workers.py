@@ -157,6 +157,7 @@ class Workers:
         encoded = text.encode()[:_TEXT_BYTES]
         sent[: len(encoded)] = np.frombuffer(encoded, np.uint8)
         self.submit_broadcast(sent, name).wait()
+        # The text may have been cut in the middle of a character.
         return sent.tobytes().rstrip(b"\0").decode(errors="ignore")
 
     def submit_gather(self, array: Array, name: str) -> Handle:

@@ -204,8 +204,10 @@ class Export:
         self.error: Exception | None = None
         self.exporter = exporter
         self.names = tuple(names)
+        #: Whether each name that came so far matches a pattern.
         self._wanted: dict[str, bool] = {}
         self._limit = limit
+        #: Points that wait for the exporter, oldest first. Under ``_changed``.
         self._waiting: deque[Point] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -316,8 +318,11 @@ class RecordingExport(Export):
         self._amended = amended
         self._interval = interval
         # Before this export is among the open ones, or it would replace itself.
+        #: Number of the next point to export.
         self._next = self._replace()
+        #: Points that late spans may still change, by rank, name and time.
         self._may_change: dict[tuple[int, str, int], Point] = {}
+        #: Latest time of a point so far, on the recording's axis.
         self._newest_ns = 0
         self._stopping = threading.Event()
         self._reader = threading.Thread(target=self._read, name="hvdlab-export-reader", daemon=True)

@@ -74,9 +74,11 @@ class GlooPlane(HostPlane):
         # Gloo has no int16 kernels; int32 holds every sum that int16 would, and wraps alike when narrowed.
         self._staging = Staging({DType.I16: np.dtype(np.int32)})
         self._group: Any = None
+        #: Addresses of all members' listeners, by which Gloo's connections are found among the process's.
         self._ports: set[tuple[str, int]] = set()
         self._listeners: set[tuple[str, int]] = set()  # where Gloo listens for other members, while it does
         self._aborted = threading.Event()
+        #: Set when the operation that goes on ends, or by an abort.
         self._settled = threading.Event()
         self._busy = False  # whether a thread begins an operation or waits for its end
         self._running: list[Any] = []  # the operation that goes on, if one does

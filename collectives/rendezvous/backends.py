@@ -84,6 +84,7 @@ class DirectoryBackend:
         draft = self._directory / f"{self.key}.{os.getpid()}"
         try:
             self._write(draft, data)
+            # Only when it is whole: other ranks read the data before or all of these.
             draft.rename(self._directory / self.key)
         except BaseException as error:
             with suppress(OSError):
@@ -145,6 +146,7 @@ class DirectoryBackend:
         except OSError as error:
             raise StartError(f"Rank 0's announcement in {path} can't be read: {error}") from error
         with open(descriptor, "rb") as file:
+            # Of the open file: the path may lead to another one by now.
             status = os.fstat(file.fileno())
             _require_private(path, status, stat.S_ISREG)
             return [(status.st_mtime_ns, file.read(_LIMIT))]
@@ -196,6 +198,7 @@ def _require_private(path: Path, status: os.stat_result, kind: object) -> None:
 
 
 _PAUSE = 0.2
+"""Seconds between two reads of a store that has an earlier job's data."""
 
 
 class TcpStoreBackend:

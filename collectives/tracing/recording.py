@@ -360,12 +360,18 @@ class Recording:
         self._planes = Planes()
         self._numbering = Numbering()
         self._alignment = Alignment()
+        #: Batches of hosts whose clock has not been compared yet.
         self._unaligned: list[tuple[bytes, Head]] = []
+        #: Records of batches for which there was no room among these.
         self._unaligned_dropped = 0
+        #: Records that each rank has dropped or refused, by its last batch.
         self._lost: dict[int, int] = {}
+        #: Clock of each rank.
         self._domains: dict[int, int] = {}
+        #: Errors of the ranks' clocks that a trace file gives, in ns.
         self._given_errors: dict[int, int] = {}
         self._membership = Membership()
+        #: Guards all of this; notified of each change.
         self._changed = threading.Condition()
         self._version = 0
         self._closed = False

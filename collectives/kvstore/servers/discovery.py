@@ -149,6 +149,7 @@ class Servers:
     def _of_host(known: list[_KnownAddresses], host: str) -> list[ServerAddress]:
         found: dict[int, ServerAddress] = {}
         for address in (address for worker in known for address in worker.addresses if address.host == host):
+            # The messages are in the order of ranks: where two have started servers, the lower rank's count.
             found.setdefault(address.index, address)
         return [found[index] for index in sorted(found)]
 

@@ -118,12 +118,15 @@ class CheckedPlane(Plane):
         self._aborted = False
         self._timeout = 30.0
         self._slice = 0
+        #: Number of this member's GPU in its process.
         self._ordinal = 0
         #: The plane that operations use, once it is decided upon.
         self._used: Plane | None = None
         #: Planes that were made, which an abort must end.
         self._made: list[Plane] = []
+        #: Check of the plane that was chosen.
         self._check: PlaneCheck | None = None
+        #: Gives up a plane that failed its check.
         self._discarding: threading.Thread | None = None
 
     @classmethod

@@ -60,9 +60,13 @@ class HierarchicalPlane(HostPlane):
         self._topology = Topology.of(context.hosts, context.index)
         self._subgroups = SubgroupPlanes(context)
         self._flat_kinds = tuple(filter(None, context.options.get("flat", "").split(",")))
+        #: Plane of this host's members.
         self._inner: HostPlane
+        #: Plane of this member's column; None on a member that carries nothing.
         self._outer: HostPlane | None = None
+        #: The one of these that can do everything by itself, if one can.
         self._alone: HostPlane | None = None
+        #: Outer plane of all members, for the operations that go through it.
         self._flat: HostPlane | None = None
         self._packed, self._slice, self._whole = Scratch(), Scratch(), Scratch()
         # One thread of a process calls MPI at a time.
@@ -214,6 +218,7 @@ class HierarchicalPlane(HostPlane):
         if blocks == 1:
             reduce(phases)
             return None
+        # With times of its own: the executor's thread adds to the operation's in the meantime.
         return self._outer_thread.submit(partial(reduce, PhaseTimes()))
 
     def _gather_slices(

@@ -90,13 +90,17 @@ class ShmPlane(HostPlane):
         self._index, self._size, self._fd = context.index, context.size, context.memory_fd
         self._layout = layout_from(context.options, context.size)
         self._small = min(SMALL_BYTES, self._layout.chunk_bytes)
+        #: Bytes of a chunk that tune() has set; 0 leaves them to the choice.
         self._slice = 0
+        #: Steps of all operations so far, the same on all members between operations.
         self._step = 0
+        #: Numbers that this member has declared, which select the row for the next one.
         self._declared = 0
         self._choice = ChunkChoice(context.size, self._layout.chunk_bytes)
         # Operations that move bytes to one place for each member, or from one, have chunks of the default's size.
         self._default = min(CHUNK_BYTES, self._layout.chunk_bytes)
         self._folds: dict[tuple[DType, ReduceOp], Fold] = {}
+        #: Held while the memory and its signals come and go, so that an abort finds both or none.
         self._guard = threading.Lock()
         self._aborted = False
         self._memory: mmap.mmap | None = None

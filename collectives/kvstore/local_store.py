@@ -239,6 +239,7 @@ class KVStore(KVStoreBase):
         assert self._updater is not None
         stored = self._values[key]
         if isinstance(stored, np.ndarray):
+            # If an updater raises, no value of the call may have changed.
             weight = stored.copy()
             self._updater(key, total, weight)
             return weight

@@ -96,9 +96,11 @@ class Tracks:
     """Maker of events. It remembers the introduced tracks, the occupied lanes and the open cells."""
 
     def __init__(self) -> None:
+        #: Processes and threads of the trace that have a name already.
         self._known: set[tuple[int, int]] = set()
         self._lane_ends: dict[tuple[int, str], list[int]] = {}
         self._cells: dict[int, list[OpenCell | None]] = {}
+        #: Latest time that was seen on each rank.
         self._latest: dict[int, int] = {}
         self._next_id = 0
 
@@ -372,9 +374,13 @@ class OperationMatcher:
 
     def __init__(self, hold: float) -> None:
         self._hold = hold
+        #: Operations whose records are not complete, the oldest first.
         self._open: OrderedDict[Key, MatchedOperation] = OrderedDict()
+        #: Operation that each rank recorded last, of which more spans may follow.
         self._current: dict[int, Key] = {}
+        #: Operations that a rank has gone on from since the last completed().
         self._left: set[Key] = set()
+        #: Epoch and number of members, by process set.
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def members(self, event: Members) -> None:
@@ -466,7 +472,9 @@ class ChromeTrace:
         self._alignment = Alignment()
         self._operations = OperationMatcher(hold)
         self._tracks = Tracks()
+        #: Batches of hosts whose clock has not been compared yet, by clock.
         self._unaligned: dict[int, list[RecordBatch]] = {}
+        #: Records for which there was no room among these, by rank.
         self._unaligned_lost: dict[int, int] = {}
         self._lost: dict[tuple[int, str], int] = {}
         self._cycles: dict[int, tuple[int, int]] = {}

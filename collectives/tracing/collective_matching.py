@@ -97,6 +97,7 @@ class Numbering:
             return None
         known = [number for number in map(self._new.get, keys) if number is not None]
         if len(known) == len(keys):
+            # This rank has recorded one of them before, so its number is used again for another collective.
             if any(number & bit for number in known):
                 return None
             self._new.update(zip(keys, [number | bit for number in known], strict=True))

@@ -240,6 +240,7 @@ class CudaDevice:
         _checked(driver.cuEventSynchronize(event))
 
     def drained(self, stream: int) -> bool:
+        # Any error counts as drained, too: the work of a GPU that has failed is gone.
         return bool(driver.cuStreamQuery(stream)[0] != _NOT_READY)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
@@ -281,6 +282,7 @@ class CudaDevice:
     def _kernel(self, dtype: DType | None, op: ReduceOp) -> Any:
         key = (dtype, ReduceOp.SUM if dtype is None else op)
         with self._guard:
+            # Under the guard, so that threads that need the same kernel compile it once.
             if key not in self._kernels:
                 module = _checked(driver.cuModuleLoadData(compiled_kernel(dtype, op, self._capability)))
                 name = kernel_name(dtype).encode()

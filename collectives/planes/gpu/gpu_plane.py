@@ -303,6 +303,7 @@ class GpuPlane(Plane, Generic[Joined]):
         with self._guard:
             self._group = group
             if self._aborted:
+                # The abort came while this member joined, when there was no group to stop.
                 group.stop()
         group.connect(deadline)
         others = [rank for index, rank in enumerate(self.context.ranks) if index != self.context.index]

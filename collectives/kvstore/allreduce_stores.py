@@ -304,6 +304,7 @@ class DistSyncStore(KVStore):
         """
         found = create(optimizer) if isinstance(optimizer, str) else optimizer
         with self._lock:
+            # The sums of earlier pushes belong to the optimizer before.
             self._store_pushed(self._pending)
             if isinstance(found, Optimizer):
                 found = copy.deepcopy(found)
@@ -417,7 +418,7 @@ class RankStore(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """False for every capability: nothing is stored here that an optimizer could run on."""
+        """Return false for every capability: nothing is stored here that an optimizer could run on."""
         return False
 
     @property
@@ -489,7 +490,7 @@ class Horovod(RankStore):
 
     @property
     def type(self) -> str:
-        """``horovod``."""
+        """Return ``horovod``."""
         return "horovod"
 
 
@@ -603,7 +604,7 @@ class BytePS(RankStore):
 
     @property
     def type(self) -> str:
-        """``byteps``."""
+        """Return ``byteps``."""
         return "byteps"
 
 

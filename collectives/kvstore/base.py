@@ -222,22 +222,22 @@ class TestStore(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """False for ``optimizer``; ``ValueError`` for any other name."""
+        """Return false for ``optimizer``; raise ``ValueError`` for any other name."""
         if capability.lower() == KVStoreBase.OPTIMIZER:
             return False
         unknown_capability(capability)
 
     @property
     def type(self) -> str:
-        """``teststore``."""
+        """Return ``teststore``."""
         return "teststore"
 
     @property
     def rank(self) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     @property
     def num_workers(self) -> int:
-        """1."""
+        """Return 1."""
         return 1

@@ -292,7 +292,7 @@ class Export:
 
 
 class RecordingExport(Export):
-    """An export of all points of a recording, from its beginning, and of those that come until the recording or this is closed.
+    """Export of all points of a recording, from its beginning, and of those that come until the recording or this is closed.
 
     It replaces another export of the same recording with the same target, and goes on where that one ended if it
     is about the same metrics.

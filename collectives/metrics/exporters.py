@@ -156,7 +156,7 @@ class WandB:
             self._run.log(row)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def _active() -> Any:
@@ -203,7 +203,7 @@ class MLflow:
         return _NOT_ALLOWED.sub("_", self._key(point))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def key_of(pattern: str) -> Callable[[Point], str]:

@@ -68,7 +68,7 @@ class ProcessUsage:
         ]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def ask_frameworks(in_use: DevicesInUse) -> None:
@@ -157,7 +157,7 @@ class GpuUsage:
         return self._ask(self._nvml.nvmlDeviceGetHandleByUUID, start)
 
     def close(self) -> None:
-        """Let go of the library."""
+        """Shut the library down."""
         self._ask(lambda _: self._nvml.nvmlShutdown(), None)
 
 

@@ -31,7 +31,7 @@ class PlaneBroken(Exception):
 
 
 class KeyValue(ABC):
-    """The rendezvous store of one process set and epoch, kept by the coordinator. Blocking, any thread."""
+    """Rendezvous store of one process set and epoch, kept by the coordinator. Blocking, any thread."""
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None: ...

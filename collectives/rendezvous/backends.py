@@ -163,7 +163,7 @@ class DirectoryBackend:
                 self._directory.rmdir()
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file is kept open."""
 
     @property
     def place(self) -> str:
@@ -359,10 +359,10 @@ class MpiBackend:
         time.sleep(seconds)
 
     def withdraw(self) -> None:
-        """Nothing is left lying about."""
+        """Do nothing: a broadcast leaves nothing behind."""
 
     def close(self) -> None:
-        """MPI itself goes on: the data plane may use it."""
+        """Leave MPI running: the data plane may use it."""
 
     @property
     def place(self) -> str:

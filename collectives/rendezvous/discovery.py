@@ -251,7 +251,7 @@ class DiscoveredWorld:
             ) from error
 
     def release(self) -> None:
-        """Let go of the world. The coordinator ends after the last rank."""
+        """Release the world. The coordinator ends after the last rank."""
         self._backend.withdraw()
         self._backend.close()
         if self._keeper is not None:

@@ -145,7 +145,7 @@ def _digest(rows: Rows, names: NDArray[Any]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveArrivals:
-    """The arrivals at the collective of each row.
+    """Arrivals at the collective of each row.
 
     Attributes:
         ranks: Ranks whose rows are here; 0 for rows that never became an operation.

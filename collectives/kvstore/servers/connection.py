@@ -42,7 +42,7 @@ from hvdlab.collectives.system import process_state, require_own_peer
 from hvdlab.collectives.time_limits import Deadline
 
 RECOVER_WITHIN = 120.0
-"""Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: what it kept is not lost."""
+"""Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: its values are not lost."""
 _CONNECT_SECONDS = 5.0
 """Seconds for one try to connect: while the network is gone the system's own tries are ever longer apart, up to a minute."""
 _POLL_MILLISECONDS = 1000

@@ -55,13 +55,13 @@ from hvdlab.collectives.planes.gpu.jobs import MOST_ADDRESSES, GpuOperation, Inp
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 QUIET_WITHIN = 0.5
-"""Seconds that the workers get to say that their GPUs write nothing more, once this member's own GPU is drained or given up."""
+"""Seconds that the workers get to signal that their GPUs write nothing more, once this member's own GPU is drained or given up."""
 STUCK_AFTER = 10.0
-"""Seconds that this member's GPU gets, after a stop, for what comes before our work, such as a kernel of the user's."""
+"""Seconds that this member's GPU gets, after a stop, for work before the group's, such as a kernel of the user's."""
 _BEYOND = 1 << 30
-"""How far ahead of all operations the values are that end every wait."""
+"""How far ahead of all operations the values are that end every wait; less than 2**31, as the GPU compares overflowing counters."""
 _DRAIN_INTERVAL = 0.001
-"""Seconds between two looks at the GPU after a stop: the driver has no event for "nothing is left"."""
+"""Seconds between two polls of the GPU after a stop: the driver has no event for "nothing is left"."""
 _FOREVER = 1 << 62
 """The number up to which a member that is no worker has executed all operations: nothing waits for it."""
 _TABLES = 64

@@ -45,15 +45,15 @@ TABLE_BYTES = 1 << 17
 LEARN_WITHIN = 0.2
 """Seconds that the other members get to learn that the epoch has ended, before this member's communicator is aborted."""
 STUCK_AFTER = 10.0
-"""Seconds that this member's GPU gets, after a stop, for what comes before our work, such as a kernel of the user's."""
+"""Seconds that this member's GPU gets, after a stop, for work before the group's, such as a kernel of the user's."""
 SEND_WITHIN, CLOSE_WITHIN = 3.0, 6.0
-"""Seconds that NCCL gets to send what other members still wait for when the group is closed, and to free everything."""
+"""Seconds that NCCL gets, when the group is closed, to send data that other members still wait for, and to free everything."""
 CHECK_INTERVAL = 0.5
-"""Seconds between two questions to NCCL whether a connection was lost, of which it has no event."""
+"""Seconds between two polls of whether NCCL has lost a connection, of which it has no event."""
 _DRAIN_INTERVAL = 0.001
-"""Seconds between two looks at the GPU after a stop: the driver has no event for "nothing is left"."""
+"""Seconds between two polls of the GPU after a stop: the driver has no event for "nothing is left"."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.00005, 0.002
-"""Seconds between two looks whether NCCL has enqueued a call, of which it has no event either; longer each time."""
+"""Seconds between two polls of whether NCCL has enqueued a call, of which it has no event either; longer each time."""
 _LEAST_SCRATCH = 1 << 20  # bytes
 
 # Offsets in the page of the host behind the tables: the word that ends kernels, and the two words that each kernel writes.

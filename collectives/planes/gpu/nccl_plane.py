@@ -175,6 +175,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         def steps(member: NcclMember) -> None:
             group = member.group
             word = group.scratch(LINE)
+            # NCCL has no barrier; an allreduce of one byte ends once all have come.
             group.call(group.communicator.allreduce, word, word, 1, DType.U8, ReduceOp.MAX)
 
         return self._run(steps, [], phases)
@@ -193,7 +194,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
 
 @dataclass(frozen=True, slots=True)
 class NcclMember:
-    """A member while it enqueues an operation.
+    """Member while it enqueues an operation.
 
     Attributes:
         group: The group that enqueues the steps.
@@ -289,6 +290,7 @@ def _reducescatter(member: NcclMember, source: int, counts: Sequence[int], out: 
     slices = _in_turn(counts)
     widest = _largest_block(max(counts), most)
     scratch = member.group.scratch(member.size * _up(min(widest, max(counts)) * itemsize))
+    # As many blocks on all members, also where this one's slice has ended: the others need its share.
     for begin, elements in _blocks(max(counts), most):
         shares = [RankShare(s.begin + begin, max(0, min(elements, s.count - begin))) for s in slices]
         _fold_share(member, source, shares, out + begin * itemsize, how, scratch)
@@ -344,7 +346,7 @@ def _shares(count: int, members: int, itemsize: int) -> list[RankShare]:
 
 
 def _blocks(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Begin and elements of the blocks of ``most`` elements that ``count`` elements are worked through in."""
+    """Yield begin and elements of the blocks of ``most`` elements into which ``count`` elements are divided."""
     size = _largest_block(count, most)
     for begin in range(0, count, size):
         yield begin, min(size, count - begin)

@@ -250,6 +250,7 @@ class Routing:
             tables.append(np.array([row[c] for row in announced for c in columns], _SIZE))
             mine = len(top.served(top.local, top.host))
             incoming.append(np.empty((len(top.hosts[host]), mine), _SIZE))
+        # The sizes first: a carrier knows only its own host's.
         _alltoall(outer, [t.view(np.uint8) for t in tables], [_flat(i) for i in incoming], phases)
         arrived = [np.empty(int(i.sum()), np.uint8) for i in incoming]
         _alltoall(outer, parcels, arrived, phases)

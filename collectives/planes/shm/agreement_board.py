@@ -181,7 +181,7 @@ class AgreementBoard:
         self._signals.abort()
 
     def close(self) -> None:
-        """Let go of the memory. No thread may wait at the board any more; arrays of :meth:`tensors` in use keep it until they are gone."""
+        """Release the memory. No thread may wait at the board any more; arrays of :meth:`tensors` in use keep it until they are gone."""
         self._areas = ()
         self._signals.close()
         with contextlib.suppress(BufferError):

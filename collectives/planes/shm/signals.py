@@ -238,7 +238,7 @@ class Signals:
             self._ring(self._members + self._index, self._bit)
 
     def close(self) -> None:
-        """Let go of the memory. Later calls of :meth:`abort` do nothing."""
+        """Release the memory. Later calls of :meth:`abort` do nothing."""
         with self._guard:
             if self._closed:
                 return

@@ -96,7 +96,7 @@ FINAL = frozenset(
         CauseKind.SHUTDOWN,
     )
 )
-"""Causes after which no other rank is left for another attempt, or the user does not want one."""
+"""Causes after which no other rank is left for another attempt, or the user has interrupted or ended the training."""
 
 DISAGREEMENTS = frozenset((CauseKind.MISMATCH, CauseKind.DEADLOCK))
 """Causes that lie in the ranks' code, which is likely to do the same the next time."""

@@ -61,7 +61,7 @@ class _Pushed:
 
 
 class DistSyncStore(KVStore):
-    """Values that all workers share: a round of a key ends when every worker has pushed it. Made by ``create``.
+    """Store of values that all workers share: a round of a key ends when every worker has pushed it. Made by ``create``.
 
     Making one is collective: every worker makes its stores in the same order.
 
@@ -530,7 +530,7 @@ class PushPull:
 
 @KVStoreBase.register
 class BytePS(RankStore):
-    """Sums and broadcasts by the names of BytePS; joins the world when it is made. Nothing is stored."""
+    """Store with sums and broadcasts by the names of BytePS; joins the world when it is made. Nothing is stored."""
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Copy rank 0's value to ``out`` on all ranks. Every rank calls it.

@@ -248,7 +248,7 @@ def _left_to_right(blocks: Sequence[Array], out: Array, scratch: Array) -> None:
 
 
 def _by_fours(blocks: Sequence[Array], out: Array, scratch: Array) -> None:
-    """``x0 + (((x1 + x2) + x3) + x4)``, then the next four in the same way."""
+    """Sum as ``x0 + (((x1 + x2) + x3) + x4)``, then the next four in the same way."""
     total = blocks[0]
     for first in range(1, len(blocks), 4):
         four = blocks[first : first + 4]

@@ -85,7 +85,7 @@ class ServerInfo:
 
 
 class KVStore(KVStoreBase):
-    """Values by key, to which arrays are pushed and from which they are pulled. Made by :func:`hvdlab.kvstore.create`.
+    """Store of values by key, to which arrays are pushed and from which they are pulled. Made by :func:`hvdlab.kvstore.create`.
 
     Keys are ints of 32 bits or strings; a store holds one kind, fixed by its first use. A value is an array of numpy, torch or
     another framework, or a list of arrays, one per device, which are summed. Values are copied in and out: a pulled value never

@@ -105,7 +105,7 @@ _Pulled = tuple[KeyShard, ServerRequest]
 
 
 class ServerStore(KVStore):
-    """Values on parameter servers, one process on each host by default. Made by ``create``.
+    """Store of values on parameter servers, one process on each host by default. Made by ``create``.
 
     Making one is collective: every worker makes its stores in the same order.
 

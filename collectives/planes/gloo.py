@@ -290,7 +290,7 @@ class GlooPlane(HostPlane):
         self._group = None
 
     def _give_up(self) -> None:
-        """Leave the operation that does not end, and its group, to Gloo, which gives up on it after a long time."""
+        """Leave the operation that does not end, and its group, to Gloo, which gives it up after ``_GLOO_TIMEOUT``."""
         self.gave_up = True
         kept = [self._group, *self._running]
         work = kept[-1]

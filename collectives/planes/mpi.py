@@ -34,7 +34,7 @@ _LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COM
 
 
 class MpiPlane(HostPlane):
-    """Collectives of one process set and epoch over MPI. See :class:`hvdlab.collectives.planes.base.Plane`."""
+    """Data plane of one process set and epoch over MPI. See :class:`hvdlab.collectives.planes.base.Plane`."""
 
     name = "mpi"
 

@@ -21,7 +21,7 @@ from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.time_limits import Deadline
 
 INNER, OUTER = "shm", "gloo"
-"""The planes within and between hosts, unless the options say otherwise."""
+"""The planes within and between hosts, unless the options name others."""
 
 
 class SubgroupPlanes:

@@ -34,7 +34,7 @@ Segment = tuple[int, int, int]
 """Number of a tensor, and where its elements begin and end in the vectors."""
 
 BLOCK = 1 << 13
-"""Elements worked through at a time: what is read twice is still in the cache, and BLAS starts no threads for them."""
+"""Elements worked through at a time: elements that are read twice are still in the cache, and BLAS starts no threads for them."""
 
 
 def levels(members: int) -> list[list[Pair]]:

@@ -53,7 +53,7 @@ class WideReduction:
         self.width = 2 if op is ReduceOp.AVERAGE and dtype is DType.I64 else 1
 
     def encode(self, source: npt.NDArray[Any]) -> Wide:
-        """``width`` int64 for each element of a flat array."""
+        """Return ``width`` int64 for each element of a flat array."""
         values = source.astype(np.int64)
         if self._prescale != 1.0:
             values = _truncated(source.astype(np.float64) * self._prescale)

@@ -38,7 +38,7 @@ NOTES = "notes"
 CLOCK_COMPARED = "CLOCK_COMPARED"
 """A note on a rank of another host: how well its clock is known."""
 STORES = "stores"
-"""Track of a rank's requests to parameter servers, and category of what the servers do for it."""
+"""Track of a rank's requests to parameter servers, and category of the servers' work for it."""
 TRACKS = {
     "cells": "cells",
     "collectives": "collectives",
@@ -318,7 +318,7 @@ class MatchedOperation:
     ranks: dict[int, list[Placed]] = field(default_factory=dict)
 
     def tensors(self) -> list[dict[int, Placed]]:
-        """Each tensor's span by rank. Equal names (anonymous tensors) are matched in order."""
+        """Return each tensor's span by rank. Equal names (anonymous tensors) are matched in order."""
         found: dict[tuple[str, int], dict[int, Placed]] = {}
         for rank, spans in self.ranks.items():
             seen: dict[str, int] = {}

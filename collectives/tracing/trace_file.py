@@ -81,7 +81,7 @@ _NOTES = {
     "left": ("RANK_LEFT", ""),
     "formed": ("GENERATION", ""),
 }
-"""What the beginning and the end of each kind of mark are called."""
+"""Names of the beginning and the end of each kind of mark."""
 
 
 # -- a recording as events ---------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ _LONGEST_RESTART_PAUSE_SECONDS = 0.8
 _TRY_AGAIN_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 3.2
 """Pause between two tries to have the server back, and how long it becomes while it doubles."""
 SILENT_SECONDS = 2.0
-"""Seconds without an answer after which a worker asks whether its server is there at all; a server that does not answer is logged."""
+"""Seconds without an answer after which a worker probes its server; a server that does not answer is logged."""
 _NAMED_KEYS = 8
 """Keys that the error of a lost server names at most."""
 _SWEEP_FROM = 8
@@ -354,7 +354,7 @@ class ServerLink:
         return self._lost is not None
 
     def close_store(self, store: int) -> None:
-        """Use a store no more. Does not wait, and takes no lock."""
+        """Close a store for this worker. Does not wait, and acquires no lock."""
         self._closing.append(store)
         self._wake()
 

@@ -105,7 +105,7 @@ class Servers:
             return links, [(worker.rank, worker.host) for worker in known]
 
     def publish_addresses(self, links: Iterable[ServerLink]) -> str:
-        """Leave the servers' addresses at the coordinator, for a restarted worker. Returns the name for :meth:`find_published`."""
+        """Leave the servers' addresses at the coordinator, for a restarted worker. Return the name for :meth:`find_published`."""
         name = f"kv.servers.left.{os.urandom(_NAME_BYTES).hex()}"
         addresses = tuple(link.address for link in links)
         neighbours = tuple(tuple(sorted(link.neighbours)) for link in links)

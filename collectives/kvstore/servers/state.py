@@ -107,7 +107,7 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class ServerTick:
-    """The time that :meth:`ParameterServerState.next_tick` named has come."""
+    """Event at the time that :meth:`ParameterServerState.next_tick` named."""
 
 
 Event = WorkerArrived | ServerReceived | WorkerDisconnected | WorkerDied | ServerTick
@@ -195,7 +195,7 @@ class ParameterServerState:
         self._dead: set[int] = set()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """React to an event at ``now``, in seconds. Returns the effects, which the caller carries out in order."""
+        """React to an event at ``now``, in seconds. Return the effects, which the caller carries out in order."""
         if isinstance(event, ServerReceived):
             try:
                 self._on_message(event, now)

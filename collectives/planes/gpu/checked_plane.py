@@ -67,7 +67,7 @@ _VERDICT = "verdict"
 _failed: dict[tuple[str, ...], str] = {}
 """Groups whose plane failed its check, and why: the plane's name, and of each member its GPU and its process.
 
-A group with another process is another one: a rank that was replaced may be what mends it.
+A group with another process is another one: a replaced rank may mend it.
 """
 
 
@@ -374,7 +374,7 @@ def chosen_plane(
 
 
 _warned: set[tuple[int, ...]] = set()
-"""Ranks of which this process has said that they all stay on the first of several GPUs."""
+"""Ranks for which this process has warned that they all stay on the first of several GPUs."""
 
 
 def _warn_of_one_gpu(context: PlaneContext, members: Sequence[MemberGpu]) -> None:

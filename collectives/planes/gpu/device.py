@@ -166,7 +166,7 @@ class Device(Protocol):
         ...
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """Go on once the 32-bit word is at least ``value``, compared as counters that may overflow: ``(int32)(word - value) >= 0``."""
+        """Make the stream wait until the 32-bit word is at least ``value``, compared as counters that may overflow: ``(int32)(word - value) >= 0``."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:

@@ -22,7 +22,7 @@ from hvdlab.collectives.planes.gpu.device import Allocation, DeviceFailed, Kerne
 from hvdlab.collectives.types import DType, ReduceOp
 
 _SOON = 60_000
-"""Nanoseconds for which a thread that waits for an event offers its core to others before it sleeps: about what sleeping and waking cost."""
+"""Nanoseconds for which a thread that waits for an event offers its core to others before it sleeps: about the cost of sleeping and waking."""
 _THREADS = 256  # of a block, as in kernels.cu
 _BLOCKS = 8  # on each multiprocessor: then loads of some hide the waits of others
 _TYPES = (
@@ -32,7 +32,7 @@ _TYPES = (
 _OWNER = secrets.randbits(64)
 _OK = driver.CUresult.CUDA_SUCCESS
 _FATAL = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
-"""The driver's numbers of errors after which a process can't use the GPU any more: a kernel did what is forbidden, took too long, or memory failed."""
+"""The driver's numbers of errors after which a process can't use the GPU any more: a kernel executed a forbidden instruction or access, ran too long, or memory failed."""
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 _SOURCE = "kernels.cu"
 _NVRTC_OK = nvrtc.nvrtcResult.NVRTC_SUCCESS
@@ -48,7 +48,7 @@ ELEMENTS = {
     DType.F32: "F32",
     DType.F64: "F64",
 }
-"""The structs of ``kernels.cu``, by what they reduce."""
+"""The structs of ``kernels.cu``, by the types that they reduce."""
 
 
 class CudaGpus:

@@ -30,7 +30,7 @@ CUDA = "cuda"
 SWITCH = "HVDLAB_CUDA"
 """The variable that, at 0, keeps this rank from working on CUDA tensors where they are."""
 CHOICE = "HVDLAB_CUDA_PLANE"
-"""The variable that says which of the planes for CUDA tensors this rank offers."""
+"""The variable that selects the planes for CUDA tensors that this rank offers."""
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")
 """One of these is there where NVIDIA's driver is: on Linux, and on Linux under Windows."""
 

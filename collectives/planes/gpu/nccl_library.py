@@ -18,7 +18,7 @@ from hvdlab.collectives.planes.gpu.device import DeviceFailed
 from hvdlab.collectives.types import DType, ReduceOp
 
 ID_BYTES = 128
-"""Size of what :meth:`Nccl.unique_id` returns."""
+"""Bytes of the id that :meth:`Nccl.unique_id` returns."""
 LEAST_VERSION = 21400
 """NCCL 2.14: from then on calls need not block."""
 

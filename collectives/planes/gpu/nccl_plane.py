@@ -30,7 +30,7 @@ _KEY = "nccl"
 
 
 class Reduction(NamedTuple):
-    """How to reduce."""
+    """Operator, element type and scales of a reduction."""
 
     dtype: DType
     op: ReduceOp

@@ -34,7 +34,7 @@ from hvdlab.collectives.types import DType, ReduceOp
 SMALL_BYTES = 16 * 1024
 """Up to this size every carrier sends the whole tensor: a step less within the host, for more bytes between hosts."""
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Larger tensors are reduced in blocks of about this size: what a block's messages wait for each other is little beside their transfer."""
+"""Larger tensors are reduced in blocks of about this size: the time that a block's messages wait for each other is small beside their transfer."""
 _AHEAD = 2
 """Blocks that are given to the outer plane before the first one of them is awaited, so that the network always has one to work on."""
 _GRAIN = 16

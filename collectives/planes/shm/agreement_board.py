@@ -39,7 +39,7 @@ from hvdlab.collectives.planes.shm.layout import LINE, PAGE, WORD, AgreementBoar
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 MEMBERS = 128
-"""Members of the largest process set that has a board: each looks at the posts of all, and adds up the tensors of all."""
+"""Members of the largest process set that has a board: each reads the posts of all, and adds up the tensors of all."""
 DECLINED = 0
 """The digest of a member that asks for nothing."""
 _FOR_EVER = (1 << 62) - 1

@@ -35,7 +35,7 @@ BOARD_BYTES = 1024 * 1024
 """Bytes of all members' tensors on the board at most, for :data:`FEW` members: as many as each member reduces by itself in the time that
 the steps of the pipeline take in Python. They are in a second-level cache."""
 MANY_BOARD_BYTES = 256 * 1024
-"""The same for more members, which are likely to share cores: there each of them reads what all have put there."""
+"""The same for more members, which are likely to share cores: there each of them reads all tensors."""
 LARGEST_PLACE = 512 * 1024
 """Bytes of the largest tensor on the board."""
 LONE_PLACE = 64 * 1024

@@ -190,7 +190,7 @@ class ShmPlane(HostPlane):
         postscale: float,
         phases: PhaseTimes,
     ) -> int:
-        """Reduce as much as trials of chunks' sizes need. Returns the number of elements."""
+        """Reduce as much as trials of chunks' sizes need. Return the number of elements."""
         total, count, done = sum(len(b) for b in ins), TRIAL_BYTES // dtype.itemsize, 0
         self.barrier(phases)  # a member that is late for the operation must not count
         while (candidate := self._choice.candidate) is not None and done + count <= total:
@@ -206,7 +206,7 @@ class ShmPlane(HostPlane):
         return done
 
     def _declare(self, number: int) -> int:
-        """Declare a number to the other members, which read it after the next step. Returns the parity under which they do.
+        """Declare a number to the other members, which read it after the next step. Return the parity under which they do.
 
         There are two rows by turns: a member that writes one again knows that all have read it.
         """

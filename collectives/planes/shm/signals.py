@@ -61,7 +61,7 @@ _LOST_LIMIT = 6_000_000
 _WITHOUT_YIELDS = 250_000_000
 """Nanoseconds for which a member beyond the limit does without yields."""
 _LOOKING = 5_000
-"""Nanoseconds for which it looks instead, before it sleeps: less than what sleeping and waking cost."""
+"""Nanoseconds for which it polls instead, before it sleeps: less than sleeping and waking cost."""
 
 ARRIVED, REDUCED = 0, 1
 _TARGETS, _NEEDS = 2, 3
@@ -186,7 +186,7 @@ class Signals:
         return self._lost > _LOST_LIMIT
 
     def sleep(self, row: int, value: int, deadline: float | None = None) -> None:
-        """Return once every member's counter is at least ``value``, as :meth:`wait` does, without looks and yields before it sleeps."""
+        """Return once every member's counter is at least ``value``, as :meth:`wait` does, without polls and yields before it sleeps."""
         words = self._rows[row]
         self._targets[self._index] = value * _ROWS + row
         try:

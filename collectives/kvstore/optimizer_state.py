@@ -126,6 +126,7 @@ def _mode_of(place: str) -> int:
     try:
         return stat.S_IMODE(os.stat(place).st_mode)
     except FileNotFoundError:
+        # The system shows the mask only by changing it.
         mask = os.umask(0)
         os.umask(mask)
         return 0o666 & ~mask

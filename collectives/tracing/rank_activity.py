@@ -240,6 +240,7 @@ def shown_rate(recording: Recording, ranks: Iterable[int], since_ns: int | None 
         # A first number is shown at once; from then on it changes once in a second.
         if at == second and rate is not None:
             return rate
+    # Without the lock, for which views that only read a known rate would wait.
     rate = steps_per_second(recording, key[0], since_ns)
     with _rating:
         rates = _rates.setdefault(recording, {})

@@ -47,10 +47,12 @@ class HierarchicalPlane(HostPlane):
 
     Reductions of large tensors are cut into blocks, so that the network works on one while memory works on the others.
 
-    Options: ``inner`` and ``outer`` (names of planes; default ``shm`` and ``gloo``); ``flat`` (operations, separated by
-    commas, of ``allreduce`` and ``allgather``, that go through one outer plane of all members instead); ``block_bytes`` (size of the
-    blocks; 0 cuts nothing, as an outer plane ``mpi`` does); and those of the planes. The members of a host make their shared memory themselves. Where all members are on one host the
-    inner plane does everything, and where no host has more than one, the outer plane does.
+    Options: ``inner`` and ``outer`` are names of planes, by default ``shm`` and ``gloo``. ``flat`` names operations, separated by
+    commas, of ``allreduce`` and ``allgather``, that go through one outer plane of all members instead. ``block_bytes`` is the size of the
+    blocks; 0 cuts nothing, as an outer plane ``mpi`` does. The options of the planes are valid, too.
+
+    The members of a host make their shared memory themselves. Where all members are on one host the inner plane does everything,
+    and where no host has more than one, the outer plane does.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -434,8 +436,8 @@ _Operation = tuple[Callable[[], None], "Future[None]"]
 class OuterThread:
     """Thread of the outer plane: calls operations one after another. Its methods belong to the executor's thread.
 
-    The network works on one block while the executor's thread works on others within the host. The thread begins with the first operation. It is a daemon, since a library that can't end an operation must not keep the
-    process from ending.
+    The network works on one block while the executor's thread works on others within the host. The thread begins with the first
+    operation. It is a daemon, since a library that can't end an operation must not keep the process from ending.
     """
 
     def __init__(self) -> None:

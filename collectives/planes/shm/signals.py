@@ -21,7 +21,7 @@ All members sleep on one word, the doorbell. A sleeper S that waits for ``min(ro
 * The fences stand between each side's store and its load of the other's word, so it can't happen that S4 misses P1
   *and* P3 misses S1. If S4 finds the value reached, S does not sleep.
 * Let P be the member whose store is the last that S waits for. (Stores become visible in one order on x86-64.) Its
-  P3 comes after its fence and so sees all words that S needs; and P's own word had not reached the value before. If S4 missed P1, then P3
+  P3 comes after its fence and so sees all words that S needs. And P's own word had not reached the value before. If S4 missed P1, then P3
   sees the target, P4 finds it satisfied, and P5 changes the doorbell after S3 read it: S5 either returns at once or is woken. A member that
   stored earlier finds the target unsatisfied and leaves it; the last one won't.
 * Sleepers whose value P's word had reached before are another member's to wake. So one member wakes the others, once: where a hundred of them share two

@@ -30,7 +30,7 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Ca
     """Make a training function elastic.
 
     The function that is returned synchronizes its first argument, a :class:`~hvdlab.collectives.elastic.State`, over
-    the ranks and calls ``func``. If a collective fails in it (``HorovodInternalError``), because a rank was lost, say,
+    the ranks and calls ``func``. If a collective fails in it (``HorovodInternalError``), for instance because a rank was lost,
     each rank that lives goes back to its last commit. They begin again with the ranks that are left, and call ``func``
     once more. If a rank comes back, ``state.commit()`` (or ``check_host_updates()``) raises
     :class:`~hvdlab.collectives.elastic.HostsUpdatedInterrupt` on all others; they let it in, give it their state, and

@@ -187,12 +187,12 @@ class Export:
 
     Args:
         exporter: Where they go.
-        names: Patterns (as of :mod:`fnmatch`) of the metrics that are wanted.
+        names: Patterns (as of :mod:`fnmatch`) of the metrics to export.
         limit: Points that may wait; older ones make room.
 
     Attributes:
         exporter: Where they go.
-        names: Patterns of the metrics that are wanted.
+        names: Patterns of the metrics to export.
         exported: Points that were written.
         dropped: Points that made room, as the exporter was too slow.
         failed: Points that the exporter could not write.
@@ -300,7 +300,7 @@ class RecordingExport(Export):
     Args:
         recording: The recording.
         exporter: Gets the points.
-        names: Patterns of the metrics that are wanted.
+        names: Patterns of the metrics to export.
         amended: Whether the points of a series may be changed after they came.
         interval: Seconds between two looks.
     """

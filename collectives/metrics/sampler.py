@@ -103,7 +103,7 @@ class GpuUsage:
             return None
 
     def sample(self) -> Values:
-        """Return the utilisation and memory of each GPU that is used; a value that a GPU does not report (a MIG instance, say) is left out."""
+        """Return the utilisation and memory of each GPU that is used; a value that a GPU, such as a MIG instance, does not report is left out."""
         values: Values = []
         for index, handle in self._used():
             busy = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)

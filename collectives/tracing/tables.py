@@ -100,7 +100,7 @@ def table(recording: TableSource) -> DataFrame:
 
 
 def arrow_table(recording: TableSource) -> Any:
-    """Return a ``pyarrow.Table``; missing values are null, and the schema's metadata says how many rows were dropped."""
+    """Return a ``pyarrow.Table``; missing values are null, and the schema's metadata has the number of dropped rows."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found,import-untyped,unused-ignore]  # need not be installed
     except ModuleNotFoundError:

@@ -1,1 +1,1 @@
-"""Reductions: those that exist (``support``), and their computation on numpy buffers (``fold``, ``halves``, ``integers``)."""
+"""Reductions: those that exist (``support``), and their computation on numpy buffers (``fold``, ``integers``, ``adasum``)."""

@@ -1,7 +1,7 @@
 """Elastic training, for any framework: state that survives the loss of a rank, and the loop around the training.
 
-:func:`run_fn` makes a training function elastic. Its first argument is a :class:`State`, which keeps what was committed
-last and brings it to all ranks when they begin again.
+:func:`run_fn` makes a training function elastic. Its first argument is a :class:`State`, which keeps the last commit
+and brings it to all ranks when they begin again.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class HostUpdateResult(IntFlag):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The world is about to change; raised by ``state.commit()`` and ``state.check_host_updates()`` on all ranks at once.
+    """Notice that the world is about to change; raised by ``state.commit()`` and ``state.check_host_updates()`` on all ranks at once.
 
     Attributes:
         skip_sync: Whether the ranks that stay can go on without synchronizing their states, unless a rank comes meanwhile.
@@ -64,9 +64,12 @@ class State:
     def __init__(self, bcast_object: BroadcastObject, get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
+        #: News that check_host_updates() has not read: when, and which change. Any thread adds some.
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        #: Time of the latest change on which all ranks have agreed, in seconds since 1970.
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], Any]] = []
+        #: Commits of this rank; none on a rank that only received the state.
         self._commits = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +88,7 @@ class State:
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Call these whenever training begins again with other ranks, before the state is synchronized.
 
-        A callback is the place to adapt what depends on ``hvd.size()``, such as the learning rate.
+        A callback is the place to adapt values that depend on ``hvd.size()``, such as the learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -97,7 +100,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Take in that the world is about to change. Any thread; the next :meth:`check_host_updates` acts on it.
+        """Record that the world is about to change. Any thread; the next :meth:`check_host_updates` acts on it.
 
         Args:
             timestamp: When, in seconds since 1970.
@@ -222,7 +225,7 @@ def elect(saves: int) -> tuple[int, int]:
 
     That is, of those that restarted last, the one that saved most often; among several, the one that was started with the lowest number.
 
-    A newcomer has not saved yet, so its state is never chosen, which would undo what others have trained. After a failure that hit
+    A newcomer has not saved yet, so its state is never chosen, which would undo the others' training. After a failure that hit
     ranks at different points, one of them may have committed once more than the others.
 
     Args:
@@ -237,6 +240,7 @@ def elect(saves: int) -> tuple[int, int]:
     engine = context.engine()
     if engine.size == 1:
         return engine.rank, saves
+    # One number whose minimum is the rank with the most saves, and among several the lowest.
     mine = np.array([engine.rank - saves * MOST_RANKS], dtype=np.int64)
     least = int(_reduced(mine, DType.I64, "elastic.root", ReduceOp.MIN)[0])
     return least % MOST_RANKS, -(least // MOST_RANKS)
@@ -322,6 +326,7 @@ class NotificationManager:
         """Notify all listeners of a change. Any thread."""
         with self._lock:
             listeners = list(self._listeners)
+        # Without the lock: a listener may register or remove others.
         for listener in listeners:
             listener.on_hosts_updated(timestamp, update_res)
 

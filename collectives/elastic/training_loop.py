@@ -30,20 +30,20 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Ca
     """Make a training function elastic.
 
     The function that is returned synchronizes its first argument, a :class:`~hvdlab.collectives.elastic.State`, over
-    the ranks and calls ``func``. If a collective fails in it (``HorovodInternalError``), because a rank was lost, say,
-    each rank that lives goes back to its last commit, they begin again with those that are there now, and call ``func``
+    the ranks and calls ``func``. If a collective fails in it (``HorovodInternalError``), for instance because a rank was lost,
+    each rank that lives goes back to its last commit. They begin again with the ranks that are left, and call ``func``
     once more. If a rank comes back, ``state.commit()`` (or ``check_host_updates()``) raises
     :class:`~hvdlab.collectives.elastic.HostsUpdatedInterrupt` on all others; they let it in, give it their state, and
     call ``func`` once more without going back. Each time, ``state.on_reset()`` runs before the state is synchronized.
 
     Args:
-        func: Trains. It takes up where the state is, and can be called any number of times.
+        func: Trains. It continues from the state, and can be called any number of times.
         reset: Called before the ranks begin again. It may shut down and initialize.
 
     Returns:
-        The elastic function. It returns what ``func`` does, once all ranks have come to its end, and raises
+        The elastic function. It returns ``func``'s result, once all ranks have come to its end, and raises
 
-        * what ``func`` raises, if it is not one of the above,
+        * an exception of ``func``, if it is not one of the above,
         * the ``HorovodInternalError``, if trying again makes no sense: a rank's cell has failed or ended, it was
           interrupted, the coordinator is gone, the ranks disagree a second time without a commit in between, or the
           reset limit is reached,
@@ -96,7 +96,7 @@ FINAL = frozenset(
         CauseKind.SHUTDOWN,
     )
 )
-"""Causes after which no other rank is left for another attempt, or the user does not want one."""
+"""Causes after which no other rank is left for another attempt, or the user has interrupted or ended the training."""
 
 DISAGREEMENTS = frozenset((CauseKind.MISMATCH, CauseKind.DEADLOCK))
 """Causes that lie in the ranks' code, which is likely to do the same the next time."""
@@ -113,8 +113,11 @@ class Attempts:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        #: The engine whose coordinator learns of the attempts; None without hvd.init().
         self._engine: Engine | None = None
+        #: The last disagreement of the ranks, and the commits before it.
         self._disagreement: tuple[str, object] | None = None
+        #: How often training has begun again.
         self._resets = 0
         #: The processes of the world in which this rank trained last.
         self._together: frozenset[object] = frozenset()
@@ -148,6 +151,7 @@ class Attempts:
             isinstance(error, AbortedError) and error.cause.kind in DISAGREEMENTS
         ):
             disagreement = (str(error), getattr(self._state, "_commits", None))
+            # The same again, without a commit in between: another attempt would end alike.
             if disagreement == self._disagreement:
                 raise error
             self._disagreement = disagreement

@@ -61,13 +61,13 @@ class _Pushed:
 
 
 class DistSyncStore(KVStore):
-    """Values that all workers share: a round of a key ends when every worker has pushed it. Made by ``create``.
+    """Store of values that all workers share: a round of a key ends when every worker has pushed it. Made by ``create``.
 
     Making one is collective: every worker makes its stores in the same order.
 
     Args:
         name: The value of ``type``.
-        on_devices: Add the arrays of one worker from left to right; else by groups of four.
+        on_devices: Add the arrays of one worker from left to right; otherwise by groups of four.
         process_set: The process set whose ranks are the workers; ``None`` for all ranks.
     """
 
@@ -136,7 +136,7 @@ class DistSyncStore(KVStore):
         Args:
             key: An int or a str, or a list of one kind of these; the same key several times counts as one list.
             value: An array or a list of arrays of the key's shape; for a list of keys a list of such.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
@@ -190,7 +190,7 @@ class DistSyncStore(KVStore):
         return total if self._compression is None else self._quantized(key, 0, total)
 
     def _fail_elsewhere(self, found: list[tuple[Key, Any]]) -> None:
-        """Take this worker's part in a push that it refuses, so that the other workers get an error and don't wait for it."""
+        """Do this worker's part in a push that it refuses, so that the other workers get an error and don't wait for it."""
         handles = []
         for key, arrays in grouped(found, self._numbers).items():
             if key not in self._values:
@@ -226,6 +226,7 @@ class DistSyncStore(KVStore):
             )
             raise
         except Exception as error:
+            # It has ended: the next pull must not wait for it again.
             self._pending[key].popleft()
             withdrawn = isinstance(error, AbortedError) and error.cause.kind is CauseKind.INTERRUPTED
             if pushed.interrupted and withdrawn:
@@ -293,8 +294,8 @@ class DistSyncStore(KVStore):
 
         Args:
             optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, its name, or a function
-                ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers. What it raises is
-                raised by the pull, the weight is as before, and the store goes on. If it raises on some workers only, their
+                ``optimizer(key, gradient, weight)`` that changes the weight in place, alike on all workers. The pull
+                raises its exceptions, the weight is as before, and the store goes on. If it raises on some workers only, their
                 weights differ, and the next round of that key is refused on all.
 
         Raises:
@@ -303,6 +304,7 @@ class DistSyncStore(KVStore):
         """
         found = create(optimizer) if isinstance(optimizer, str) else optimizer
         with self._lock:
+            # The sums of earlier pushes belong to the optimizer before.
             self._store_pushed(self._pending)
             if isinstance(found, Optimizer):
                 found = copy.deepcopy(found)
@@ -416,7 +418,7 @@ class RankStore(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """False for every capability: nothing is stored here that an optimizer could run on."""
+        """Return false for every capability: nothing is stored here that an optimizer could run on."""
         return False
 
     @property
@@ -449,7 +451,7 @@ class Horovod(RankStore):
             key: An int or a str, the same on all ranks.
             value: An array; only rank 0's matters, but shapes and types must be equal. It is left alone.
             out: An array or a list of arrays, which all get the value.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array.
@@ -468,7 +470,7 @@ class Horovod(RankStore):
             value: An array, or a list of arrays, each of which is summed over the ranks by itself (they are not added to
                 each other); for a list of keys a list of such.
             out: As many arrays of the same shapes; ``None`` for ``value`` itself, which is overwritten.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or there are not as many outputs as values.
@@ -488,7 +490,7 @@ class Horovod(RankStore):
 
     @property
     def type(self) -> str:
-        """``horovod``."""
+        """Return ``horovod``."""
         return "horovod"
 
 
@@ -528,7 +530,7 @@ class PushPull:
 
 @KVStoreBase.register
 class BytePS(RankStore):
-    """Sums and broadcasts by the names of BytePS; joins the world when it is made. Nothing is stored."""
+    """Store with sums and broadcasts by the names of BytePS; joins the world when it is made. Nothing is stored."""
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Copy rank 0's value to ``out`` on all ranks. Every rank calls it.
@@ -537,7 +539,7 @@ class BytePS(RankStore):
             key: An int or a str, the same on all ranks.
             value: An array or a list of one; only rank 0's matters, but shapes and types must be equal.
             out: An array or a list of arrays, which all get the value; ``None`` for ``value``, which is overwritten.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or ``value`` is a list of several.
@@ -554,7 +556,7 @@ class BytePS(RankStore):
             key: An int or a str, the same on all ranks.
             value: An array or a list of one.
             out: An array or a list of arrays, which all get the sum; ``None`` for ``value``, which is overwritten.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError: An argument is no key or no array, or ``value`` is a list of several.
@@ -572,10 +574,10 @@ class BytePS(RankStore):
     def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> PushPull:
         """Begin to sum an array over all ranks, and return at once. Every rank calls it, in any order of keys.
 
-        Of all arrays that are summed so and are ready on all ranks the one with the highest priority goes first, and a large one is summed
-        in parts (``BYTEPS_PARTITION_BYTES``), between which a more urgent one may go. So if gradients are pushed as a backward pass
-        computes them, with the negative number of their layer as priority, that of the first layer does not have to wait for those that
-        were ready before it. ``HVDLAB_SCHEDULING_CREDIT`` says how many bytes of them are executed at a time.
+        Of all arrays that are summed so and are ready on all ranks the one with the highest priority goes first. A large one is summed
+        in parts (``BYTEPS_PARTITION_BYTES``), between which a more urgent one may go. So gradients can be pushed as a backward pass
+        computes them, with the negative number of their layer as priority: that of the first layer does not have to wait for earlier ones.
+        ``HVDLAB_SCHEDULING_CREDIT`` limits the bytes of them that are executed at a time.
 
         Args:
             key: An int or a str, the same on all ranks. It may be pushed again before the first sum is there.
@@ -602,7 +604,7 @@ class BytePS(RankStore):
 
     @property
     def type(self) -> str:
-        """``byteps``."""
+        """Return ``byteps``."""
         return "byteps"
 
 

@@ -84,7 +84,7 @@ class RowSparse:
 
 
 def checked_rows(rows: Array, count: int) -> npt.NDArray[np.int64]:
-    """Row numbers as int64.
+    """Return row numbers as int64.
 
     Raises:
         ValueError: A row is not from 0 to ``count - 1``, or no whole number; the text names the first such one.
@@ -110,9 +110,9 @@ class ArrayType:
 
     Attributes:
         name: For texts.
-        matches: Whether an object is such an array. It is asked of any object, and must not import the framework.
+        matches: Whether an object is such an array. It is called with any object, and must not import the framework.
         view: The array as a numpy array, without a copy where that is possible. Raises ``TypeError`` where the elements have
-            no numpy type. What it returns is read, never written to.
+            no numpy type. The view is read, never written to.
         write_back: Copies a numpy array of the same shape into such an array, casting as C does. Raises ``TypeError`` if it
             can't be written to.
         wrap: Makes such an array of a numpy array, for updaters of the user's; shared memory or not.
@@ -198,7 +198,7 @@ class FrameworkRows(RowSparse):
 
 
 def adopted(value: Any) -> Any:
-    """Return a framework's row-sparse array as a :class:`RowSparse`; anything else as it is."""
+    """Return a framework's row-sparse array as a :class:`RowSparse`; any other value as it is."""
     array_type = None if isinstance(value, RowSparse) else array_type_of(value)
     rows = None if array_type is None else array_type.rows(value)
     return value if rows is None else rows
@@ -248,7 +248,7 @@ def _left_to_right(blocks: Sequence[Array], out: Array, scratch: Array) -> None:
 
 
 def _by_fours(blocks: Sequence[Array], out: Array, scratch: Array) -> None:
-    """``x0 + (((x1 + x2) + x3) + x4)``, then the next four in the same way."""
+    """Sum as ``x0 + (((x1 + x2) + x3) + x4)``, then the next four in the same way."""
     total = blocks[0]
     for first in range(1, len(blocks), 4):
         four = blocks[first : first + 4]

@@ -24,7 +24,7 @@ def require(condition: bool, text: str) -> None:
 
 
 def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
-    """One pair for each array: a list for one key gives as many pairs. Row-sparse arrays of frameworks come as :class:`RowSparse`.
+    """Return one pair for each array: a list for one key gives as many pairs. Row-sparse arrays of frameworks come as :class:`RowSparse`.
 
     Args:
         keys: An int, a str, or a list or tuple of these, all of one kind.
@@ -108,7 +108,7 @@ class KVStoreBase:
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return whether the store can do what ``capability`` names. See the subclass."""
+        """Return whether the store has this capability. See the subclass."""
         raise NotImplementedError("is_capable")
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
@@ -222,22 +222,22 @@ class TestStore(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """False for ``optimizer``; ``ValueError`` for any other name."""
+        """Return false for ``optimizer``; raise ``ValueError`` for any other name."""
         if capability.lower() == KVStoreBase.OPTIMIZER:
             return False
         unknown_capability(capability)
 
     @property
     def type(self) -> str:
-        """``teststore``."""
+        """Return ``teststore``."""
         return "teststore"
 
     @property
     def rank(self) -> int:
-        """0."""
+        """Return 0."""
         return 0
 
     @property
     def num_workers(self) -> int:
-        """1."""
+        """Return 1."""
         return 1

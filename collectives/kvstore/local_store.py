@@ -85,15 +85,15 @@ class ServerInfo:
 
 
 class KVStore(KVStoreBase):
-    """Values by key, to which arrays are pushed and from which they are pulled. Made by :func:`hvdlab.kvstore.create`.
+    """Store of values by key, to which arrays are pushed and from which they are pulled. Made by :func:`hvdlab.kvstore.create`.
 
     Keys are ints of 32 bits or strings; a store holds one kind, fixed by its first use. A value is an array of numpy, torch or
-    another framework, or a list of arrays, one per device, which are summed. Values are copied in and out: what is pulled never
+    another framework, or a list of arrays, one per device, which are summed. Values are copied in and out: a pulled value never
     shares memory with the store. After any error the store is as it was before.
 
     Args:
         name: The value of ``type``.
-        on_devices: Add the arrays of a push from left to right, and allow gradient compression; else add by groups of four.
+        on_devices: Add the arrays of a push from left to right, and allow gradient compression; otherwise add by groups of four.
     """
 
     def __init__(self, name: str = "local", *, on_devices: bool = False) -> None:
@@ -152,18 +152,18 @@ class KVStore(KVStoreBase):
         Args:
             key: An int or a str, or a list of one kind of these; the same key several times counts as one list.
             value: An array or a list of arrays of the key's shape; for a list of keys a list of such.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
             KVStoreError: A key was not initialised, or a value has another shape than the stored one.
-            Exception: What the updater raised; the stored values are unchanged.
+            Exception: The updater's exception; the stored values are unchanged.
         """
         with self._lock:
             self._store(self._sums(pairs(key, value)))
 
     def _sums(self, found: list[tuple[Key, Any]]) -> dict[Key, Value]:
-        """One new array for each key: the sum of the given arrays, compressed if compression is on."""
+        """Return one new array for each key: the sum of the given arrays, compressed if compression is on."""
         self._check_known(found)
         groups = grouped(found, self._numbers)
         seen = {key: [_viewed(array) for array in arrays] for key, arrays in groups.items()}
@@ -239,6 +239,7 @@ class KVStore(KVStoreBase):
         assert self._updater is not None
         stored = self._values[key]
         if isinstance(stored, np.ndarray):
+            # If an updater raises, no value of the call may have changed.
             weight = stored.copy()
             self._updater(key, total, weight)
             return weight
@@ -254,8 +255,8 @@ class KVStore(KVStoreBase):
         Args:
             key: An int or a str, or a list of one kind of these.
             out: An array or a list of arrays of the key's shape; for a list of keys a list of such.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
-            ignore_sparse: Leave row-sparse outputs alone; else fill them. Dense outputs are always filled, those of row-sparse values
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
+            ignore_sparse: Leave row-sparse outputs alone; otherwise fill them. Dense outputs are always filled, those of row-sparse values
                 with zeros for the rows that are not stored.
 
         Raises:
@@ -308,7 +309,7 @@ class KVStore(KVStoreBase):
             key: An int or a str, or a list of one kind of these.
             value: An array or a list of arrays; for a list of keys a list of such.
             out: Where the stored values go, as in :meth:`pull`; ``None`` for all arrays of ``value``, which are overwritten.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key, value or output is none.
@@ -328,7 +329,7 @@ class KVStore(KVStoreBase):
             key: An int or a str, or a list of one kind of these, not initialised yet.
             value: As in :meth:`init`.
             out: As in :meth:`pull`.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key, value or output is none; ``out`` must be given.
@@ -349,7 +350,7 @@ class KVStore(KVStoreBase):
             key: An int or a str, or a list of one kind of these.
             out: A :class:`RowSparse` or a list of them; for a list of keys a list of such. Each is changed in place: its
                 indices become the rows asked for, increasing, once each.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
             row_ids: Row numbers, an array of any shape; one for all outputs, or a list with one for each. For a list of keys also a
                 list of lists, like that of the outputs.
 
@@ -468,10 +469,10 @@ class KVStore(KVStoreBase):
         return _ForUser(updater, self._array_types)
 
     def _set_updater(self, updater: UserUpdater | Updater | None) -> None:
-        """Call ``updater(key, received, stored)`` once for each pushed key, with the sum of what was pushed.
+        """Call ``updater(key, received, stored)`` once for each pushed key, with the sum of the pushed values.
 
-        It changes ``stored`` in place. Both are arrays of the framework that the key was initialised with. What it raises is
-        raised by the push, and no value has changed then. ``None`` removes it.
+        It changes ``stored`` in place. Both are arrays of the framework that the key was initialised with. The push raises its exceptions,
+        and no value has changed then. ``None`` removes it.
         """
         with self._lock:
             self._updater = self._updater_of(updater)
@@ -504,7 +505,7 @@ class KVStore(KVStoreBase):
         write_file(fname, states)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Take over the states that :meth:`save_optimizer_states` wrote.
+        """Load the states that :meth:`save_optimizer_states` wrote.
 
         Args:
             fname: The path of the file.
@@ -626,6 +627,7 @@ class _ForUser:
         gradient = wrap_rows(received) if isinstance(received, RowSparse) else wrap(received)
         self.updater(key, gradient, weight)
         changed = array_type.view(weight)
+        # The framework may have given the updater a copy.
         if not np.shares_memory(changed, stored):
             np.copyto(stored, changed)
 
@@ -677,8 +679,8 @@ class GradientCompression:
     """Formulas by which gradients are compressed.
 
     Attributes:
-        type: ``2bit`` sends ``+threshold`` where the residual reaches it, ``-threshold`` where it reaches ``-threshold``, else 0;
-            ``1bit`` sends +1 where the residual is above the threshold, else -1.
+        type: ``2bit`` sends ``+threshold`` where the residual reaches it, ``-threshold`` where it reaches ``-threshold``, otherwise 0;
+            ``1bit`` sends +1 where the residual is above the threshold, otherwise -1.
         threshold: Positive for ``2bit``.
     """
 
@@ -714,7 +716,7 @@ class GradientCompression:
 
         Args:
             gradient: The gradient, flat and contiguous, float32.
-            residual: What earlier calls have not sent, of the same size, zeros at first; changed in place.
+            residual: The rest that earlier calls have not sent, of the same size, zeros at first; changed in place.
             out: Gets the values that are sent, of the same size; may be ``gradient``.
         """
         t = np.float32(self.threshold)

@@ -1,7 +1,7 @@
 """Learning rates that depend on the number of updates, by MXNet's formulas, and as numbers that travel without code.
 
-All arithmetic is in double precision and in MXNet's order, so rates are equal to the bit. What a scheduler gives depends on the numbers it
-was made of and on the number of updates alone, as long as that does not go back: a server that was started again goes on with the same rates.
+All arithmetic is in double precision and in MXNet's order, so rates are equal to the bit. A scheduler's rate depends only on the
+numbers it was made of and on the number of updates, as long as that does not go back: a server that was started again goes on with the same rates.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FactorScheduler(LRScheduler):
 
     Args:
         step: Updates with the same rate.
-        factor: What the rate is multiplied by, at most 1.
+        factor: Factor of the rate, at most 1.
         stop_factor_lr: The rate does not become less than this.
         base_lr, warmup_steps, warmup_begin_lr, warmup_mode: See :class:`LRScheduler`.
 
@@ -123,7 +123,7 @@ class MultiFactorScheduler(LRScheduler):
 
     Args:
         step: These numbers, ascending.
-        factor: What the rate is multiplied by, at most 1.
+        factor: Factor of the rate, at most 1.
         base_lr, warmup_steps, warmup_begin_lr, warmup_mode: See :class:`LRScheduler`.
 
     Raises:

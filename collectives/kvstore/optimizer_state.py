@@ -47,7 +47,7 @@ class ScheduleSpec(msgspec.Struct, array_like=True, frozen=True):
 class OptimizerSpec(msgspec.Struct, array_like=True, frozen=True):
     """Optimizer by the name of its class and its attributes; dicts among these are lists of pairs.
 
-    ``schedule`` is what computes its learning rate, if that travels.
+    ``schedule`` computes its learning rate, if that travels.
     """
 
     name: str
@@ -89,7 +89,7 @@ def decode(data: bytes) -> tuple[dict[Key, Any], OptimizerSpec | None]:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Write a file as a whole: whatever happens meanwhile, it is the one before or the new one.
+    """Write a file as a whole: at any failure it is the one before or the new one.
 
     A path that is no regular file, such as a pipe, is written to. A link stays, and the file that it leads to is replaced.
 
@@ -98,7 +98,7 @@ def write_file(path: str, data: bytes) -> None:
         data: All that is in it.
 
     Raises:
-        OSError: It can't be written; the file before is there as it was.
+        OSError: It can't be written; the previous file is unchanged.
     """
     place = os.path.realpath(path)
     if os.path.exists(place) and not os.path.isfile(place):
@@ -113,7 +113,7 @@ def write_file(path: str, data: bytes) -> None:
             os.fchmod(descriptor, _mode_of(place))
             file.write(data)
             file.flush()
-            os.fsync(descriptor)  # or else the name might outlive a power failure, and the bytes not
+            os.fsync(descriptor)  # otherwise the name might outlive a power failure, and the bytes not
         os.replace(draft, place)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -126,6 +126,7 @@ def _mode_of(place: str) -> int:
     try:
         return stat.S_IMODE(os.stat(place).st_mode)
     except FileNotFoundError:
+        # The system shows the mask only by changing it.
         mask = os.umask(0)
         os.umask(mask)
         return 0o666 & ~mask
@@ -134,7 +135,7 @@ def _mode_of(place: str) -> int:
 def specify(name: str, attributes: Mapping[str, Any], schedule: ScheduleSpec | None) -> OptimizerSpec:
     """Return an optimizer's name, those of its attributes that are numbers, text, or dicts of such, and its learning rate's schedule.
 
-    What else is among the attributes is an object of the program, and is left out.
+    Any other attribute is an object of the program, and is left out.
     """
     settings = {attribute: _setting(value) for attribute, value in attributes.items() if _is_setting(value)}
     return OptimizerSpec(name, settings, schedule)
@@ -148,7 +149,7 @@ def require_like(attributes: Mapping[str, Any], sample: object, what: str) -> No
     Args:
         attributes: The attributes by name.
         sample: A new object of the class.
-        what: What they are attributes of, for the error.
+        what: The owner of the attributes, for the error.
 
     Raises:
         KVStoreError: They don't.

@@ -46,7 +46,7 @@ class _Multipliers(Protocol):
 
 
 def _constant(value: float, like: Array) -> Any:
-    """Return a number in the type of an array, by way of float32, as which MXNet's operators take their parameters."""
+    """Return a number in the type of an array, by way of float32, as which MXNet's operators read their parameters."""
     kind: Any = like.dtype.type
     return _constant_of(value, kind) if value else kind(value)  # zeros differ in their sign, and are equal
 
@@ -79,7 +79,7 @@ class Optimizer:
         rescale_grad: Factor for every gradient, such as one over the batch's size.
         clip_gradient: Bound of each element of a rescaled gradient's size; ``None`` or 0 for none.
         lr_scheduler: ``lr_scheduler(num_update)`` gives the learning rate; ``num_update`` is the most updates of any key. One of
-            :mod:`hvdlab.kvstore.lr_scheduler`, or any function; servers take only those.
+            :mod:`hvdlab.kvstore.lr_scheduler`, or any function; servers accept only those.
         multi_precision: Keep a float32 copy of float16 weights, and compute on that.
         begin_num_update: Updates that count as done at the start.
         param_idx2name: Names of integer keys. Once there are any, weight decay is 0 for those that end in neither
@@ -157,7 +157,7 @@ class Optimizer:
             index: The key.
             weight: The whole weight.
             grad: Its gradient, of the same type; row-sparse if only some rows have one.
-            state: What ``create_state`` gave for this key.
+            state: The state that ``create_state`` returned for this key.
         """
         raise NotImplementedError
 
@@ -340,7 +340,7 @@ class SGD(Optimizer):
 
     Args:
         momentum: Part of the last step that is made again.
-        lazy_update: With a row-sparse gradient, change its rows only; else all rows decay and go on moving.
+        lazy_update: With a row-sparse gradient, change its rows only; otherwise all rows decay and go on moving.
         **kwargs: See :class:`Optimizer`.
     """
 
@@ -433,7 +433,7 @@ class Adam(Optimizer):
         t = self._index_update_count[index]
         lr = self._get_lr(index) * math.sqrt(1.0 - self.beta2**t) / (1.0 - self.beta1**t)
         mean, var = state
-        with np.errstate(all="ignore"):  # what is computed is what MXNet gives, infinities included
+        with np.errstate(all="ignore"):  # the results are MXNet's, infinities included
             if isinstance(grad, RowSparse) and self.lazy_update:
                 rows = grad.indices
                 parts = weight[rows], mean[rows], var[rows]
@@ -705,7 +705,7 @@ class Updater:
         return optimizer_state.encode(self.states, spec)
 
     def set_states(self, states: bytes) -> None:
-        """Take over what :meth:`get_states` gave; with the optimizer in it, learning rate and counts go on exactly.
+        """Load the states that :meth:`get_states` returned; with the optimizer in it, learning rate and counts go on exactly.
 
         The parameters stay, and so does a scheduler of the learning rate if none is among the bytes.
 

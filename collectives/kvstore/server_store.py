@@ -63,7 +63,7 @@ class KeyShard:
         link: The connection to the server.
         start, stop: First element, or row, of the shard, and the one behind its last.
         shape: Shape of this shard.
-        pushed: Pushes whose answer this worker has not looked at.
+        pushed: Pushes whose answer this worker has not read.
         seen: Version of the value that this worker pulled last, plus its pushes since.
     """
 
@@ -85,7 +85,7 @@ def _as_mxnet(
         key, shape: The key, and the shape of its value.
         links: The connections to all servers, in the same order on all workers.
         bound: Number of elements from which on a key is divided among all servers.
-        by_rows: Divide it into whole rows; else into the elements of the flat value.
+        by_rows: Divide it into whole rows; otherwise into the elements of the flat value.
     """
     n, size = len(links), int(np.prod(shape, dtype=np.int64))
     whole = shape[0] if by_rows else size
@@ -105,13 +105,13 @@ _Pulled = tuple[KeyShard, ServerRequest]
 
 
 class ServerStore(KVStore):
-    """Values on parameter servers, one process on each host by default. Made by ``create``.
+    """Store of values on parameter servers, one process on each host by default. Made by ``create``.
 
     Making one is collective: every worker makes its stores in the same order.
 
     Args:
         name: The value of ``type``.
-        on_devices: Add the arrays of one worker from left to right; else by groups of four.
+        on_devices: Add the arrays of one worker from left to right; otherwise by groups of four.
         process_set: The process set whose ranks are the workers; ``None`` for all ranks.
     """
 
@@ -159,6 +159,7 @@ class ServerStore(KVStore):
                 raise AbortedError(Pending("create", f"kv.{self._id}", (rank,), answer.ranks), cause)
             self._checked(None, answer)
         for link in self._links:
+            # At the end of the process the connection ends.
             weakref.finalize(self, link.close_store, self._id).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -322,7 +323,7 @@ class ServerStore(KVStore):
         Args:
             key: An int or a str, or a list of one kind of these; the same key several times counts as one list.
             value: An array or a list of arrays of the key's shape; for a list of keys a list of such.
-            priority: Taken for programs that give it. All work is done in the order in which it was asked for.
+            priority: Accepted for programs that give it. All work is done in the order in which it was asked for.
 
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
@@ -613,8 +614,8 @@ class ServerStore(KVStore):
         """Change the learning rate on the servers; see :meth:`KVStore.set_learning_rate`. Returns when all workers have called it.
 
         Args:
-            lr: The learning rate, before the keys' factors. What workers have pushed before is applied at the old rate, unless it is
-                still on its way.
+            lr: The learning rate, before the keys' factors. Earlier pushes are applied at the old rate, unless they are
+                still on their way.
 
         Raises:
             KVStoreError: The store has no optimizer, or a server is lost.

@@ -26,7 +26,7 @@ from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
-_TEXT_BYTES = 2048
+_TEXT_BYTES = 2048  # all workers broadcast as many, since they don't know the text's length
 
 
 def joined() -> Engine:
@@ -157,6 +157,7 @@ class Workers:
         encoded = text.encode()[:_TEXT_BYTES]
         sent[: len(encoded)] = np.frombuffer(encoded, np.uint8)
         self.submit_broadcast(sent, name).wait()
+        # The text may have been cut in the middle of a character.
         return sent.tobytes().rstrip(b"\0").decode(errors="ignore")
 
     def submit_gather(self, array: Array, name: str) -> Handle:

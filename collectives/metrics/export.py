@@ -35,10 +35,15 @@ if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
 
 BATCHES_HELD = 256
+"""Batches that wait until their host's clock was compared with this one's; older ones make room."""
 MOST_WAITING = 100_000
+"""Points that may wait for a slow exporter; older ones make room."""
 MOST_AT_ONCE = 1_000
+"""Points that one call of an exporter gets at most."""
 INTERVAL = 1.0
+"""Seconds between two reads of a recording, so that an exporter gets points in portions."""
 EXIT_WITHIN = 5.0
+"""Seconds that an export gets to write the rest, at the end of the process or when another export replaces it."""
 FINAL_AFTER = 3.0
 """Seconds after which a point derived from the spans of one second counts as final; until then late spans may change it."""
 
@@ -47,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of one metric.
+    """Value of one metric.
 
     Attributes:
         rank: The rank that recorded it.
@@ -65,12 +70,12 @@ class Point:
 
 
 def time_of_day() -> float:
-    """The difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
+    """Return the difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
     return time.time() - time.monotonic()
 
 
 class PointReader:
-    """Finds the metrics in batches of ranks.
+    """Reader of the metrics in batches of ranks.
 
     Batches of hosts whose clock has not been compared with this host's yet are held until it has been.
 
@@ -91,7 +96,7 @@ class PointReader:
         self._held: deque[bytes] = deque()
 
     def read(self, batch: bytes) -> list[Point]:
-        """The metrics of a batch, in the order in which they were recorded, after those that were held until now."""
+        """Return the metrics of a batch, in the order in which they were recorded, after those that were held until now."""
         try:
             return self._read(batch, read_head(batch))
         except ProtocolError:
@@ -141,18 +146,18 @@ def _events(batch: bytes, head: Head, types: bytes, kind: RecordType) -> Iterato
 
 
 class Exporter(Protocol):
-    """Writes metrics somewhere. Both methods are called on one thread, one after the other.
+    """Destination of metrics. Both methods are called on one thread, one after the other.
 
-    An exporter may also have an attribute ``target``, a text that says where it writes: exporting to it again replaces
+    An exporter may also have an attribute ``target``, a text that names its destination: exporting to it again replaces
     the export before.
     """
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write these points, at most 1,000. It may take its time. If it raises, the points count as failed; later ones are tried."""
+        """Write these points, at most 1,000. It may block. If it raises, the points count as failed; later ones are tried."""
         ...
 
     def close(self) -> None:
-        """No more points come. Called once."""
+        """Close the exporter: no more points come. Called once."""
         ...
 
 
@@ -167,12 +172,12 @@ def checked(exporter: Exporter) -> None:
 
 
 def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
-    """One or several patterns as several."""
+    """Return one or several patterns as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def same_target(one: Exporter, other: Exporter) -> bool:
-    """Whether two exporters write to the same place, as far as they tell."""
+    """Whether two exporters write to the same place, by their ``target``."""
     target = getattr(one, "target", None)
     return type(one) is type(other) and target is not None and target == getattr(other, "target", None)
 
@@ -182,12 +187,12 @@ class Export:
 
     Args:
         exporter: Where they go.
-        names: Patterns (as of :mod:`fnmatch`) of the metrics that are wanted.
+        names: Patterns (as of :mod:`fnmatch`) of the metrics to export.
         limit: Points that may wait; older ones make room.
 
     Attributes:
         exporter: Where they go.
-        names: Patterns of the metrics that are wanted.
+        names: Patterns of the metrics to export.
         exported: Points that were written.
         dropped: Points that made room, as the exporter was too slow.
         failed: Points that the exporter could not write.
@@ -199,8 +204,10 @@ class Export:
         self.error: Exception | None = None
         self.exporter = exporter
         self.names = tuple(names)
+        #: Whether each name that came so far matches a pattern.
         self._wanted: dict[str, bool] = {}
         self._limit = limit
+        #: Points that wait for the exporter, oldest first. Under ``_changed``.
         self._waiting: deque[Point] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -227,6 +234,7 @@ class Export:
         found = self._wanted.get(name)
         if found is None:
             if len(self._wanted) > 10_000:
+                # Programs may make names without end; matching them again costs little.
                 self._wanted.clear()
             found = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
             self._wanted[name] = found
@@ -237,7 +245,7 @@ class Export:
         return self._closing
 
     def close(self, timeout: float | None = None) -> bool:
-        """Write what waits, close the exporter and end the thread. Idempotent.
+        """Write the points that wait, close the exporter and end the thread. Idempotent.
 
         Returns:
             Whether that was done within ``timeout`` seconds; otherwise it goes on.
@@ -262,7 +270,7 @@ class Export:
             try:
                 self.exporter.write(points)
                 self.exported += len(points)
-            except Exception as error:  # noqa: BLE001  (it is logged, and must not end the export of what follows)
+            except Exception as error:  # noqa: BLE001  (it is logged, and must not end the export of later points)
                 self.failed += len(points)
                 self._fail(error, "could not write metrics")
         try:
@@ -277,14 +285,14 @@ class Export:
         self.error = error
 
     def _next_points(self) -> list[Point]:
-        """The next points; none once all are out and it is being closed."""
+        """Return the next points; none once all are out and it is being closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             return [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_AT_ONCE))]
 
 
 class RecordingExport(Export):
-    """An export of all points of a recording, from its beginning, and of those that come until the recording or this is closed.
+    """Export of all points of a recording, from its beginning, and of those that come until the recording or this is closed.
 
     It replaces another export of the same recording with the same target, and goes on where that one ended if it
     is about the same metrics.
@@ -292,7 +300,7 @@ class RecordingExport(Export):
     Args:
         recording: The recording.
         exporter: Gets the points.
-        names: Patterns of the metrics that are wanted.
+        names: Patterns of the metrics to export.
         amended: Whether the points of a series may be changed after they came.
         interval: Seconds between two looks.
     """
@@ -309,8 +317,12 @@ class RecordingExport(Export):
         self._recording: Recording = recording
         self._amended = amended
         self._interval = interval
+        # Before this export is among the open ones, or it would replace itself.
+        #: Number of the next point to export.
         self._next = self._replace()
+        #: Points that late spans may still change, by rank, name and time.
         self._may_change: dict[tuple[int, str, int], Point] = {}
+        #: Latest time of a point so far, on the recording's axis.
         self._newest_ns = 0
         self._stopping = threading.Event()
         self._reader = threading.Thread(target=self._read, name="hvdlab-export-reader", daemon=True)
@@ -326,6 +338,7 @@ class RecordingExport(Export):
         """
         deadline = Deadline(timeout)
         self._stopping.set()
+        # After the flag, which the reader checks when it wakes.
         self._recording.wake_waiters()
         if threading.current_thread() is not self._reader:
             self._reader.join(deadline.remaining())
@@ -353,6 +366,7 @@ class RecordingExport(Export):
         while not self._stopping.is_set() and not (recording.closed and version == recording.version):
             recording.wait(version, self._stopping.is_set)
             version = recording.version
+            # The version was read before the points: a change since then wakes the reader once more.
             self._export_new(last=False)
             if not recording.closed:
                 self._stopping.wait(self._interval)
@@ -390,7 +404,7 @@ class RecordingExport(Export):
         return [self._may_change.pop(key) for key in found]
 
     def _offset(self) -> float:
-        """Seconds from the recording's axis to the time of day.
+        """Return seconds from the recording's axis to the time of day.
 
         If this host's clock can't be compared with the ranks', the newest point counts as measured now: it was, but for the
         fraction of a second that it took to come here.

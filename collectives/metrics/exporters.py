@@ -24,7 +24,7 @@ _NOT_ALLOWED = re.compile(r"[^\w\-. /:]")
 
 
 class JsonLines:
-    """Adds to a file: ``{"time": 1767225600.5, "rank": 0, "name": "loss", "value": 0.25, "step": 3}`` and so on.
+    """Exporter to a file, to which it adds lines: ``{"time": 1767225600.5, "rank": 0, "name": "loss", "value": 0.25, "step": 3}`` and so on.
 
     A step that is not known and values that are not finite, which JSON has no word for, are ``null``.
 
@@ -63,16 +63,16 @@ def _line(point: Point) -> str:
 
 
 class TensorBoard:
-    """Writes each rank's metrics to a run of its own, ``rank0``, ``rank1``, …, so that a chart has a curve per rank.
+    """Exporter that writes each rank's metrics to a run of its own, ``rank0``, ``rank1``, …, so that a chart has a curve per rank.
 
     A metric without a step gets the number of its points so far.
 
     Args:
-        directory: What ``tensorboard --logdir`` is given.
-        writer: Makes what writes a run; by default the ``SummaryWriter`` of torch, or else of tensorboardX.
+        directory: The directory for ``tensorboard --logdir``.
+        writer: Makes the writer of a run; by default the ``SummaryWriter`` of torch, or without torch that of tensorboardX.
 
     Raises:
-        ModuleNotFoundError: Neither is there; torch's needs ``tensorboard``.
+        ModuleNotFoundError: Neither is installed; torch's needs ``tensorboard``.
     """
 
     def __init__(self, directory: str | os.PathLike[str], writer: Callable[[str], Any] | None = None) -> None:
@@ -117,13 +117,13 @@ def _summary_writer() -> Callable[[str], Any]:
 
 
 class WandB:
-    """Logs to a run of Weights & Biases.
+    """Exporter to a run of Weights & Biases.
 
-    Its own step only grows, and ranks differ in where they are, so a metric is drawn over ``hvdlab/step``, its training step,
+    Its own step only grows, and ranks differ in their steps. So a metric is drawn over ``hvdlab/step``, its training step,
     or over ``hvdlab/time``, in seconds since 1970, if it has none. The run is left open: the code that has begun it finishes it.
 
     Args:
-        run: What ``wandb.init()`` returned; by default the run that is active.
+        run: The run that ``wandb.init()`` returned; by default the active one.
         key: Name in the run; ``{name}`` and ``{rank}`` are filled in.
 
     Raises:
@@ -156,7 +156,7 @@ class WandB:
             self._run.log(row)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def _active() -> Any:
@@ -169,9 +169,9 @@ def _active() -> Any:
 
 
 class MLflow:
-    """Logs to a run of MLflow, with the time at which each was measured.
+    """Exporter to a run of MLflow, with the time at which each was measured.
 
-    A metric without a step gets step 0; MLflow can draw it over time. Characters that MLflow does not take in names become
+    A metric without a step gets step 0; MLflow can draw it over time. Characters that MLflow does not accept in names become
     ``_``. The run is left open: the code that has begun it ends it.
 
     Args:
@@ -203,11 +203,11 @@ class MLflow:
         return _NOT_ALLOWED.sub("_", self._key(point))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def key_of(pattern: str) -> Callable[[Point], str]:
-    """A function that fills ``pattern`` in, as ``str.format`` does, with ``name`` and ``rank``.
+    """Return a function that fills ``pattern`` in, as ``str.format`` does, with ``name`` and ``rank``.
 
     Raises:
         InvalidRequestError: It has other fields.

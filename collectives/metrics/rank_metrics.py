@@ -17,13 +17,13 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
 def metric(name: str, value: SupportsFloat, step: SupportsIndex | None = None) -> None:
-    """Record a number that you want to see over time: a loss, an accuracy, a temperature.
+    """Record a number to show over time: a loss, an accuracy, a temperature.
 
-    Any rank may call it, from any thread, at any time; ranks need not agree. It takes about a microsecond and
+    Any rank may call it, from any thread, at any time; ranks need not agree. It costs about a microsecond and
     nothing waits for it. It is shown with the metrics of all ranks, with the rank and the moment of this call.
 
     Args:
-        name: What it is, ``loss`` or ``train/accuracy``; at most 1,024 bytes of it are kept. Names that begin with
+        name: Its name, such as ``loss`` or ``train/accuracy``; at most 1,024 bytes of it are kept. Names that begin with
             ``hvdlab/`` are those of hvdlab's own metrics.
         value: A number, or a tensor or an array with one element. (One on a GPU is waited for.) NaN and infinities
             are kept as such.
@@ -66,7 +66,7 @@ def _whole_number(name: object, step: Any) -> int:
 
 
 class StepMeter:
-    """Records the time from the end of each step to the end of the next.
+    """Meter of the time from the end of each step to the end of the next.
 
     A step that ended in another cell or another world than the next does not count: between them the user was thinking.
 
@@ -82,7 +82,7 @@ class StepMeter:
 
     @property
     def batch_size(self) -> float | None:
-        """Samples that this rank trains with in a step; ``None`` if that is not known."""
+        """Return the number of samples that this rank trains with in a step; ``None`` if that is not known."""
         return self._batch_size
 
     @batch_size.setter
@@ -92,11 +92,11 @@ class StepMeter:
         self._batch_size = samples
 
     def pause(self) -> None:
-        """The time from now until the end of the next step does not count as the time of a step."""
+        """Exclude the time from now until the end of the next step: it does not count as the time of a step."""
         self._before = None
 
     def step(self, steps: int = 1) -> None:
-        """A step has ended now; or several, which can't be told apart: then each took its part of the time."""
+        """Record that a step has ended now; or several whose ends can't be distinguished: then each counts as its part of the time."""
         now = self._now_ns()
         self.count += steps
         if not context.is_initialized():
@@ -122,8 +122,8 @@ def export(exporter: Exporter, names: str | Sequence[str] = "*", *, all_ranks: b
     Args:
         exporter: One of :mod:`hvdlab.exporters`, or any object with ``write(points)`` and ``close()``, see
             :class:`hvdlab.collectives.metrics.export.Exporter`.
-        names: Patterns of the metrics that are wanted, such as ``["loss*", "hvdlab/step_time"]``.
-        all_ranks: Also hand over what the other ranks record. Then call it on one rank.
+        names: Patterns of the metrics to export, such as ``["loss*", "hvdlab/step_time"]``.
+        all_ranks: Also hand over the other ranks' metrics. Then call it on one rank.
 
     Returns:
         The export, with ``exported``, ``dropped`` and ``failed`` counts. ``close()`` ends it, and so does ``hvd.shutdown()``

@@ -21,6 +21,7 @@ Values = list[tuple[str, float]]
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 LEAST_INTERVAL = 0.01
+"""Seconds between two samples at least."""
 REPEATED = 10.0
 """Seconds after which a value that has hardly changed is recorded again."""
 _TOLERANCES = {"cpu": 1.0, "utilisation": 1.0, "rss": 1 << 20, "memory": 1 << 20}
@@ -33,29 +34,29 @@ logger = logging.getLogger(__name__)
 DevicesInUse = Callable[[], list[tuple[int, str]] | None]
 """Number and UUID of each GPU on which a framework of this process has memory; None as long as it uses none."""
 
-_in_use: DevicesInUse = lambda: None  # what a name holds, not a function that is defined
+_in_use: DevicesInUse = lambda: None  # a variable that is replaced, not a function that is defined
 
 
 class Source(Protocol):
-    """Something to sample."""
+    """Source of samples: the process or its GPUs."""
 
     def sample(self) -> Values:
-        """Name and value of each metric, measured now. Raises ``OSError`` if that is not possible (any more)."""
+        """Return the name and value of each metric, measured now. Raises ``OSError`` if that is not possible (any more)."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release the source's resources."""
         ...
 
 
 class ProcessUsage:
-    """Samples this process. Processor time is counted since the sample before, or since this object was made."""
+    """Source for this process. Processor time is counted since the sample before, or since this object was made."""
 
     def __init__(self) -> None:
         self._before = time.monotonic_ns(), time.process_time_ns()
 
     def sample(self) -> Values:
-        """Name and value of each metric, measured now."""
+        """Return the name and value of each metric, measured now."""
         now, used = time.monotonic_ns(), time.process_time_ns()
         fields = process_status("self")
         cpu = 100 * (used - self._before[1]) / max(now - self._before[0], 1)
@@ -67,17 +68,17 @@ class ProcessUsage:
         ]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def ask_frameworks(in_use: DevicesInUse) -> None:
-    """From now on, call ``in_use`` to learn which GPUs the process uses: the collective core itself knows no frameworks."""
+    """Set the function that returns the GPUs that the process uses: the collective core itself knows no frameworks."""
     global _in_use
     _in_use = in_use
 
 
 class GpuUsage:
-    """Samples the GPUs that this process uses: those on which a framework has memory, or the only one that it can see.
+    """Source for the GPUs that this process uses: those on which a framework has memory, or the only one that it can see.
 
     Args:
         library: The module ``pynvml``, initialized.
@@ -90,7 +91,7 @@ class GpuUsage:
 
     @classmethod
     def find(cls) -> GpuUsage | None:
-        """``None`` without GPUs, their driver or ``nvidia-ml-py``."""
+        """Return a source; ``None`` without GPUs, their driver or ``nvidia-ml-py``."""
         pynvml = system.open_nvml("GPUs are not sampled")
         if pynvml is None:
             return None
@@ -102,7 +103,7 @@ class GpuUsage:
             return None
 
     def sample(self) -> Values:
-        """Utilisation and memory of each GPU that is used; a value that a GPU does not report (a MIG instance, say) is left out."""
+        """Return the utilisation and memory of each GPU that is used; a value that a GPU, such as a MIG instance, does not report is left out."""
         values: Values = []
         for index, handle in self._used():
             busy = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
@@ -132,14 +133,14 @@ class GpuUsage:
             yield 0, visible[0]
 
     def _visible(self) -> list[Any]:
-        """The GPUs that CUDA would show to this process, in its order."""
+        """Return the GPUs that CUDA would show to this process, in its order."""
         text = os.environ.get("CUDA_VISIBLE_DEVICES")
         if text is None:
             return self._handles
         found = []
         for piece in text.split(","):
             handle = self._named(piece.strip())
-            if handle is None:  # CUDA ignores what follows, too
+            if handle is None:  # CUDA ignores all further entries, too
                 break
             found.append(handle)
         return found
@@ -156,7 +157,7 @@ class GpuUsage:
         return self._ask(self._nvml.nvmlDeviceGetHandleByUUID, start)
 
     def close(self) -> None:
-        """Let go of the library."""
+        """Shut the library down."""
         self._ask(lambda _: self._nvml.nvmlShutdown(), None)
 
 
@@ -165,9 +166,9 @@ def _text(value: str | bytes) -> str:
 
 
 class Thinning:
-    """Which samples are recorded: each, unless it is hardly different from the last that was.
+    """Filter of samples: each is recorded, unless it is hardly different from the last that was.
 
-    Otherwise an idle rank would fill the history with samples which say that it is idle.
+    Otherwise an idle rank would fill the history with samples of nothing.
     """
 
     def __init__(self, repeated_ns: int = int(REPEATED * 1e9)) -> None:
@@ -193,11 +194,11 @@ class Thinning:
 
 
 class Sampler:
-    """Samples sources until it is closed.
+    """Thread that samples sources until it is closed.
 
     Args:
         record: Called with name, value, no step and the time in ns; must neither block nor raise.
-        sources: Makes the sources; called on the sampler's thread, since looking for devices may take a while.
+        sources: Makes the sources; called on the sampler's thread, since the search for devices may be slow.
         interval: Seconds between two samples; 0.01 at least.
         label: Goes into the thread's name; the rank.
     """
@@ -221,6 +222,7 @@ class Sampler:
         """End it. Idempotent."""
         self._closing.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            # A thread can't join itself.
             self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -243,6 +245,7 @@ class Sampler:
             try:
                 values += source.sample()
             except OSError as error:
+                # A source that fails must not end the samples of the others.
                 logger.warning("%s is not sampled any more: %s", type(source).__name__, error)
                 sources.remove(source)
                 source.close()

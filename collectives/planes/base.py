@@ -31,7 +31,7 @@ class PlaneBroken(Exception):
 
 
 class KeyValue(ABC):
-    """The rendezvous store of one process set and epoch, kept by the coordinator. Blocking, any thread."""
+    """Rendezvous store of one process set and epoch, kept by the coordinator. Blocking, any thread."""
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None: ...
@@ -59,7 +59,7 @@ class PlaneContext:
         memory_fd: An open memfd shared by all members, or -1. The plane takes it over and closes it.
         address: Address that this rank's data-plane sockets bind to; never a wildcard.
         options: Settings of the plane, such as ``chunk_bytes``; equal on all members.
-        on_links: A plane of GPUs calls it, on the executor thread, once it knows what its data goes over.
+        on_links: A plane of GPUs calls it, on the executor thread, once it knows the links that its data goes over.
         on_chosen: A plane that chooses among others calls it with the name to show, on the executor thread, once it has; an empty name stands for none.
         on_chunks: A plane that measures which size of chunks suits the machine calls it with the bytes, on the executor thread, once it has.
     """
@@ -99,7 +99,7 @@ class Completion(Protocol):
     """Operation on its way, which goes on without the thread that began it. The operations of one plane end in the order in which they were begun."""
 
     def on_end(self, ended: Ended, /) -> None:
-        """Have ``ended(error)`` called once the operation has ended, at once if it has already. May be called once only.
+        """Register ``ended(error)`` to be called once the operation has ended, at once if it has already. May be called once only.
 
         The plane calls it exactly once, on any thread, under no lock that an operation of the plane takes: with ``None`` if the outputs
         are there, with :class:`PlaneAborted` after an abort, or with any other error that ended the operation.
@@ -199,7 +199,7 @@ class Plane(ABC):
     def start_broadcast(
         self, source: Buffer | None, out: Buffer, root: int, phases: PhaseTimes
     ) -> Completion | None:
-        """Copy the buffer of member ``root`` (a position) to ``out`` of all members: its ``source`` if it gives one, else its ``out``."""
+        """Copy the buffer of member ``root`` (a position) to ``out`` of all members: its ``source`` if it gives one, otherwise its ``out``."""
 
     @abstractmethod
     def start_reducescatter(
@@ -239,7 +239,7 @@ class Plane(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End what is on its way, and all later operations, with ``PlaneAborted``. Any thread; never blocks; idempotent."""
+        """End operations that are on their way, and all later ones, with ``PlaneAborted``. Any thread; never blocks; idempotent."""
 
     @abstractmethod
     def close(self) -> None:

@@ -25,36 +25,36 @@ HostArrays: TypeAlias = Sequence[HostArray] | HostArray
 
 
 class Buffer(Protocol):
-    """C-contiguous memory on one device. A plane takes it for one-dimensional, whatever its shape is."""
+    """C-contiguous memory on one device. A plane treats it as one-dimensional; its shape does not matter."""
 
     @property
     def pointer(self) -> int:
-        """Address of the first element, in the address space of the device."""
+        """Return the address of the first element, in the address space of the device."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Return the size in bytes."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent of each dimension, in elements."""
+        """Return the extent of each dimension, in elements."""
         ...
 
     @property
     def dtype(self) -> DType:
-        """Type of the elements."""
+        """Return the type of the elements."""
         ...
 
     @property
     def device(self) -> str:
-        """Device class, such as ``cpu`` or ``cuda``; the same as that of the plane that works on it."""
+        """Return the device class, such as ``cpu`` or ``cuda``; the same as that of the plane that works on it."""
         ...
 
 
 class HostBuffer:
-    """A numpy array as a buffer.
+    """Buffer that is a numpy array.
 
     Args:
         array: In storage type, C-contiguous.
@@ -90,12 +90,12 @@ Tensor: TypeAlias = HostArray | Buffer
 
 
 def buffer_of(tensor: Tensor, dtype: DType) -> Buffer:
-    """A tensor as a plane takes it; an array in one dimension."""
+    """Return a tensor as a plane takes it; an array in one dimension."""
     return HostBuffer(tensor.reshape(-1), dtype) if isinstance(tensor, np.ndarray) else tensor
 
 
 def host_view(tensor: Tensor | Buffer) -> HostArray:
-    """The array of a tensor of the host.
+    """Return the array of a tensor of the host.
 
     Raises:
         TypeError: It is on another device.

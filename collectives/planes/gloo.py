@@ -3,7 +3,7 @@
 Rendezvous goes through the coordinator's store, so that no extra port is opened; Gloo's own sockets bind to
 ``PlaneContext.address``. Gloo has no call that cancels an operation, so an abort shuts its sockets down: a call that waits on
 them returns with an error at once, on this rank and on its peers. Only a message that has arrived in part keeps its call waiting
-for the rest; hence an abort first lets through what is still on its way.
+for the rest; hence an abort first lets messages through that are still on their way.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _GLOO_TIMEOUT = timedelta(hours=1)
 """Longest time in which Gloo may see nothing from a peer that takes part in an operation, as from one that was stopped. A group
 whose operation does not end after an abort is also kept that long."""
 _NEWS_SECONDS = 0.5
+"""Seconds to wait for an abort after an error of Gloo: a peer that got the abort first closes its connections before it arrives here."""
 _FINISH_SECONDS = 0.3
 """Seconds that an aborted operation may go on in any case."""
 _LOOK_SECONDS = 0.1
@@ -46,16 +47,18 @@ _LOOK_SECONDS = 0.1
 _FLOWING_SECONDS = 1.0
 """An operation whose bytes flow may go on for this long, and not much longer."""
 _GIVE_UP_SECONDS = 0.2
+"""Seconds that an operation gets to end once its sockets are shut down, before it is left to Gloo."""
 _SO_ATTACH_FILTER = 26  # Linux; Python does not name it
 _TCP_COUNTS = struct.Struct("120xQQ")  # Linux: bytes acknowledged and received, within struct tcp_info
 # Linux: struct tcp_md5sig is a sockaddr_storage, flags, prefix length, key length, interface, and room for a key.
 _TCP_MD5SIG_EXT = 32
-_SOCKADDR_STORAGE, _MD5_KEY_LIMIT = 128, 80
+_SOCKADDR_STORAGE, _MD5_KEY_LIMIT = 128, 80  # bytes
 _MD5_HEAD = struct.Struct("=BBHi")
-_MD5_PREFIX = 1  # the flag that says that the prefix length counts: 0 for all addresses
-_KEY_BYTES = 32
+_MD5_PREFIX = 1  # the flag by which the prefix length counts: 0 for all addresses
+_KEY_BYTES = 32  # of a random key that is not kept
 _KNOCK_SECONDS = 0.2
-_NUMBER = struct.Struct("=q")
+"""Seconds for one connection to a listener of this process."""
+_NUMBER = struct.Struct("=q")  # the number of a connection, which Gloo reads first
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
 _one_listens = threading.Lock()
 """Held while Gloo opens its listener, so that no other plane of this process takes the listener for its own."""
@@ -71,9 +74,11 @@ class GlooPlane(HostPlane):
         # Gloo has no int16 kernels; int32 holds every sum that int16 would, and wraps alike when narrowed.
         self._staging = Staging({DType.I16: np.dtype(np.int32)})
         self._group: Any = None
+        #: Addresses of all members' listeners, by which Gloo's connections are found among the process's.
         self._ports: set[tuple[str, int]] = set()
         self._listeners: set[tuple[str, int]] = set()  # where Gloo listens for other members, while it does
         self._aborted = threading.Event()
+        #: Set when the operation that goes on ends, or by an abort.
         self._settled = threading.Event()
         self._busy = False  # whether a thread begins an operation or waits for its end
         self._running: list[Any] = []  # the operation that goes on, if one does
@@ -171,7 +176,7 @@ class GlooPlane(HostPlane):
         phases.transfer += time.monotonic_ns() - start
 
     def _gather_ragged(self, send: HostArray, sizes: Sequence[int], out: HostArray) -> None:
-        """One broadcast per member, straight into its place: no padding to the longest, no copy back."""
+        """Broadcast once per member, straight into its place: no padding to the longest, no copy back."""
         import torch.distributed as dist
 
         offset = 0
@@ -256,7 +261,7 @@ class GlooPlane(HostPlane):
 
     def abort(self) -> None:
         self._aborted.set()
-        if not self._busy:  # else the thread in _wait() does it in a moment
+        if not self._busy:  # a busy thread in _wait() does it in a moment
             self._half_close()
         self._settled.set()
 
@@ -285,7 +290,7 @@ class GlooPlane(HostPlane):
         self._group = None
 
     def _give_up(self) -> None:
-        """Leave the operation that does not end, and its group, to Gloo, which gives up on it after a long time."""
+        """Leave the operation that does not end, and its group, to Gloo, which gives it up after ``_GLOO_TIMEOUT``."""
         self.gave_up = True
         kept = [self._group, *self._running]
         work = kept[-1]
@@ -301,7 +306,7 @@ class GlooPlane(HostPlane):
 
     @property
     def _usable(self) -> Any:
-        """The group, unless it was given up with an aborted operation."""
+        """Return the group, unless it was given up with an aborted operation."""
         if self._group is None:
             raise PlaneAborted
         return self._group
@@ -329,6 +334,7 @@ class GlooPlane(HostPlane):
                     self._give_up()
                     raise PlaneAborted
                 self._running.clear()
+                # It has ended; this raises its error.
                 work.wait()
         finally:
             self._busy = False
@@ -336,7 +342,7 @@ class GlooPlane(HostPlane):
                 self._half_close()
 
     def _ends(self, work: Any) -> bool:
-        """Whether the operation has ended, or ends after an abort, in whatever way.
+        """Whether the operation has ended, or ends after an abort; with or without an error.
 
         As long as bytes flow all members may finish it, as they do unless one has died or never began. When nothing
         comes any more, the only messages that have arrived in part are those of members that died or were stopped.
@@ -364,7 +370,7 @@ class GlooPlane(HostPlane):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn whatever Gloo raises into the plane's two exceptions."""
+        """Turn all exceptions of Gloo into the plane's two."""
         if self._aborted.is_set():
             raise PlaneAborted
         try:
@@ -391,14 +397,14 @@ def _raw(buffer: HostArray) -> HostArray:
 
 
 def _completes(work: Any, seconds: float) -> bool:
-    """Whether the operation ends, in whatever way, within this time."""
+    """Whether the operation ends within this time, with or without an error."""
     ended = threading.Event()
     work.get_future().add_done_callback(lambda _: ended.set())
     return ended.wait(seconds)
 
 
 def _tensor(buffer: HostArray) -> torch.Tensor:
-    """Torch's view of the buffer's memory; data that numpy marks read-only is only ever sent."""
+    """Return torch's view of the buffer's memory; data that numpy marks read-only is only ever sent."""
     import torch
 
     if not buffer.flags.writeable:
@@ -418,7 +424,7 @@ def _reduce_op(op: ReduceOp) -> Any:
 
 
 def _make_store(kv: Any, timeout: float, said: list[bytes]) -> Any:
-    """A ``torch.distributed.Store`` whose values live in the coordinator; ``said`` gets those that pass through."""
+    """Return a ``torch.distributed.Store`` whose values live in the coordinator; ``said`` gets those that pass through."""
     from torch._C import _distributed_c10d as c10d
 
     base: Any = c10d.Store
@@ -515,6 +521,7 @@ def block_listeners(ports: set[tuple[str, int]]) -> set[tuple[str, int]]:
     Returns:
         The listeners that stay open, since the system offers neither.
     """
+    # In a variable, since the program only has its address.
     instruction = ctypes.create_string_buffer(_DROP)
     program = struct.pack("HP", 1, ctypes.addressof(instruction))
     still_open: set[tuple[str, int]] = set()
@@ -529,7 +536,7 @@ def block_listeners(ports: set[tuple[str, int]]) -> set[tuple[str, int]]:
 
 
 def _ask_for_signatures(sock: _socket.socket) -> bool:
-    """Have a listener take signed segments only (RFC 2385), from any address, with a key that is not kept.
+    """Make a listener accept signed segments only (RFC 2385), from any address, with a key that is not kept.
 
     The kernel drops a stranger's first segment without an answer. False where the kernel can't do that.
     """
@@ -546,7 +553,7 @@ def _ask_for_signatures(sock: _socket.socket) -> bool:
 def connect_once(ports: set[tuple[str, int]], members: int) -> None:
     """Connect once to these listeners of Gloo's as each member that it may wait for, and leave.
 
-    A process that connects says which of the listener's connections it is for; they are numbered from 0. Gloo keeps a connection for
+    A process that connects sends the number of the listener's connection that it is for, from 0. Gloo keeps a connection for
     which it does not wait yet until it does.
     """
     for port in ports:
@@ -567,7 +574,7 @@ def connections() -> Iterator[tuple[_socket.socket, tuple[str, int], tuple[str, 
 def traffic(
     ports: set[tuple[str, int]],
 ) -> dict[tuple[tuple[str, int], tuple[str, int]], int]:
-    """Return the bytes that were sent and received over each connection with one of the ``ports`` at one end; empty if the system does not say.
+    """Return the bytes that were sent and received over each connection with one of the ``ports`` at one end; empty if the system does not report it.
 
     Bytes that were sent count once the other host has them.
     """

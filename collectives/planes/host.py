@@ -198,7 +198,7 @@ class Scratch:
         return self._memory[:nbytes].view(kind)
 
     def leave(self) -> None:
-        """Never use this memory again: a library still reads or writes it."""
+        """Give this memory up for good: a library still reads or writes it."""
         self._memory = np.empty(0, np.uint8)
 
 
@@ -224,7 +224,7 @@ class Staging(Scratch):
     def pack(
         self, ins: Sequence[HostArray], outs: Sequence[HostArray], dtype: DType, prescale: float
     ) -> HostArray:
-        """The inputs, scaled, one after another in a buffer that the library may overwrite.
+        """Return the inputs, scaled, one after another in a buffer that the library may overwrite.
 
         A lone tensor that needs no conversion is copied to its own output and that is returned (if ``direct``), so
         that the result needs no copy back.
@@ -257,7 +257,7 @@ class Staging(Scratch):
             offset += buffer.size
 
     def widened(self, source: HostArray, dtype: DType, prescale: float) -> HostArray:
-        """A scaled copy in the compute type."""
+        """Return a scaled copy in the compute type."""
         target = np.empty(source.size, self.compute_type(dtype))
         self._widen(source, target, dtype, prescale)
         return target

@@ -1,9 +1,9 @@
 """The ``mpi`` plane: ranks that an MPI launcher started, through mpi4py.
 
 MPI offers no way to cancel a collective, so every operation is a non-blocking one, which the executor polls and can give up.
-A request that was given up may still read and write its buffers, whenever MPI next makes progress: what it reads then goes to
-members that have not given up, and a root of a large broadcast gets back what it has sent. So MPI only ever gets memory of this plane's
-own, which the process keeps unchanged once a request was given up, and the next epoch has a communicator of its own. MPI makes progress
+A request that was given up may still read and write its buffers, whenever MPI next makes progress. Data that it reads then goes to
+members that have not given up, and a root of a large broadcast gets its own data back. So MPI only ever gets memory of this plane's
+own, which the process keeps unchanged once a request was given up. The next epoch has a communicator of its own. MPI makes progress
 inside the poll, hence polling is the transfer, not a wait beside it.
 """
 
@@ -26,23 +26,23 @@ from hvdlab.collectives.types import DType, ReduceOp
 
 # While a transfer may be under way the poll only yields the core. Once it takes much longer than the bytes would need, some member
 # is late, and the poll sleeps for short times.
-_BYTES_PER_SECOND = 500e6
-_EAGER_SECONDS = 0.002
-_SLEEP_SECONDS = 100e-6
+_BYTES_PER_SECOND = 500e6  # assumed of every transfer
+_EAGER_SECONDS = 0.002  # at least, for small transfers
+_SLEEP_SECONDS = 100e-6  # between two polls
 
 _LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 class MpiPlane(HostPlane):
-    """Collectives of one process set and epoch over MPI. See :class:`hvdlab.collectives.planes.base.Plane`."""
+    """Data plane of one process set and epoch over MPI. See :class:`hvdlab.collectives.planes.base.Plane`."""
 
     name = "mpi"
 
     def __init__(self, context: PlaneContext) -> None:
         super().__init__(context)
-        # Open MPI's vector kernels add 8-bit integers with saturation; wider ones wrap to what numpy gives.
+        # Open MPI's vector kernels add 8-bit integers with saturation; wider ones wrap to numpy's results.
         self._staging = Staging({DType.U8: np.dtype(np.int32), DType.I8: np.dtype(np.int32)}, direct=False)
-        #: Copies of what is sent.
+        #: Copies of the data to send.
         self._sent = Scratch()
         self._comm: Any = None
         self._aborted = threading.Event()
@@ -176,7 +176,7 @@ class MpiPlane(HostPlane):
         self._comm = None
 
     def _copy(self, send: HostArray, phases: PhaseTimes) -> HostArray:
-        """A copy of the bytes to send, in memory of this plane's own."""
+        """Return a copy of the bytes to send, in memory of this plane's own."""
         start = time.monotonic_ns()
         sent = self._sent.take(send.nbytes, np.dtype(np.uint8))
         np.copyto(sent, _raw(send))
@@ -185,7 +185,7 @@ class MpiPlane(HostPlane):
 
     @contextmanager
     def _received(self, out: HostArray, phases: PhaseTimes) -> Iterator[HostArray]:
-        """Memory of this plane's own, as bytes, that is copied to ``out`` if the block raises nothing."""
+        """Yield memory of this plane's own, as bytes, and copy it to ``out`` if the block raises nothing."""
         received = self._staging.take(out.nbytes, np.dtype(np.uint8))
         yield received
         start = time.monotonic_ns()
@@ -209,8 +209,10 @@ class MpiPlane(HostPlane):
                 if time.monotonic_ns() < eager_until:
                     os.sched_yield()
                 else:
+                    # Not time.sleep(): an abort ends this pause.
                     self._aborted.wait(_SLEEP_SECONDS)
         except BaseException:
+            # Also after an interrupt: MPI may use these buffers for as long as the process lives.
             leave_to_library(request, *buffers)
             self._staging.leave()
             self._sent.leave()

@@ -28,7 +28,7 @@ MPI_LAUNCHER_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_
 
 
 def names() -> tuple[str, ...]:
-    """All planes for tensors of the host, whether usable here or not."""
+    """Return all planes for tensors of the host, whether usable here or not."""
     return tuple(name for name in _CLASSES if "/" not in name)
 
 
@@ -38,7 +38,7 @@ def under_mpi() -> bool:
 
 
 def missing(name: str) -> str | None:
-    """Why this process can't offer a plane, found out without importing anything heavy; ``None`` if it may be usable."""
+    """Return why this process can't offer a plane, found out without importing anything heavy; ``None`` if it may be usable."""
     if name not in _CLASSES:
         return f"there is no data plane `{name}`; choose one of {', '.join(names())}"
     module, _, package = _CLASSES[name]
@@ -58,7 +58,7 @@ def plane_class(name: str) -> type[Plane]:
     """Import the class of a plane.
 
     Raises:
-        UnsupportedError: The plane is unknown or can't be used in this process; the text says why and what to do.
+        UnsupportedError: The plane is unknown or can't be used in this process; the text gives the reason and the remedy.
     """
     reason = missing(name)
     if reason is not None:
@@ -72,7 +72,7 @@ def plane_class(name: str) -> type[Plane]:
 
 
 def build(name: str, context: PlaneContext) -> Plane:
-    """Return a plane of a process set; of CUDA tensors it is one that is checked before it is used. Raises what :func:`plane_class` does."""
+    """Return a plane of a process set; of CUDA tensors it is one that is checked before it is used. Raises like :func:`plane_class`."""
     if name.startswith(f"{gpu_plane.CUDA}/"):
         module = importlib.import_module("hvdlab.collectives.planes.gpu.checked_plane")
         checked: Plane = module.CheckedPlane(context, name)
@@ -81,7 +81,7 @@ def build(name: str, context: PlaneContext) -> Plane:
 
 
 def host_plane_class(name: str) -> type[HostPlane]:
-    """Import the class of a plane of the host's memory. Raises what :func:`plane_class` does, and ``TypeError``."""
+    """Import the class of a plane of the host's memory. Raises like :func:`plane_class`, and ``TypeError``."""
     cls = plane_class(name)
     if not issubclass(cls, HostPlane):
         raise TypeError(f"the plane `{name}` is for tensors on {cls.device}")
@@ -89,7 +89,7 @@ def host_plane_class(name: str) -> type[HostPlane]:
 
 
 def why_unavailable(name: str) -> str | None:
-    """Why a plane can't be used in this process, in one sentence; ``None`` if it can. Imports the plane."""
+    """Return why a plane can't be used in this process, in one sentence; ``None`` if it can. Imports the plane."""
     try:
         plane_class(name)
     except UnsupportedError as error:
@@ -98,10 +98,10 @@ def why_unavailable(name: str) -> str | None:
 
 
 def offered(wish: str = "auto") -> tuple[str, ...]:
-    """Planes that this process offers to the coordinator. To find out, only ``shm`` and planes of devices are imported.
+    """Return the planes that this process offers to the coordinator. For that only ``shm`` and planes of devices are imported.
 
-    Not ``local``, which every rank has, nor ``hierarchical``, which is there wherever the planes are that it is made of. For CUDA tensors
-    only the plane that ``HVDLAB_CUDA_PLANE`` asks for, if it does.
+    Not ``local``, which every rank has, nor ``hierarchical``, which is available wherever its parts are. For CUDA tensors
+    only the plane that ``HVDLAB_CUDA_PLANE`` names, if it is set.
     Not ``mpi`` if mpi4py has another MPI than the launcher. Under a launcher that is not MPI's own, such as Slurm's, that can't
     be known, and ``mpi`` is offered only if it is the ``wish``.
     """

@@ -1,9 +1,9 @@
 """A memory segment that the members of one host make for themselves.
 
 The coordinator hands out descriptors over Unix sockets, which end at its host. On other hosts the first member makes an
-anonymous file (memfd) and publishes, in the rendezvous store, under which descriptor its process has it; the other members
+anonymous file (memfd), and publishes its descriptor in the rendezvous store. The other members
 open it by way of ``/proc/PID/fd``, which the kernel allows to processes of the same user. So the segment never has
-a name, and nothing is left behind, whichever process dies at whatever moment.
+a name, and nothing is left behind, whichever process dies and when.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_memfd(store: KeyValue, timeout: float) -> int:
     """Open the segment that the first member of this host offers. The caller closes the descriptor.
 
     Raises:
-        PlaneBroken: It can't be opened from here; the text says what may be the matter.
+        PlaneBroken: It can't be opened from here; the text names likely causes.
         TimeoutError: Nothing was offered in time.
     """
     pid, number, unique = store.get(_KEY, timeout).decode().split()

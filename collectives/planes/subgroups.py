@@ -21,7 +21,7 @@ from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.time_limits import Deadline
 
 INNER, OUTER = "shm", "gloo"
-"""The planes within and between hosts, unless the options say otherwise."""
+"""The planes within and between hosts, unless the options name others."""
 
 
 class SubgroupPlanes:
@@ -56,7 +56,7 @@ class SubgroupPlanes:
             return self._connect(cls(context), deadline)
         descriptor = self._segment(context, deadline)
         try:
-            # The plane takes over a duplicate. This descriptor stays open until all members have come: they open it by its number.
+            # The plane owns a duplicate. This descriptor stays open until all members have come: they open it by its number.
             return self._connect(cls(replace(context, memory_fd=os.dup(descriptor))), deadline)
         finally:
             os.close(descriptor)
@@ -89,6 +89,7 @@ class SubgroupPlanes:
         with self._guard:
             self._planes.append(plane)
             aborted = self.aborted
+        # An abort either found this plane in the list, or had set the flag before the list was changed.
         if aborted:
             raise PlaneAborted
         plane.connect(seconds_left(deadline))
@@ -124,12 +125,12 @@ class PeerPlanes:
     """Planes that one member has with others of its group, one by one. :meth:`abort` may be called by any thread, the rest by the executor's.
 
     Both members of a pair have the same messages in the same order, and no two members wait for each other: the coordinator
-    orders the messages of all pairs. What an operation raises is what :class:`~hvdlab.collectives.planes.base.Plane` says.
+    orders the messages of all pairs. An operation raises the errors of :class:`~hvdlab.collectives.planes.base.Plane`.
 
     Args:
         name: Name of the group's plane.
         context: Context of that plane. Its memory is not used here.
-        timeout: Seconds that the other member may take to come for the first message.
+        timeout: Seconds that the other member may need to come for the first message.
     """
 
     def __init__(self, name: str, context: PlaneContext, timeout: float) -> None:

@@ -1,1 +1,1 @@
-"""Which reductions exist (``support``) and how they are computed on numpy buffers (``fold``, ``halves``, ``integers``)."""
+"""Reductions: those that exist (``support``), and their computation on numpy buffers (``fold``, ``integers``, ``adasum``)."""

@@ -1,4 +1,4 @@
-"""Adasum: a sum that counts what its addends have in common only once.
+"""Adasum: a sum that counts the common part of its addends only once.
 
 Of two vectors it is ::
 
@@ -34,13 +34,13 @@ Segment = tuple[int, int, int]
 """Number of a tensor, and where its elements begin and end in the vectors."""
 
 BLOCK = 1 << 13
-"""Elements worked through at a time: what is read twice is still in the cache, and BLAS starts no threads for them."""
+"""Elements worked through at a time: elements that are read twice are still in the cache, and BLAS starts no threads for them."""
 
 
 def levels(members: int) -> list[list[Pair]]:
-    """The pairs that are combined, level by level; in ``(a, b)`` the result takes the place of ``a``.
+    """Return the pairs that are combined, level by level; in ``(a, b)`` the result takes the place of ``a``.
 
-    With a power of two of members, neighbours at distance 1 are combined first, then what they gave at distance 2, and
+    With a power of two of members, neighbours at distance 1 are combined first, then their results at distance 2, and
     so on, until all is in member 0's place. Otherwise, with ``p`` the largest power of two below, the members from ``p``
     on are combined with members 0, 1, … in a level before those.
     """
@@ -54,7 +54,7 @@ def levels(members: int) -> list[list[Pair]]:
 
 
 def products(vectors: Vector, pairs: Sequence[Pair], segments: Sequence[Segment], tensors: int) -> Products:
-    """This memory's share of the dot products that a level needs; shares of several memories are added up."""
+    """Return this memory's share of the dot products that a level needs; shares of several memories are added up."""
     result = np.zeros((len(pairs), tensors, 3))
     for row, (a, b) in zip(result, pairs, strict=True):
         for number, start, stop in segments:
@@ -71,7 +71,7 @@ def combine(vectors: Vector, pairs: Sequence[Pair], segments: Sequence[Segment],
 
 
 def widened(source: Vector, dtype: DType, prescale: float) -> Vector:
-    """Vectors to work on: float16 and bfloat16 as float32, scaled; may be ``source`` itself, changed."""
+    """Return vectors to work on: float16 and bfloat16 as float32, scaled; may be ``source`` itself, changed."""
     if dtype in (DType.F16, DType.BF16):
         wide = np.empty(source.shape, np.float32)
         conversion_of(dtype).widen(source.reshape(-1), wide.reshape(-1))
@@ -83,7 +83,7 @@ def widened(source: Vector, dtype: DType, prescale: float) -> Vector:
 
 
 def narrowed(source: Vector, dtype: DType, postscale: float) -> Vector:
-    """The result in storage type, scaled and rounded once; ``source`` is used up."""
+    """Return the result in storage type, scaled and rounded once; ``source`` is used up."""
     if postscale != 1.0:
         np.multiply(source, postscale, out=source)
     if dtype not in (DType.F16, DType.BF16):
@@ -94,7 +94,7 @@ def narrowed(source: Vector, dtype: DType, postscale: float) -> Vector:
 
 
 def adasum(addends: HostArrays, dtype: DType, prescale: float = 1.0, postscale: float = 1.0) -> Vector:
-    """The Adasum of equally long vectors in storage type, all of which are here; they are left alone."""
+    """Return the Adasum of equally long vectors in storage type, all of which are here; they are left alone."""
     vectors = widened(np.stack(list(addends)), dtype, prescale)
     segments = [(0, 0, vectors.shape[1])]
     with np.errstate(all="ignore"):

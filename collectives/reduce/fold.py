@@ -71,7 +71,7 @@ class FoldScratch:
 
     def __init__(self) -> None:
         self._folds: dict[tuple[DType, ReduceOp], Fold] = {}
-        #: The context in which numpy ignores them. Entering it takes a tenth of an ``errstate``, half of a small fold.
+        #: The context in which numpy ignores them. Entering it costs a tenth of an ``errstate``, half of a small fold.
         self._quiet: Context | None = None
         if _ERRORS_IN_CONTEXT:
             self._quiet = Context()
@@ -146,7 +146,7 @@ class IntegerFold(DirectFold):
             part = out[start : start + BLOCK]
             wide = self._wide[: len(part)]
             np.multiply(source[start : start + BLOCK], factor, wide)
-            # By way of int64, since a float beyond the range of a narrow type converts to whatever the CPU likes.
+            # By way of int64, since a float beyond the range of a narrow type converts to a number that depends on the CPU.
             part[...] = wide.astype(np.int64)
 
 

@@ -8,7 +8,7 @@ elements as int64, any plane reduces these, and each member :meth:`decodes <Wide
 * A sum of narrow types is exact in int64. For an average of int64 each element travels as a quotient and a remainder of
   the number of members, whose sums can't overflow.
 * An average is truncated toward zero, and exact also beyond 2**53: that of equal values is that value.
-* ``postscale`` is applied to the exact result in float64, and what comes of it is truncated. A result that does not fit
+* ``postscale`` is applied to the exact result in float64, and the product is truncated. A result that does not fit
   into the type is taken modulo its width, as a sum is.
 """
 
@@ -32,7 +32,7 @@ def needs_width(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -
 
 
 class WideReduction:
-    """An average or scaled reduction of integers.
+    """Average or scaled reduction of integers.
 
     Args:
         dtype: Type of the elements, an integer.
@@ -42,8 +42,8 @@ class WideReduction:
         postscale: Multiplies the result.
 
     Attributes:
-        op: What the plane is to do with the encoded elements.
-        width: How many int64 stand for an element; they are neighbours.
+        op: The plane's operator for the encoded elements.
+        width: Number of int64 that stand for an element; they are neighbours.
     """
 
     def __init__(self, dtype: DType, op: ReduceOp, members: int, prescale: float, postscale: float) -> None:
@@ -53,7 +53,7 @@ class WideReduction:
         self.width = 2 if op is ReduceOp.AVERAGE and dtype is DType.I64 else 1
 
     def encode(self, source: npt.NDArray[Any]) -> Wide:
-        """``width`` int64 for each element of a flat array."""
+        """Return ``width`` int64 for each element of a flat array."""
         values = source.astype(np.int64)
         if self._prescale != 1.0:
             values = _truncated(source.astype(np.float64) * self._prescale)
@@ -65,7 +65,7 @@ class WideReduction:
         return pairs.reshape(-1)
 
     def decode(self, reduced: Wide, out: npt.NDArray[Any]) -> None:
-        """The result of the encoded elements' reduction, in a flat array of the elements' type."""
+        """Write the result of the encoded elements' reduction to a flat array of the elements' type."""
         n = self._members
         if self.width == 2:
             quotients, remainders = reduced.reshape(-1, 2).T
@@ -81,5 +81,5 @@ class WideReduction:
 
 
 def _truncated(values: npt.NDArray[np.float64]) -> Wide:
-    with np.errstate(invalid="ignore"):  # of what is beyond int64
+    with np.errstate(invalid="ignore"):  # for values beyond int64
         return values.astype(np.int64)

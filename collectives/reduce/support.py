@@ -1,4 +1,4 @@
-"""Which combinations of collective, element type and operator exist. Imports no numpy: any process may ask."""
+"""Combinations of collective, element type and operator that exist. Imports no numpy: any process may ask."""
 
 from __future__ import annotations
 

@@ -28,42 +28,43 @@ class RendezvousBackend(Protocol):
     """Place that all ranks of a job can see, and that is closed to all other processes as far as possible."""
 
     def publish(self, data: bytes) -> None:
-        """Show ``data`` in place of what was there. Raises ``StartError`` if that can't be done."""
+        """Show ``data`` in place of the previous data. Raises ``StartError`` if that can't be done."""
 
     def read(self, seconds: float) -> bytes | None:
-        """Return the data that is there; ``None`` if none comes within ``seconds``. Raises ``StartError`` if it can't be read."""
+        """Return the published data; ``None`` if none comes within ``seconds``. Raises ``StartError`` if it can't be read."""
 
     def pause(self, seconds: float) -> None:
         """Wait up to ``seconds`` for other data than those that are there. Can return too early."""
 
     def withdraw(self) -> None:
-        """Remove what :meth:`publish` showed. Does not raise."""
+        """Remove the data that :meth:`publish` showed. Does not raise."""
 
     def close(self) -> None:
         """Free the resources of :meth:`read`. Does not raise; idempotent."""
 
     @property
     def place(self) -> str:
-        """The place in words, for error texts."""
+        """Return the place in words, for error texts."""
         ...
 
     @property
     def advice(self) -> str:
-        """Advice to the user if nothing appears though rank 0 is there."""
+        """Return advice to the user if nothing appears though rank 0 runs."""
         ...
 
 
-# Polled, since there is no event: a shared file system does not notify a host of what other hosts do.
+# Polled, since there is no event: a shared file system does not notify a host of changes by other hosts.
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
 _LIMIT = 64 * 1024
+"""Bytes of a published file that are read at most."""
 
 
 class DirectoryBackend:
     """Backend for ranks of one host, or with a shared file system: a file in a directory that only its user may enter.
 
     Args:
-        parents: Directories in which ``hvdlab-<user>`` may be made, the best first. Rank 0 takes the first in which that is
-            private or can be made; the other ranks look in all.
+        parents: Directories in which ``hvdlab-<user>`` may be made, the best first. Rank 0 uses the first in which that is
+            private or can be made; the other ranks search all.
         key: Name of the job.
         shared: Whether ranks of other hosts have to see it.
 
@@ -83,6 +84,7 @@ class DirectoryBackend:
         draft = self._directory / f"{self.key}.{os.getpid()}"
         try:
             self._write(draft, data)
+            # Only when it is whole: other ranks read the data before or all of these.
             draft.rename(self._directory / self.key)
         except BaseException as error:
             with suppress(OSError):
@@ -144,6 +146,7 @@ class DirectoryBackend:
         except OSError as error:
             raise StartError(f"Rank 0's announcement in {path} can't be read: {error}") from error
         with open(descriptor, "rb") as file:
+            # Of the open file: the path may lead to another one by now.
             status = os.fstat(file.fileno())
             _require_private(path, status, stat.S_ISREG)
             return [(status.st_mtime_ns, file.read(_LIMIT))]
@@ -160,7 +163,7 @@ class DirectoryBackend:
                 self._directory.rmdir()
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file is kept open."""
 
     @property
     def place(self) -> str:
@@ -185,7 +188,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _require_private(path: Path, status: os.stat_result, kind: object) -> None:
-    """Raise ``StartError`` unless only this user can have put there what is there."""
+    """Raise ``StartError`` unless only this user can have put the entry there."""
     assert callable(kind)
     if not kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StartError(
@@ -195,6 +198,7 @@ def _require_private(path: Path, status: os.stat_result, kind: object) -> None:
 
 
 _PAUSE = 0.2
+"""Seconds between two reads of a store that has an earlier job's data."""
 
 
 class TcpStoreBackend:
@@ -287,7 +291,7 @@ class TcpStoreBackend:
 
 
 def store_usable(environ: Mapping[str, str]) -> bool:
-    """Return whether the environment names a store, and PyTorch is there to use it."""
+    """Return whether the environment names a store, and PyTorch is installed to use it."""
     named = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
     return named and importlib.util.find_spec("torch") is not None
 
@@ -304,6 +308,7 @@ def _first_line(error: BaseException) -> str:
 
 
 _POLL_SECONDS = 0.001
+"""Seconds between two polls of MPI, which has no event for a broadcast's end."""
 
 
 class MpiBackend:
@@ -354,10 +359,10 @@ class MpiBackend:
         time.sleep(seconds)
 
     def withdraw(self) -> None:
-        """Nothing is left lying about."""
+        """Do nothing: a broadcast leaves nothing behind."""
 
     def close(self) -> None:
-        """MPI itself goes on: the data plane may use it."""
+        """Leave MPI running: the data plane may use it."""
 
     @property
     def place(self) -> str:

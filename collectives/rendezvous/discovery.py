@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.failover.supervisor import Keeper
 
 PROBE_SECONDS = 5.0
+"""Seconds for one try to reach a published coordinator, at most."""
 
 
 class CoordinatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,6 +133,7 @@ def _probe(address: str, certificate: str, timeout: float) -> None:
 
 
 _LOOK_SECONDS = 1.0
+"""Seconds of one read of the backend."""
 
 
 def await_info(
@@ -146,7 +148,7 @@ def await_info(
         secret: The secret that the user has given to all ranks, if any; the information must be sealed with it.
 
     Raises:
-        StartError: There is none in time, rank 0 says that it could not start, or the seal is wrong.
+        StartError: There is none in time, rank 0 reports that it could not start, or the seal is wrong.
     """
     old: bytes | None = None
     while not deadline.expired:
@@ -162,6 +164,7 @@ def await_info(
                 )
             if info.address and info.answers(left):
                 return info
+            # Of a job that has ended, as a rule; rank 0 publishes its own in this place.
             old = data
         elif data is not None:
             backend.pause(left)
@@ -173,6 +176,7 @@ def await_info(
 
 
 _SHORTEST_TOKEN = 16
+"""Characters that a secret of the user's has at least; a shorter one could be guessed."""
 _CLOSED = "rendezvous closed"
 """Key of the world's store that rank 0 sets once it has closed the rendezvous."""
 RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
@@ -222,7 +226,7 @@ class DiscoveredWorld:
     def complete(self, engine: Engine) -> None:
         """Withdraw the published secret: all ranks are there.
 
-        The user's code may want the port of the rendezvous next, as ``init_process_group`` does. A rank that connected there before
+        The user's code may bind the port of the rendezvous next, as ``init_process_group`` does. A rank that connected there before
         rank 0 has closed its store would reach one that is about to end. So each rank waits here until rank 0 has closed it.
         """
         if self._completed:
@@ -236,7 +240,7 @@ class DiscoveredWorld:
         if self._launched.rank == 0:
             world.set(_CLOSED, b"1")
             return
-        # If the epoch is over, a rank has died in the meantime; the user's next collective says so.
+        # If the epoch is over, a rank has died in the meantime; the user's next collective raises it.
         try:
             world.get(_CLOSED, engine.settings.start_timeout)
         except PlaneAborted:
@@ -247,7 +251,7 @@ class DiscoveredWorld:
             ) from error
 
     def release(self) -> None:
-        """Let go of the world. The coordinator ends after the last rank."""
+        """Release the world. The coordinator ends after the last rank."""
         self._backend.withdraw()
         self._backend.close()
         if self._keeper is not None:
@@ -266,7 +270,7 @@ def discover(environ: Mapping[str, str], settings: Settings) -> DiscoveredWorld 
         settings: Its ``start_timeout`` limits the wait; its ``token``, if the user has given one, seals that information.
 
     Raises:
-        StartError: No coordinator can be started, or is known in time; the text says what is missing.
+        StartError: No coordinator can be started, or is known in time; the text names the missing part.
         InvalidRequestError: Variables contradict each other.
     """
     _refuse_horovodrun(environ)
@@ -369,6 +373,7 @@ def _start_and_publish(
         if coordinator is not None:
             coordinator.close()
         else:
+            # Without it the other ranks would wait until their deadline.
             backend.publish(CoordinatorInfo(launched.size, error=str(error)).encode(given))
         raise
     except BaseException:

@@ -29,7 +29,7 @@ class Launcher:
     """Variables of a launcher. Of several for one thing the first that is set counts.
 
     Attributes:
-        name: What users call it.
+        name: Its name for users.
         marks: Variables that are all set if it started this process.
         rank, size: Variables with the rank, and the number of ranks.
         local_rank, local_size: Variables with the same for this host. A size may be Slurm's list of all hosts' sizes.
@@ -121,7 +121,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         meeting=Meeting.MPI,
         libraries=_MPICH,
     ),
-    # srun sets PMI variables for all programs, so they do not tell whether this program's MPI understands them.
+    # srun sets PMI variables for all programs, so they do not show whether this program's MPI understands them.
     # A batch script, and a shell that salloc gives, have most of these variables as well, but no step of several tasks.
     Launcher(
         "srun",
@@ -233,7 +233,7 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], host: int | None
 
 
 def _per_host(text: str) -> list[int] | None:
-    """Expand Slurm's ``2(x3),1`` to ``[2, 2, 2, 1]``. Returns ``None`` for any other text."""
+    """Expand Slurm's ``2(x3),1`` to ``[2, 2, 2, 1]``. Return ``None`` for any other text."""
     counts: list[int] = []
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)

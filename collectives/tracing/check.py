@@ -1,6 +1,6 @@
-"""Checks a Chrome trace against the rules of its format: ``python -m hvdlab.collectives.tracing.check FILE``.
+"""Check a Chrome trace against the rules of its format: ``python -m hvdlab.collectives.tracing.check FILE``.
 
-Viewers are lenient, and silently drop what they don't understand. This says what is wrong instead.
+Viewers are lenient, and silently drop events that they don't understand. This program reports them instead.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ METADATA = {
     "thread_sort_index": ("sort_index", int),
 }
 PROBLEMS_SHOWN = 50
+"""Faults of one file that are printed at most."""
 LONGEST_LINE = 1000
+"""Characters of a printed line: names in a file may have any length."""
 
 Event = dict[str, Any]
 Track = tuple[int, int]
 
 
 class TraceFormatError(ValueError):
-    """The file can't be read as a trace at all."""
+    """Error of a file that can't be read as a trace at all."""
 
 
 def load(text: str, *, killed: bool = False) -> list[Event]:
-    """The events of a trace in either form of the format.
+    """Return the events of a trace in either form of the format.
 
     With ``killed`` the closing bracket may be missing, and a last line that was cut off is left out. Raises
     :class:`TraceFormatError` when it isn't JSON or not a trace.
@@ -76,7 +78,7 @@ def _load_cut(text: str) -> Any:
 
 
 def check(events: Sequence[Event], *, killed: bool = False) -> list[str]:
-    """Everything that is wrong, one sentence each; empty if the trace is good.
+    """Return the faults of a trace, one sentence each; empty if it is good.
 
     With ``killed`` slices may be open at the end.
     """
@@ -134,7 +136,7 @@ def _check_special(phase: str, event: Event) -> Iterator[str]:
 
 
 def _async_ids(event: Event) -> list[str]:
-    """The ids by which an async event is paired. ``id`` and ``id2.global`` count across processes."""
+    """Return the ids by which an async event is paired. ``id`` and ``id2.global`` count across processes."""
     ids = [f"global {event['id']}"] if isinstance(event.get("id"), str | int) else []
     both = event.get("id2", {})
     if isinstance(both, dict):
@@ -152,7 +154,7 @@ def _nanos(micros: float) -> int:
 
 
 def _check_slices(events: Sequence[tuple[int, Event]], killed: bool) -> Iterator[str]:
-    """On each track, begins and ends pair up and slices are nested or apart."""
+    """Yield the faults of slices: on each track begins and ends pair up, and slices are nested or apart."""
     tracks: dict[Track, list[tuple[int, int, int]]] = defaultdict(list)
     opened: dict[Track, list[tuple[int, int, str]]] = defaultdict(list)
     timed = ((_nanos(e["ts"]), index, e) for index, e in events if e["ph"] in "XBE")
@@ -188,7 +190,7 @@ def _check_nesting(track: Track, slices: list[tuple[int, int, int]]) -> Iterator
 
 
 def _check_async(events: Sequence[tuple[int, Event]], killed: bool) -> Iterator[str]:
-    """Each ``b`` has one ``e`` of the same category, id and name that is not earlier."""
+    """Yield the faults of async events: each ``b`` has one ``e`` of the same category, id and name that is not earlier."""
     opened: dict[tuple[str, str], list[tuple[int, Event]]] = defaultdict(list)
     for index, event in events:
         if event["ph"] not in "be":
@@ -211,7 +213,7 @@ def _check_async(events: Sequence[tuple[int, Event]], killed: bool) -> Iterator[
 
 
 def _check_names(events: Sequence[tuple[int, Event]]) -> Iterator[str]:
-    """Every process that has events has a name."""
+    """Yield the faults of names: every process that has events has one."""
     metadata = [event for _, event in events if event["ph"] == "M"]
     processes = {event["pid"] for event in metadata if event["name"] == "process_name"}
     threads = {(event["pid"], event["tid"]) for event in metadata if event["name"] == "thread_name"}
@@ -227,7 +229,7 @@ def _track(track: Track) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check files; prints what is wrong. Returns 1 if anything is, 2 for a wrong call."""
+    """Check files and print their faults. Return 1 if there are any, 2 for a wrong call."""
     killed = "--killed" in arguments
     paths = [Path(argument) for argument in arguments if argument != "--killed"]
     if not paths:

@@ -2,7 +2,7 @@
 
 :class:`~hvdlab.collectives.tracing.timeline_file.TimelineFile` writes them to a file. The meaning of each event is in
 ``docs/reference/trace.md``. Two rules shape them: nothing is drawn at a time that was not measured, except on the one
-track that says so; and slices of one thread track never overlap. Needs no numpy: a rank may write a timeline.
+track that is marked so; and slices of one thread track never overlap. Needs no numpy: a rank may write a timeline.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOTES = "notes"
 CLOCK_COMPARED = "CLOCK_COMPARED"
 """A note on a rank of another host: how well its clock is known."""
 STORES = "stores"
-"""Track of a rank's requests to parameter servers, and category of what the servers do for it."""
+"""Track of a rank's requests to parameter servers, and category of the servers' work for it."""
 TRACKS = {
     "cells": "cells",
     "collectives": "collectives",
@@ -53,14 +53,19 @@ _MAIN_TID = _FIRST_TID["cells"]
 # looked through at one place (and so that every rank has as many events, by which Perfetto orders processes).
 ARRIVALS_PID = 1_000_000
 WRITER_PID = 2_000_000
+"""Process id, in the trace, of events about the trace as a whole."""
 SERVERS_PID = 3_000_000
 """Parameter servers, by their numbers from here on."""
 
 
 HOLD_SECONDS = 1.0
+"""Seconds for which an operation waits for the other ranks' records before it is written without them."""
 UNALIGNED_BATCHES = 256
+"""Batches that may wait until their host's clock has been compared."""
 NAMES_LISTED = 32
+"""Names of a fused operation's tensors that its slice lists at most."""
 PULLS_KEPT = 64
+"""Newest pulls of a value that a later push can be tied to."""
 
 # Names that Horovod's timeline has for the same things, where it has them.
 PHASES = (
@@ -75,7 +80,7 @@ Key = tuple[int, int, int]
 
 
 class OpenCell(NamedTuple):
-    """A cell that has begun: when on the common axis, and what was added to its time for that, in ns."""
+    """Cell that has begun: when on the common axis, and the offset that was added to its time for that, in ns."""
 
     cell: str
     begin: int
@@ -83,24 +88,26 @@ class OpenCell(NamedTuple):
 
 
 def micros(nanoseconds: int) -> float:
-    """Microseconds, the unit of the format; exact to the nanosecond for 104 days."""
+    """Return microseconds, the unit of the format; exact to the nanosecond for 104 days."""
     return nanoseconds / 1000
 
 
 class Tracks:
-    """Makes events and remembers what has been introduced, which lanes are taken and what is open."""
+    """Maker of events. It remembers the introduced tracks, the occupied lanes and the open cells."""
 
     def __init__(self) -> None:
+        #: Processes and threads of the trace that have a name already.
         self._known: set[tuple[int, int]] = set()
         self._lane_ends: dict[tuple[int, str], list[int]] = {}
         self._cells: dict[int, list[OpenCell | None]] = {}
+        #: Latest time that was seen on each rank.
         self._latest: dict[int, int] = {}
         self._next_id = 0
 
     # -- ranks and their places ---------------------------------------------------------------------------------------
 
     def introduce(self, rank: int) -> list[TraceEvent]:
-        """Name and place of a rank's process, once."""
+        """Return the events with name and place of a rank's process, once."""
         return self._introduce_process(rank, f"rank {rank}", rank)
 
     def _introduce_process(self, pid: int, name: str, order: int) -> list[TraceEvent]:
@@ -130,13 +137,13 @@ class Tracks:
     def slice_lane(
         self, rank: int, track: str, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> list[TraceEvent]:
-        """A slice on the first lane of the track that is free at ``begin``."""
+        """Return a slice on the first lane of the track that is free at ``begin``."""
         return self.slice_same_lane(rank, track, None, name, begin, end, args)[1]
 
     def slice_same_lane(
         self, rank: int, track: str, lane: int | None, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> tuple[int, list[TraceEvent]]:
-        """As :meth:`slice_lane`, on a given lane that the caller knows to be free, or a new choice if ``None``."""
+        """Return a slice as :meth:`slice_lane` does, on a given lane that the caller knows to be free, or a new choice if ``None``."""
         ends = self._lane_ends.setdefault((rank, track), [])
         if lane is None:
             lane = next((number for number, busy in enumerate(ends) if busy <= begin), len(ends))
@@ -153,7 +160,7 @@ class Tracks:
     def slice_async(
         self, rank: int, category: str, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> list[TraceEvent]:
-        """A slice that may overlap others of its category."""
+        """Return a slice that may overlap others of its category."""
         self._next_id += 1
         common = {
             "cat": category,
@@ -189,7 +196,7 @@ class Tracks:
         return out
 
     def end_cell(self, rank: int, cell: str, time_ns: int, ok: bool, offset: int) -> list[TraceEvent]:
-        """Close the cell's slice; if its begin is not in this file, say when it ended."""
+        """Close the cell's slice; if its begin is not in this file, mark when it ended."""
         for lane, open_cell in enumerate(self._cells.get(rank, ())):
             # The offset of its begin, so that a better estimate in between can't turn it around.
             if (
@@ -202,7 +209,7 @@ class Tracks:
         return self.instant(rank, "cells", f"CELL {cell} END", time_ns + offset, {"cell": cell, "ok": ok})
 
     def end_cells(self) -> list[TraceEvent]:
-        """Close what still runs at the latest time seen on its rank, and say so."""
+        """Close cells that still run at the latest time seen on their rank, and mark them so."""
         out: list[TraceEvent] = []
         for rank, lanes in self._cells.items():
             for lane, open_cell in enumerate(lanes):
@@ -224,7 +231,7 @@ class Tracks:
     def slice_on_server(
         self, server: int, rank: int, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> list[TraceEvent]:
-        """Trace events of one request that a parameter server handled for a rank."""
+        """Return trace events of one request that a parameter server handled for a rank."""
         pid = SERVERS_PID + server
         out = self._introduce_process(pid, f"parameter server {server}", pid)
         ends = self._lane_ends.setdefault((pid, f"rank {rank}"), [])
@@ -245,7 +252,7 @@ class Tracks:
     def instant(
         self, rank: int, track: str, name: str, time_ns: int | None, args: dict[str, Any], *, scope: str = "t"
     ) -> list[TraceEvent]:
-        """A moment; ``None`` means the latest time seen on this rank."""
+        """Return an instant event; ``None`` means the latest time seen on this rank."""
         out = self.introduce(rank)
         tid = self._thread(rank, track, 0, out)
         at = self._latest.get(rank, 0) if time_ns is None else time_ns
@@ -255,7 +262,7 @@ class Tracks:
         return out
 
     def last_arrival(self, rank: int, time_ns: int, args: dict[str, Any]) -> list[TraceEvent]:
-        """The moment at which the rank that the others waited for came, on the track of that rank."""
+        """Return the event at which the rank that the others waited for came, on the track of that rank."""
         out = self._introduce_process(ARRIVALS_PID, "last arrivals", ARRIVALS_PID)
         tid = rank + 1
         if (ARRIVALS_PID, tid) not in self._known:
@@ -267,13 +274,13 @@ class Tracks:
         return out
 
     def counter(self, rank: int, name: str, time_ns: int, value: float) -> list[TraceEvent]:
-        """A value from this moment on."""
+        """Return a counter event: a value from this moment on."""
         self._seen(rank, time_ns)
         where = {"pid": rank, "tid": _MAIN_TID, "ts": micros(time_ns)}
         return [{"ph": "C", "name": name, "cat": "metrics", **where, "args": {"value": value}}]
 
     def writer_note(self, name: str, args: dict[str, Any]) -> list[TraceEvent]:
-        """A moment of the trace as a whole."""
+        """Return an instant event of the trace as a whole."""
         out = self._introduce_process(WRITER_PID, "trace writer", WRITER_PID)
         where = {"pid": WRITER_PID, "tid": 0, "ts": micros(max(self._latest.values(), default=0))}
         out.append({"ph": "i", "s": "p", "name": name, "cat": NOTES, **where, "args": args})
@@ -281,7 +288,7 @@ class Tracks:
 
 
 def _tid(track: str, lane: int) -> int:
-    """Lanes of a track are neighbours, unless there are uncommonly many."""
+    """Return the track's thread id. Lanes of a track are neighbours, unless there are uncommonly many."""
     return _FIRST_TID[track] + (lane if lane < LANES else lane * 1000)
 
 
@@ -291,7 +298,7 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A span with what has to be added to its times to be on the common axis, and the error of that, in ns."""
+    """Span with the offset from its times to the common axis, and the offset's error, in ns."""
 
     span: Span
     offset_ns: int
@@ -304,14 +311,14 @@ class Placed:
 
 @dataclass(slots=True)
 class MatchedOperation:
-    """The spans of one operation by rank, in the order in which each rank recorded them."""
+    """Spans of one operation by rank, in the order in which each rank recorded them."""
 
     held_since: float
     size: int | None
     ranks: dict[int, list[Placed]] = field(default_factory=dict)
 
     def tensors(self) -> list[dict[int, Placed]]:
-        """Each tensor's span by rank. Equal names (anonymous tensors) are matched in order."""
+        """Return each tensor's span by rank. Equal names (anonymous tensors) are matched in order."""
         found: dict[tuple[str, int], dict[int, Placed]] = {}
         for rank, spans in self.ranks.items():
             seen: dict[str, int] = {}
@@ -367,23 +374,27 @@ class OperationMatcher:
 
     def __init__(self, hold: float) -> None:
         self._hold = hold
+        #: Operations whose records are not complete, the oldest first.
         self._open: OrderedDict[Key, MatchedOperation] = OrderedDict()
+        #: Operation that each rank recorded last, of which more spans may follow.
         self._current: dict[int, Key] = {}
+        #: Operations that a rank has gone on from since the last completed().
         self._left: set[Key] = set()
+        #: Epoch and number of members, by process set.
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def members(self, event: Members) -> None:
-        """Learn the size of a process set; news of an older epoch is ignored."""
+        """Record the size of a process set; news of an older epoch is ignored."""
         if event.size and event.epoch >= self._sizes.get(event.process_set, (0, 0))[0]:
             self._sizes[event.process_set] = (event.epoch, event.size)
 
     def introduce(self, event: Members) -> None:
-        """Learn the size of a process set of which nothing is known yet: its record may come behind the spans that it is for."""
+        """Record the size of a process set that is not known yet: its record may come behind the spans that it is for."""
         if event.size:
             self._sizes.setdefault(event.process_set, (event.epoch, event.size))
 
     def add(self, rank: int, placed: Placed, now: float) -> MatchedOperation | None:
-        """Take a span in. Returns an older operation that must be given out because this one has taken its name."""
+        """Add a span. Return an older operation that must be given out because this one has its name."""
         span = placed.span
         key = (span.process_set, span.sequence, span.batch)
         if span.kind.asks_server:  # such a span is of one key; collectives with equal numbers are fused
@@ -406,13 +417,13 @@ class OperationMatcher:
         return stale
 
     def pause(self, rank: int) -> None:
-        """This rank has recorded nothing more for now: its last operation is whole."""
+        """Close a rank's last operation: the rank has recorded nothing more for now, so it is whole."""
         previous = self._current.pop(rank, None)
         if previous is not None:
             self._left.add(previous)
 
     def completed(self) -> list[MatchedOperation]:
-        """Take out the operations that are complete."""
+        """Remove the operations that are complete, and return them."""
         done = [key for key in self._left if self._is_complete(key)]
         self._left.clear()
         return [self._open.pop(key) for key in sorted(done)]
@@ -424,18 +435,18 @@ class OperationMatcher:
         return all(self._current.get(rank) != key for rank in operation.ranks)
 
     def expired(self, now: float) -> list[MatchedOperation]:
-        """Take out the operations that were held for too long."""
+        """Remove the operations that were held for too long, and return them."""
         done = []
         while self._open and now >= next(iter(self._open.values())).held_since + self._hold:
             done.append(self._open.popitem(last=False)[1])
         return done
 
     def deadline(self) -> float | None:
-        """When :meth:`expired` has something to give out next."""
+        """Return when :meth:`expired` has operations to return next."""
         return next(iter(self._open.values())).held_since + self._hold if self._open else None
 
     def flush(self) -> list[MatchedOperation]:
-        """Take out everything."""
+        """Remove all operations, and return them."""
         done = list(self._open.values())
         self._open.clear()
         return done
@@ -449,7 +460,7 @@ def _recorded_another(own: list[Placed] | None, span: Span) -> bool:
 
 
 class ChromeTrace:
-    """Converts batches of all ranks. No I/O, no clock: ``now`` is any steadily growing number of seconds.
+    """Converter of all ranks' batches. No I/O, no clock: ``now`` is any steadily growing number of seconds.
 
     Args:
         mark_cycles: Mark each order to execute with an instant event, as Horovod's ``mark_cycles`` does.
@@ -461,7 +472,9 @@ class ChromeTrace:
         self._alignment = Alignment()
         self._operations = OperationMatcher(hold)
         self._tracks = Tracks()
+        #: Batches of hosts whose clock has not been compared yet, by clock.
         self._unaligned: dict[int, list[RecordBatch]] = {}
+        #: Records for which there was no room among these, by rank.
         self._unaligned_lost: dict[int, int] = {}
         self._lost: dict[tuple[int, str], int] = {}
         self._cycles: dict[int, tuple[int, int]] = {}
@@ -472,7 +485,7 @@ class ChromeTrace:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def feed(self, batch: RecordBatch, now: float) -> list[TraceEvent]:
-        """Take a batch in; returns what can be written."""
+        """Add a batch. Return the events that can be written."""
         self._alignment.observe(batch.clock)
         for event in batch.events:
             if isinstance(event, ClockSample):
@@ -496,15 +509,15 @@ class ChromeTrace:
             self._unaligned_lost[batch.rank] = self._unaligned_lost.get(batch.rank, 0) + len(batch.events)
 
     def expire(self, now: float) -> list[TraceEvent]:
-        """Give out what was held for ``hold`` seconds; call it at :meth:`deadline`."""
+        """Return the events of operations that were held for ``hold`` seconds; call it at :meth:`deadline`."""
         return self.operations(self._operations.expired(now))
 
     def deadline(self) -> float | None:
-        """When :meth:`expire` is due, or ``None`` if nothing is held."""
+        """Return when :meth:`expire` is due, or ``None`` if nothing is held."""
         return self._operations.deadline()
 
     def close(self) -> list[TraceEvent]:
-        """Give out everything that is held, and end what is open."""
+        """Return the events of all operations that are held, and end the open slices."""
         out = self.operations(self._operations.flush())
         for batches in self._unaligned.values():
             for batch in batches:
@@ -517,15 +530,15 @@ class ChromeTrace:
         return out + self._tracks.end_cells()
 
     def introduce(self, rank: int) -> list[TraceEvent]:
-        """The events that name a rank's process, the first time that this is called for it."""
+        """Return the events that name a rank's process, at the first call for it."""
         return self._tracks.introduce(rank)
 
     def rank_note(self, rank: int, name: str, time_ns: int, args: dict[str, Any]) -> list[TraceEvent]:
-        """Something that happened to a rank."""
+        """Return an instant event on the track of a rank."""
         return self._tracks.introduce(rank) + self._tracks.instant(rank, NOTES, name, time_ns, args)
 
     def note(self, name: str, args: dict[str, Any]) -> list[TraceEvent]:
-        """An instant event about the trace itself, at the latest time seen."""
+        """Return an instant event about the trace itself, at the latest time seen."""
         return self._tracks.writer_note(name, args)
 
     # -- one batch ----------------------------------------------------------------------------------------------------
@@ -546,7 +559,7 @@ class ChromeTrace:
         return out
 
     def happening(self, rank: int, event: Event, offset: int = 0) -> list[TraceEvent]:
-        """Trace events of a record that is not a span; ``offset`` ns are added to its time."""
+        """Return trace events of a record that is not a span; ``offset`` ns are added to its time."""
         match event:
             case CellBeginEvent():
                 return self._tracks.begin_cell(rank, event.cell, event.time_ns, offset)
@@ -587,7 +600,7 @@ class ChromeTrace:
         return [] if stale is None else self.operations([stale])
 
     def failed(self, rank: int, placed: Placed) -> list[TraceEvent]:
-        """A span that never became an operation, so that there is nothing to match it with."""
+        """Return the events of a span that never became an operation, so that nothing matches it."""
         if placed.span.kind.asks_server:
             return self._request(rank, placed)
         return self._negotiation(rank, placed, None)
@@ -595,7 +608,7 @@ class ChromeTrace:
     # -- one operation ------------------------------------------------------------------------------------------------
 
     def operations(self, operations: Iterable[MatchedOperation]) -> list[TraceEvent]:
-        """OperationMatcher with all that is known of them."""
+        """Return the events of operations, with all that is known of them."""
         out: list[TraceEvent] = []
         requests: list[tuple[int, int, Placed]] = []
         for operation in operations:
@@ -618,7 +631,7 @@ class ChromeTrace:
         return out
 
     def _request(self, rank: int, placed: Placed) -> list[TraceEvent]:
-        """A push or a pull: a slice on its rank, and one on the server; arrows tie what follows from each other.
+        """Return the events of a push or a pull: a slice on its rank, and one on the server; arrows tie the slices that follow from each other.
 
         A value goes from the server to the rank that pulls it, on to the push that was computed from it, and to the server again: one
         chain of arrows.
@@ -712,7 +725,7 @@ class ChromeTrace:
         return out + self._phases(rank, span, offset)
 
     def _phases(self, rank: int, span: Span, offset: int) -> list[TraceEvent]:
-        """The measured sums side by side. Where in the operation each piece was is not known: the track says so."""
+        """Return slices of the measured sums, side by side. Where in the operation each piece was is not known: the track's name shows it."""
         assert span.started_ns is not None
         lengths = [(name, getattr(span, f"{phase}_ns")) for phase, name in PHASES]
         if sum(length for _, length in lengths) > span.finished_ns - span.started_ns:
@@ -743,7 +756,7 @@ class ChromeTrace:
 
 
 def _horovod_name(span: Span) -> str:
-    """The name of a tensor in Horovod's timeline. A tensor without a name already has its name in that form."""
+    """Return the name of a tensor in Horovod's timeline. A tensor without a name already has its name in that form."""
     prefix = f"{span.kind.label}."
     return span.name if span.name.startswith(f"{prefix}noname") else prefix + span.name
 

@@ -28,7 +28,7 @@ Sample = tuple[int, int, int]
 
 
 class ClockSamples:
-    """The newest samples of this process's clock against the coordinator's."""
+    """Newest samples of this process's clock against the coordinator's."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)

@@ -22,7 +22,7 @@ _KEPT = 1 << 16
 
 
 class Epochs:
-    """The epoch of its process set that each span is of: sequence numbers begin again with each epoch."""
+    """Epochs of process sets, by span: sequence numbers begin again with each epoch."""
 
     def __init__(self) -> None:
         #: The present epoch, by rank and process set.
@@ -78,7 +78,7 @@ class Numbering:
         Args:
             rows: The rows.
             rank: The rank that recorded them.
-            names: A number for each row's name, the same at whatever line it is used: ranks may use it at different ones.
+            names: A number for each row's name, the same at all lines that use it: ranks may use it at different ones.
         """
         operations = (rows["flags"] & NOT_READY) == 0
         if not operations.any():
@@ -92,11 +92,12 @@ class Numbering:
         return self._alike(keys, bit) or self._each(keys, bit)
 
     def _alike(self, keys: list[int], bit: int) -> list[int] | None:
-        """Return the numbers if other ranks have recorded either all of these or none, as usually; else ``None``."""
+        """Return the numbers if other ranks have recorded either all of these or none, as usually; otherwise ``None``."""
         if len(set(keys)) < len(keys):
             return None
         known = [number for number in map(self._new.get, keys) if number is not None]
         if len(known) == len(keys):
+            # This rank has recorded one of them before, so its number is used again for another collective.
             if any(number & bit for number in known):
                 return None
             self._new.update(zip(keys, [number | bit for number in known], strict=True))
@@ -144,7 +145,7 @@ def _digest(rows: Rows, names: NDArray[Any]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveArrivals:
-    """The arrivals at the collective of each row.
+    """Arrivals at the collective of each row.
 
     Attributes:
         ranks: Ranks whose rows are here; 0 for rows that never became an operation.

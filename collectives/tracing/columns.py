@@ -87,9 +87,13 @@ POINT = np.dtype(
 )
 
 POINTS_KEPT = 1_000_000
+"""Points of all series together, as long as each has more than the least."""
 MOST_PER_SERIES = 20_000
+"""Points of one series at most."""
 LEAST_PER_SERIES = 512
+"""Points that a series may keep however many series there are."""
 SERIES_KEPT = 4096
+"""Series at most; points of further ones are refused and counted."""
 
 _UNITS = {
     "hvdlab/cpu": "%",
@@ -130,10 +134,10 @@ def distance(rows: Rows, name: str) -> NDArray[np.int64]:
 
 
 class RowStore:
-    """The newest rows, numbered from 0 since the beginning.
+    """Store of the newest rows, numbered from 0 since the beginning.
 
     Args:
-        limit: How many to keep, give or take a chunk.
+        limit: Number of rows to keep, give or take a chunk.
 
     Attributes:
         begin: Number of the oldest row that is kept: how many were dropped.
@@ -216,7 +220,7 @@ def unit_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The numbers that one rank reports under one name.
+    """Series of the numbers that one rank reports under one name.
 
     Attributes:
         unit: ``s``, ``B``, ``B/s``, ``1/s``, ``%``, ``1`` for shares, or empty if it is not known.
@@ -228,7 +232,7 @@ class Series:
 
 
 class _Kept:
-    """The newest points of one series, by time."""
+    """Newest points of one series, by time."""
 
     __slots__ = ("begin", "newest", "points", "size")
 
@@ -279,7 +283,7 @@ class _Kept:
 
 
 class SeriesStore:
-    """The newest points of all series. Not thread-safe.
+    """Store of the newest points of all series. Not thread-safe.
 
     A series keeps :data:`MOST_PER_SERIES` points, fewer if there are many series, so that a series with many points
     takes no room from one with few.
@@ -310,7 +314,7 @@ class SeriesStore:
 
     @property
     def room(self) -> int:
-        """Points that each series may keep now."""
+        """Return the number of points that each series may keep now."""
         return min(MOST_PER_SERIES, max(LEAST_PER_SERIES, self.limit // max(1, len(self.series))))
 
     def append(self, rank: int, name: str, time_ns: int, value: float, step: float | None = None) -> None:

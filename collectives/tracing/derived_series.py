@@ -13,9 +13,11 @@ from hvdlab.collectives.tracing.intervals import Times, Union
 from hvdlab.collectives.types import OpKind
 
 SECOND = 1_000_000_000
+"""In nanoseconds, the unit of all times here."""
 SECONDS_KEPT = 600
 """Spans that come later than this are not added to their seconds."""
 INTERVALS_KEPT = 65_536
+"""Intervals of each kind that a rank keeps at most; older ones are forgotten before their seconds are."""
 ARRIVALS_KEPT = 16_384
 """Collectives whose time of submission is remembered; only seconds with recent ones can still turn out differently."""
 
@@ -29,7 +31,9 @@ ALGORITHM, BUS = "hvdlab/bandwidth/algorithm/", "hvdlab/bandwidth/bus/"
 Floats = NDArray[np.float64]
 
 ROWS_AT_ONCE = 8192
+"""Rows that wait at most before the series are amended."""
 ROWS_UNMATCHED = 65_536
+"""Rows of incomplete collectives that are kept at most, the newest."""
 
 # By the definitions of nccl-tests: the part of the algorithm's bytes that goes over the bus, with n members.
 _BUS: dict[OpKind, Callable[[Floats], Floats]] = {
@@ -43,10 +47,10 @@ _BUS: dict[OpKind, Callable[[Floats], Floats]] = {
 
 
 class TimeShares:
-    """The shares of one rank.
+    """Shares of one rank's time.
 
-    A second is reported once the rank has shown that it is over, by a span or a cell that ended behind it, and again if
-    a span comes that reaches back into it.
+    A second is reported once a span or a cell of the rank has ended behind it, which shows that it is over. It is reported again
+    if a span comes that reaches back into it.
 
     At each moment the rank is in one of these states; the rest of a second is time in which no cell ran:
 
@@ -131,7 +135,7 @@ class TimeShares:
 
     @property
     def over(self) -> int:
-        """The first second that was not reported yet."""
+        """Return the first second that was not reported yet."""
         return 0 if self._next is None else self._next
 
     def due(self, origin: int) -> bool:
@@ -342,7 +346,7 @@ class Bandwidths:
 
 
 class _ArrivalColumns(NamedTuple):
-    """The columns of rows that a comparison of arrivals needs."""
+    """Columns of rows that a comparison of arrivals needs."""
 
     op: NDArray[np.uint32]
     arrival: NDArray[np.int64]
@@ -351,7 +355,7 @@ class _ArrivalColumns(NamedTuple):
 
 
 class Lateness:
-    """The greatest delay of each rank behind the first one to arrive, in each second."""
+    """Greatest delay of each rank behind the first one to arrive, in each second."""
 
     def __init__(self) -> None:
         #: Arrivals that came since the last digest.

@@ -45,7 +45,7 @@ def union_lengths(
 
 
 class Union:
-    """A union of intervals that grows as intervals are added; old ones can be forgotten."""
+    """Union of intervals that grows as intervals are added; old ones can be forgotten."""
 
     def __init__(self) -> None:
         self.begin: Times = np.empty(0, np.int64)
@@ -65,7 +65,7 @@ class Union:
         self.end = np.concatenate((self.end[:tail], more[1]))
 
     def covered(self, edges: Times) -> Times:
-        """How much of each stretch between two edges is covered."""
+        """Return how much of each stretch between two edges is covered."""
         if not len(self.begin):
             return np.zeros(len(edges) - 1, np.int64)
         sums = np.concatenate(([0], np.cumsum(self.end - self.begin)))

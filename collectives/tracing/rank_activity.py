@@ -1,6 +1,6 @@
 """How each rank spent a stretch of time: the last seconds for a strip under a cell, or all that was recorded.
 
-The strip asks twice a second, so that a look at the newest rows must be cheap.
+The strip asks twice a second, so reading the newest rows must be cheap.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
 
 SECONDS = 5.0
+"""Length of the stretch that the strip under a cell shows."""
 ROWS_LOOKED_AT = 16_000
+"""Newest rows that are read at most, so that the strip stays cheap at any rate of collectives."""
 STEPS_LOOKED_AT = 512
+"""Newest step times of each rank that are read at most."""
 # The same as in ui/src/model/store.ts, so that no view names a rank that another one does not.
 NOTABLE = 0.05
 TIMES_THE_NEXT = 2
@@ -40,7 +43,7 @@ _rating = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class RankActivity:
-    """One rank's shares of a stretch of time that ends with its last collective; they add up to 1.
+    """Shares of one rank in a stretch of time that ends with its last collective; they add up to 1.
 
     A rank that submits a collective is not blocked in an earlier one. So the time up to its last submission counts as
     computing even if collectives were under way: those ran beside it.
@@ -62,7 +65,7 @@ class RankActivity:
 
 @dataclass(frozen=True, slots=True)
 class RecentActivity:
-    """All ranks over the last seconds.
+    """Activity of all ranks over the last seconds.
 
     Attributes:
         ranks: The ranks that have spans, by number.
@@ -76,12 +79,12 @@ class RecentActivity:
 
     @property
     def per_second(self) -> float:
-        """Collectives per second."""
+        """Return the collectives per second."""
         return self.collectives / self.seconds if self.seconds else 0.0
 
     @property
     def slowest(self) -> RankActivity | None:
-        """The rank that slows the others down, as :func:`slowest_rank` tells; ``None`` if no rank stands out."""
+        """Return the rank that slows the others down, by :func:`slowest_rank`; ``None`` if no rank stands out."""
         rank = slowest_rank({one.rank: one.held_up for one in self.ranks}, 1.0)
         return next((one for one in self.ranks if one.rank == rank), None)
 
@@ -111,16 +114,16 @@ def recent_activity(
     since_ns: int | None = None,
     most: int = ROWS_LOOKED_AT,
 ) -> RecentActivity:
-    """How the ranks spent the stretch before the last span.
+    """Return how the ranks spent the stretch before the last span.
 
-    A collective is recorded when it ends, so what is under way is not seen: nothing is said of the time after a rank's
-    last span.
+    A collective is recorded when it ends, so one that is under way is not seen: the time after a rank's
+    last span does not count.
 
     Args:
         recording: The recording with their spans.
-        seconds: Length of the stretch at most; ``None`` for all that is looked at.
+        seconds: Length of the stretch at most; ``None`` for all rows that are read.
         since_ns: Nothing before this time, on the recording's axis.
-        most: Rows to look at, the newest. At a high rate these make the stretch shorter.
+        most: Number of rows to read, the newest. At a high rate these make the stretch shorter.
     """
     first, rows = recording.rows_since(recording.end - most)
     if not len(rows):
@@ -129,7 +132,7 @@ def recent_activity(
     until = int(ends.max())
     begin = int(rows["arrival"].min()) if since_ns is None else since_ns
     if first:
-        begin = max(begin, _complete_from(rows["rank"], ends))  # what else ended before is not known
+        begin = max(begin, _complete_from(rows["rank"], ends))  # spans that ended before are not known
     if seconds is not None:
         begin = max(begin, until - int(seconds * 1e9))
     inside = ends > begin
@@ -139,7 +142,7 @@ def recent_activity(
 
 
 def _complete_from(rank: NDArray[Any], ends: NDArray[np.int64]) -> int:
-    """The time of the first span of the rank whose first span here is the latest."""
+    """Return the time of the first span of the rank whose first span here is the latest."""
     _, firsts = np.unique(rank, return_index=True)
     return int(ends[firsts].max())
 
@@ -183,13 +186,13 @@ def _measured(
 def _last_before(
     asked: NDArray[np.int64], time: NDArray[np.int64], shift: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The last submission of the same rank before each time."""
+    """Return the last submission of the same rank before each time."""
     found: NDArray[np.int64] = asked[np.maximum(np.searchsorted(asked, time + shift) - 1, 0)] - shift
     return found
 
 
 def _held_up(rows: Rows, ranks: NDArray[Any], begin: int, clock_errors: dict[int, int]) -> NDArray[np.int64]:
-    """For how many ns other ranks waited for each rank; waits that overlap count once."""
+    """Return for how many ns other ranks waited for each rank; waits that overlap count once."""
     came = collective_arrivals(rows, clock_errors)
     late = came.one[came.certain[came.one]]
     where = np.searchsorted(ranks, came.last_rank[late])
@@ -201,7 +204,7 @@ def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int |
 
     Args:
         recording: The recording with their metrics.
-        ranks: The ranks to look at.
+        ranks: The ranks to read.
         since_ns: Nothing before this time, on the recording's axis.
 
     Returns:
@@ -214,7 +217,7 @@ def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int |
         if since_ns is not None:
             points = points[points["time"] >= since_ns]
         if len(points):
-            # The last step counts whatever it took, so that slow ones have a rate, too.
+            # The last step counts however long it lasted, so that slow ones have a rate, too.
             recent = points["time"] > points["time"][-1] - int(SECONDS * 1e9)
             points = points[recent]
         if len(points) and (total := float(points["value"].sum())) > 0:
@@ -227,7 +230,7 @@ def shown_rate(recording: Recording, ranks: Iterable[int], since_ns: int | None 
 
     Args:
         recording: The recording with their metrics.
-        ranks: The ranks to look at.
+        ranks: The ranks to read.
         since_ns: Nothing before this time, on the recording's axis.
     """
     key, second = (tuple(sorted(ranks)), since_ns), int(time.monotonic())
@@ -237,6 +240,7 @@ def shown_rate(recording: Recording, ranks: Iterable[int], since_ns: int | None 
         # A first number is shown at once; from then on it changes once in a second.
         if at == second and rate is not None:
             return rate
+    # Without the lock, for which views that only read a known rate would wait.
     rate = steps_per_second(recording, key[0], since_ns)
     with _rating:
         rates = _rates.setdefault(recording, {})
@@ -254,7 +258,7 @@ def step_count(recording: Recording, ranks: Iterable[int], since_ns: int) -> int
 
     Args:
         recording: The recording with their metrics.
-        ranks: The ranks to look at.
+        ranks: The ranks to read.
         since_ns: The time, on the recording's axis.
 
     Returns:
@@ -274,7 +278,7 @@ def step_count(recording: Recording, ranks: Iterable[int], since_ns: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One rank in a stretch of time; times in ns.
+    """Summary of one rank in a stretch of time; times in ns.
 
     Attributes:
         rank: The rank.
@@ -302,12 +306,12 @@ class RankSummary:
 
 
 def summarize(recording: Recording, seconds: float | None = None, most: int = 200_000) -> list[RankSummary]:
-    """Summaries of the ranks that have spans, by rank.
+    """Return the summaries of the ranks that have spans, by rank.
 
     Args:
         recording: The recording with their spans.
         seconds: Only spans that ended in this time before the end of the last one; by default all.
-        most: How many of the newest rows to look at.
+        most: Number of the newest rows to read.
     """
     _, rows = recording.rows_since(recording.end - most)
     if not len(rows):

@@ -1,4 +1,4 @@
-"""The format of recorded batches: what a rank measured, as typed events and as fixed 64-byte records.
+"""The format of recorded batches: a rank's measurements, as typed events and as fixed 64-byte records.
 
 A batch stands alone: it carries the text of every name that its records use, so that a history may forget old
 batches and a subscriber may come late. All numbers are little-endian::
@@ -46,10 +46,10 @@ from hvdlab.collectives.types import DType, OpKind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One tensor in one collective, as this rank saw it.
+    """Span of one tensor in one collective, as this rank saw it.
 
     ``(process_set, sequence, batch)`` names the plane operation and is equal on all members; tensors fused into one
-    operation share it, as well as ``ready_ns``, ``started_ns``, ``finished_ns`` and the four durations, which were
+    operation share it. They also share ``ready_ns``, ``started_ns``, ``finished_ns`` and the four durations, which were
     measured for the operation as a whole.
 
     Attributes:
@@ -88,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class CellBeginEvent:
-    """The beginning of a cell on this rank."""
+    """Beginning of a cell on this rank."""
 
     cell: str
     time_ns: int
@@ -96,7 +96,7 @@ class CellBeginEvent:
 
 @dataclass(frozen=True, slots=True)
 class CellEndEvent:
-    """The end of a cell on this rank."""
+    """End of a cell on this rank."""
 
     cell: str
     time_ns: int
@@ -105,7 +105,7 @@ class CellEndEvent:
 
 @dataclass(frozen=True, slots=True)
 class AbortEvent:
-    """The abort of an epoch of a process set; ``text`` is the reason."""
+    """Abort of an epoch of a process set; ``text`` is the reason."""
 
     process_set: int
     epoch: int
@@ -115,7 +115,7 @@ class AbortEvent:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that the user reported; ``value`` may be infinite or NaN."""
+    """Number that the user reported; ``value`` may be infinite or NaN."""
 
     name: str
     value: float
@@ -125,7 +125,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class ClockSample:
-    """This rank's clock against the coordinator's at ``time_ns`` (here): coordinator - here = offset ± uncertainty."""
+    """Sample of this rank's clock against the coordinator's at ``time_ns`` (here): coordinator - here = offset ± uncertainty."""
 
     time_ns: int
     offset_ns: int
@@ -134,7 +134,7 @@ class ClockSample:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """A process set has this many members from this epoch on, none if it is gone; ``plane`` moves their data."""
+    """Number of members of a process set from this epoch on, 0 if it is gone; ``plane`` moves their data."""
 
     process_set: int
     epoch: int
@@ -148,7 +148,7 @@ Event = Span | CellBeginEvent | CellEndEvent | AbortEvent | Metric | ClockSample
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """A decoded batch: the header's fields and the records."""
+    """Decoded batch: the header's fields and the records."""
 
     rank: int
     clock: int
@@ -160,7 +160,9 @@ class RecordBatch:
 MAGIC = b"HVDS"
 VERSION = 2
 RECORD_BYTES = 64
+"""Bytes of each record: a fixed size, so that readers find records without decoding them."""
 MAX_TEXT_BYTES = 1024
+"""Bytes of a name or a call site at most."""
 BATCH_RECORDS = 4096
 """Records of a batch at most; a recorder puts further ones into the next batch."""
 
@@ -188,6 +190,7 @@ FIRST_GROUP = 1 << 31
 """From here on, the number of a process set stands for a parameter server's store."""
 _SERVER_BITS = 10
 _MOST_STALE = 0xFFFF
+"""Largest staleness that a record shows; larger ones count as this."""
 
 
 class RecordType(IntEnum):
@@ -353,7 +356,7 @@ def _pack(event: Event, name: int) -> bytes:
 
 
 class Head(NamedTuple):
-    """All of a batch but its records.
+    """Head of a batch: all but its records.
 
     Attributes:
         rank, clock, dropped, refused: The header's fields.
@@ -371,7 +374,7 @@ class Head(NamedTuple):
 
 
 class Definitions:
-    """The newest tables of definitions that were read, by their bytes: each is read once, however often it comes.
+    """Newest tables of definitions that were read, by their bytes: each is read once, however often it comes.
 
     Args:
         limit: How many to remember.
@@ -518,7 +521,7 @@ def _read_small(data: bytes, offset: int, names: dict[int, str]) -> Event:
 
 
 class StoreRequest(NamedTuple):
-    """The numbers of a span of a request to a parameter server.
+    """Numbers of a span of a request to a parameter server.
 
     Attributes:
         store: Number of the store, equal on all workers.

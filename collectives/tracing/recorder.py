@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from hvdlab.collectives.planes.base import PhaseTimes
 
 DEFAULT_CAPACITY = 65536
+"""Records of a ring, of 64 bytes each: 4 MiB."""
 MAX_NAMES = 8192
+"""Names, with their call sites, in one table of a recorder."""
 
 _SPAN_TYPE = int(RecordType.SPAN)
 _METRIC_TYPE = int(RecordType.METRIC)
@@ -42,7 +44,7 @@ _UNKNOWN = (b"(unknown name id)", b"")
 
 
 class Recorder:
-    """Records of one rank. Every method may be called from any thread; none blocks and none raises for bad values.
+    """Ring of one rank's records. Every method may be called from any thread; none blocks and none raises for bad values.
 
     When the ring is full the oldest records make room and are counted. A span whose times are impossible is refused
     and counted: it would be a lie on screen. Both counts travel with each batch.
@@ -50,8 +52,8 @@ class Recorder:
     Args:
         rank: Rank that the batches are marked with; may be changed when the rank learns its number.
         capacity: Records to keep until drained, rounded up to a power of two; 64 bytes each.
-        max_names: Different names (with their call sites) to keep, and as many of those before: what uses more between
-            two drains loses some.
+        max_names: Different names (with their call sites) to keep, and as many of those before. Programs that use more between
+            two drains lose some.
         enabled: Whether anything is recorded; may be set at any time.
     """
 
@@ -75,7 +77,7 @@ class Recorder:
         self._ring = bytearray(self.capacity * RECORD_BYTES)
         self._mask = self.capacity - 1
         #: Counts of all records ever written and ever drained. Their difference may exceed the capacity until the next
-        #: drain, so that a writer overwrites the oldest record without a look at ``_tail``.
+        #: drain, so that a writer overwrites the oldest record without reading ``_tail``.
         self._head = 0
         self._tail = 0
         #: Held while a record is written or copied out, and while a name is defined.
@@ -96,11 +98,13 @@ class Recorder:
 
     def name_id(self, name: str, site: str = "") -> int:
         """Return the number of ``name``, used at ``site``, in records of this recorder; to be used at once."""
+        # Without the lock: numbers of a table never change, and a full table is replaced as a whole.
         ident = self._ids.get((name, site))
         return self._define(name, site) if ident is None else ident
 
     def _define(self, name: str, site: str) -> int:
         with self._lock:
+            # Another thread may have defined it since the caller looked without the lock.
             if (name, site) in self._ids:
                 return self._ids[name, site]
             if len(self._texts) >= self._max_names:
@@ -108,6 +112,7 @@ class Recorder:
             ident, self._next_id = self._next_id, self._next_id % _U32 + 1
             known = "" if site == UNKNOWN_SITE else site
             self._texts[ident] = record_format.clean_text(name), record_format.clean_text(known)
+            # After the text: from here on a thread without the lock may write records with this number, and a batch needs their text.
             self._ids[name, site] = ident
             return ident
 
@@ -302,7 +307,7 @@ class Recorder:
         )
 
     def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
-        """Record a number that the user wants to see over time, measured now or at ``time_ns``."""
+        """Record a number that views show over time, measured now or at ``time_ns``."""
         if not self.enabled:
             return
         ident, flags = self.name_id(name), 0 if step is None else FLAG_HAS_STEP
@@ -356,9 +361,11 @@ class Recorder:
     def drain(self) -> list[bytes]:
         """Return all records and forget them, as batches of at most ``BATCH_RECORDS``; each is in exactly one batch."""
         batches = []
+        # Fixed before the loop, which would not end if other threads record as fast as this one copies.
         end = self._head
         while self._tail < end:
             with self._lock:
+                # The lock is held for one batch at a time, so that a thread that records waits for a single copy.
                 chunk = self._copy_out()
             if chunk:
                 batches.append(self._frame(chunk))

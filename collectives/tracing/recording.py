@@ -1,4 +1,4 @@
-"""The recording: spans of all ranks on one time axis, and what happened besides, for the views that show them.
+"""The recording: spans of all ranks on one time axis, with cells, marks and metrics, for the views that show them.
 
 Needs numpy, so neither the coordinator nor a rank imports it.
 """
@@ -53,11 +53,16 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
 ROWS_KEPT = 1_000_000
+"""Rows of a recording, of 72 bytes each."""
 UNALIGNED_KEPT = 256
+"""Batches that may wait until their host's clock has been compared."""
 LATEST_NS = 1 << 61
+"""Times and offsets from here on are impossible."""
 SERIES = "what follows from the spans (shares, lateness, bandwidth)"
 ANNOTATIONS_KEPT = 2000
+"""Newest annotations that are kept."""
 NAMES_KEPT = 65_536
+"""Names with their sites; all further ones share :data:`OTHER_NAMES`."""
 OTHER_NAMES = "(another name)"
 DEFINITIONS_KEPT = 256
 """Tables of definitions that are remembered: a few for each rank, since the steps of a training are alike."""
@@ -65,12 +70,12 @@ DEFINITIONS_KEPT = 256
 
 @dataclass(slots=True)
 class _Known:
-    """The numbers that spans have used of a table of definitions, in order, with their meaning here.
+    """Numbers that spans have used of a table of definitions, in order, with their meaning here.
 
     Attributes:
         idents: Numbers in the batches of a rank.
         numbers: The number of each in :attr:`NameTable.names`.
-        matched: The number of its name at whatever line, by which ranks are compared.
+        matched: The number of its name at all lines, by which ranks are compared.
     """
 
     idents: NDArray[np.uint32]
@@ -91,11 +96,11 @@ class NameTable:
         self.sites: list[str] = [""]
         self.definitions = Definitions(DEFINITIONS_KEPT)
         self._numbers: dict[tuple[str, str], int] = {("", ""): 0}
-        self._matched: dict[str, int] = {"": 0}  # a number for each name, whatever its sites
+        self._matched: dict[str, int] = {"": 0}  # a number for each name at all its sites
         self._known: dict[int, tuple[dict[int, str], _Known]] = {}
 
     def assign(self, rows: Rows, head: Head) -> NDArray[Any]:
-        """Replace the numbers of a batch by those here. Return one for each row's name, whatever its site.
+        """Replace the numbers of a batch by those here. Return one for each row's name, the same at all its sites.
 
         Raises:
             ProtocolError: A row has a name that its batch does not define.
@@ -148,7 +153,7 @@ def _places(known: NDArray[np.uint32], idents: NDArray[np.uint32]) -> NDArray[np
 
 @dataclass(slots=True)
 class Annotation:
-    """An event at one moment or, like a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
+    """Event at one moment or, like a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
 
     Times are on the common axis; except for cells and aborts, they are when the news came here. In a ``paused`` rank the
     user looks around. A ``waiting`` rank has joined and is admitted at the next commit of the others. ``formed`` is an
@@ -164,7 +169,7 @@ class Annotation:
 
 
 class Annotations:
-    """The newest marks by number; :meth:`changed_since` tells which are new or have changed."""
+    """Newest marks by number; :meth:`changed_since` returns those that are new or have changed."""
 
     def __init__(self) -> None:
         self.stamp = 0
@@ -284,7 +289,7 @@ class Annotations:
 
 
 class Planes:
-    """The data plane of each process set on each of its ranks, as they have recorded it.
+    """Data plane of each process set on each of its ranks, as they have recorded it.
 
     The user often asked for another one, or for ``auto``.
     """
@@ -315,11 +320,11 @@ class Planes:
 
 
 class Recording:
-    """The newest spans of all ranks on one time axis, and what happened besides. All methods: any thread.
+    """Newest spans of all ranks on one time axis, with cells, marks and metrics. All methods: any thread.
 
     Args:
         limit: Rows to keep: one per tensor, collective and rank, 72 bytes each.
-        label: What users call a cell, from its id.
+        label: Returns the name of a cell for users, from its id.
 
     Attributes:
         label: As above.
@@ -355,12 +360,18 @@ class Recording:
         self._planes = Planes()
         self._numbering = Numbering()
         self._alignment = Alignment()
+        #: Batches of hosts whose clock has not been compared yet.
         self._unaligned: list[tuple[bytes, Head]] = []
+        #: Records of batches for which there was no room among these.
         self._unaligned_dropped = 0
+        #: Records that each rank has dropped or refused, by its last batch.
         self._lost: dict[int, int] = {}
+        #: Clock of each rank.
         self._domains: dict[int, int] = {}
+        #: Errors of the ranks' clocks that a trace file gives, in ns.
         self._given_errors: dict[int, int] = {}
         self._membership = Membership()
+        #: Guards all of this; notified of each change.
         self._changed = threading.Condition()
         self._version = 0
         self._closed = False
@@ -392,6 +403,7 @@ class Recording:
         if offset is None:
             self._hold(batch, head)
             return
+        # Replaced before they are fed: a batch whose clock still can't be compared is held again.
         held, self._unaligned = self._unaligned, []
         for earlier, its_head in held:
             self._feed(earlier, its_head)
@@ -469,7 +481,7 @@ class Recording:
             self._wake()
 
     def notify(self) -> None:
-        """Let those in :meth:`wait` look again, as something has changed that views show beside the recording. Any thread."""
+        """Wake threads in :meth:`wait`, as data has changed that views show beside the recording. Any thread."""
         with self._changed:
             self._wake()
 
@@ -485,27 +497,27 @@ class Recording:
 
     @property
     def version(self) -> int:
-        """Grows with each change."""
+        """Return a number that grows with each change."""
         return self._version
 
     @property
     def count(self) -> int:
-        """How many rows are kept."""
+        """Return how many rows are kept."""
         return len(self._rows)
 
     @property
     def end(self) -> int:
-        """Number of the next row."""
+        """Return the number of the next row."""
         return self._rows.end
 
     @property
     def lost(self) -> int:
-        """Spans that never came here: they made room in the ranks' rings, or their clock could not be compared."""
+        """Return the number of spans that never came here: they made room in the ranks' rings, or their clock could not be compared."""
         return self._unaligned_dropped + sum(self._lost.values())
 
     @property
     def dropped(self) -> int:
-        """Spans that are not here: those that never came, and those that have made room."""
+        """Return the number of spans that are not here: those that never came, and those that have made room."""
         return self._rows.begin - self.cleared + self.lost
 
     def wait(self, version: int, wanted: Callable[[], bool] = bool, timeout: float | None = None) -> bool:
@@ -566,7 +578,7 @@ class Recording:
             return count
 
     def annotations_since(self, stamp: int) -> tuple[int, list[tuple[int, Annotation]]]:
-        """Annotations that are new or have changed, with their numbers, and the stamp to ask with next time."""
+        """Return annotations that are new or have changed, with their numbers, and the stamp to ask with next time."""
         with self._changed:
             return self._annotations.stamp, self._annotations.changed_since(stamp)
 
@@ -610,12 +622,12 @@ class Recording:
 
     @property
     def points_end(self) -> int:
-        """Number of the next point."""
+        """Return the number of the next point."""
         return self._series.end
 
     @property
     def points_lost(self) -> int:
-        """Points that are not here: those dropped to make room, and those of series beyond the most that are kept."""
+        """Return the number of points that are not here: those dropped to make room, and those of series beyond the most that are kept."""
         return self._series.dropped + self._series.refused
 
     def clock_offset_ns(self) -> int | None:
@@ -625,7 +637,7 @@ class Recording:
         return None if offset is None else offset[0]
 
     def running(self, rank: int) -> str:
-        """The cell that runs on a rank; empty if none does."""
+        """Return the cell that runs on a rank; empty if none does."""
         return self._annotations.running(rank)
 
     def planes(self, rank: int) -> dict[int, str]:

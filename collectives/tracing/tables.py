@@ -43,7 +43,7 @@ class TableSource(Protocol):
 
 
 def columns(recording: TableSource) -> dict[str, NDArray[Any]]:
-    """The table's columns as arrays, for users without pandas. Times in seconds since the recording's origin."""
+    """Return the table's columns as arrays, for users without pandas. Times in seconds since the recording's origin."""
     _, rows = recording.rows_since(0)
     origin = recording.origin_ns or 0
     came = collective_arrivals(rows, recording.clock_errors())
@@ -84,7 +84,7 @@ def columns(recording: TableSource) -> dict[str, NDArray[Any]]:
 
 
 def table(recording: TableSource) -> DataFrame:
-    """The columns as a table; ``last_rank`` is missing where it is not known which rank came last."""
+    """Return the columns as a table; ``last_rank`` is missing where it is not known which rank came last."""
     try:
         import pandas as pd
     except ModuleNotFoundError:
@@ -100,7 +100,7 @@ def table(recording: TableSource) -> DataFrame:
 
 
 def arrow_table(recording: TableSource) -> Any:
-    """A ``pyarrow.Table``; what is missing is null, and the schema's metadata says how many rows were dropped."""
+    """Return a ``pyarrow.Table``; missing values are null, and the schema's metadata has the number of dropped rows."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found,import-untyped,unused-ignore]  # need not be installed
     except ModuleNotFoundError:
@@ -119,7 +119,7 @@ def arrow_table(recording: TableSource) -> Any:
 
 
 def metric_columns(recording: TableSource) -> dict[str, NDArray[Any]]:
-    """The table's columns as arrays, by time. Times in seconds since the recording's origin."""
+    """Return the table's columns as arrays, by time. Times in seconds since the recording's origin."""
     _, points = recording.points_since(0)
     series = recording.series()
     points = points[np.argsort(points["time"], kind="stable")]
@@ -139,7 +139,7 @@ def metric_columns(recording: TableSource) -> dict[str, NDArray[Any]]:
 
 
 def metric_table(recording: TableSource) -> DataFrame:
-    """The columns as a table; ``step`` is missing where none was said."""
+    """Return the columns as a table; ``step`` is missing where none was given."""
     try:
         import pandas as pd
     except ModuleNotFoundError:

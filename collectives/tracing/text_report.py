@@ -21,7 +21,7 @@ _LABELS = [kind.label for kind in OpKind]
 
 
 def head(recording: Recording) -> str:
-    """One line: how much is here, of how many ranks and how long a time; and one for each other clock."""
+    """Return one line: how much is here, of how many ranks and how long a time; and one for each other clock."""
     _, rows = recording.rows_since(0)
     if not len(rows):
         return "nothing was recorded"
@@ -34,7 +34,7 @@ def head(recording: Recording) -> str:
 
 
 def clocks(recording: Recording) -> list[str]:
-    """A line for each host whose clock had to be compared: by how much its ranks' times may be off."""
+    """Return a line for each host whose clock had to be compared: by how much its ranks' times may be off."""
     hosts = {member.rank: member.host.split("#")[0] for member in recording.membership.members}
     groups: dict[tuple[str, int], list[str]] = {}
     for rank, error_ns in sorted(recording.clock_errors().items()):
@@ -47,7 +47,7 @@ def clocks(recording: Recording) -> list[str]:
 
 
 def ranks(recording: Recording, seconds: float | None = None) -> str:
-    """A line per rank, the rank that held the others up for longest first.
+    """Return a line per rank, the rank that held the others up for longest first.
 
     Args:
         recording: The recording.
@@ -64,7 +64,7 @@ def ranks(recording: Recording, seconds: float | None = None) -> str:
 
 
 def collectives(recording: Recording, most: int = 20) -> str:
-    """A line per tensor and line of code, the one in which ranks waited for longest first; ``most`` lines at most.
+    """Return a line per tensor and line of code, the one in which ranks waited for longest first; ``most`` lines at most.
 
     Only waiting that surely was for the last rank counts, for each tensor by itself: a wait for several tensors at the same time,
     or for fused ones, counts for each.
@@ -107,7 +107,7 @@ def collectives(recording: Recording, most: int = 20) -> str:
 
 
 def table(lines: Sequence[tuple[str, ...]], align: str) -> str:
-    """Columns; ``align`` has an ``l`` or ``r`` for each. What is in them may come from elsewhere."""
+    """Return the lines as columns; ``align`` has an ``l`` or ``r`` for each. Their text may come from other processes."""
     lines = [tuple(visible(cell, WIDEST) for cell in line) for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(align))]
     text = []
@@ -118,7 +118,7 @@ def table(lines: Sequence[tuple[str, ...]], align: str) -> str:
 
 
 def time(ns: float) -> str:
-    """A duration with three digits."""
+    """Return a duration with three digits."""
     for unit, name in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
         if ns >= unit:
             return f"{ns / unit:,.3g} {name}" if ns < 1000 * unit else f"{ns / unit:,.0f} {name}"
@@ -126,7 +126,7 @@ def time(ns: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """An amount of bytes with three digits."""
+    """Return an amount of bytes with three digits."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= unit:
             return f"{nbytes / unit:,.3g} {name}"

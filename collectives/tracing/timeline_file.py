@@ -22,13 +22,14 @@ from hvdlab.collectives.tracing.record_format import decode
 QUEUED_BYTES = 128 * 1024 * 1024
 """Bytes of batches that may wait for the disk; more than the history that a late subscriber gets at once."""
 WRITE_BYTES = 65536
+"""Bytes of events that are collected for one write."""
 CLOCK = "start_time_since_epoch_in_micros"
 EXIT_SECONDS = 10.0
 """Seconds that the end of the process waits for a disk that is stuck."""
 
 
 class TimelineFile:
-    """A file with the events of all ranks, written on a thread of its own.
+    """File with the events of all ranks, written on a thread of its own.
 
     :meth:`feed` never waits: batches with which the disk can't keep up are dropped and counted in the trace. A disk error ends
     the writing; the file stays readable as far as it was written, and :meth:`close` raises the error.
@@ -89,23 +90,24 @@ class TimelineFile:
             if len(batch) > self._room:
                 self.dropped += 1
                 return
+            # Before the batch is queued: the thread gives its bytes back as soon as it has the batch.
             self._room -= len(batch)
         self._queue.put((rank, batch))
 
     def close(self, timeout: float | None = None) -> None:
-        """Write what was fed so far, complete the file and end the thread. May be called again, also after it failed.
+        """Write all that was fed so far, complete the file and end the thread. May be called again, also after it failed.
 
         Args:
-            timeout: Seconds to wait for the disk; ``None`` waits as long as it takes.
+            timeout: Seconds to wait for the disk; ``None`` waits without limit.
 
         Raises:
-            OSError: Writing had failed; the file holds what was written before.
-            TimeoutError: The disk takes longer; the writing goes on.
+            OSError: Writing had failed; the file holds the events that were written before.
+            TimeoutError: The disk needs longer; the writing goes on.
         """
         self._closing = True
         # One None is enough, but an interrupt may have come before an earlier call put it: a second one does no harm.
         self._queue.put(None)
-        # Not by join(): if that is interrupted, it takes the thread for ended although it is not.
+        # Not by join(): if that is interrupted, it marks the thread as ended although it is not.
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} could not be completed within {timeout} s")
         self._thread.join()
@@ -185,10 +187,11 @@ class TimelineFile:
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]
+        # Only once all is written: after an error the file is cut behind the events before.
         self._size += len(data)
 
     def _salvage(self) -> None:
-        """After an error: cut the file behind its last whole event and close the array, if the disk allows that."""
+        """Cut the file behind its last whole event after an error, and close the array, if the disk allows that."""
         try:
             os.ftruncate(self._fd, self._size)
             os.pwrite(self._fd, b"\n]\n" if self._size else b"[]\n", self._size)

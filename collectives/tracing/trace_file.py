@@ -52,12 +52,15 @@ from hvdlab.collectives.types import DType, OpKind
 Format = Literal["json", "json.gz"]
 """Chrome's trace format, and the same compressed."""
 
-# Level 6 takes three times as long for a tenth less.
+# Level 6 needs three times as long for a tenth less.
 GZIP_LEVEL = 3
 
 OPERATIONS_AT_ONCE = 64
+"""Operations in one portion of events."""
 ROWS_OF_FILE = 20_000_000
+"""Rows that are read from a file at most."""
 EVENTS_AT_ONCE = 2048
+"""Events that wait at most before they go to the recording; and operations whose ranks are remembered."""
 LINE_MOST = 1 << 20
 """Bytes of the longest line. An event has some hundred."""
 RATIO_MOST = 100
@@ -78,14 +81,14 @@ _NOTES = {
     "left": ("RANK_LEFT", ""),
     "formed": ("GENERATION", ""),
 }
-"""What the beginning and the end of each kind of mark are called."""
+"""Names of the beginning and the end of each kind of mark."""
 
 
 # -- a recording as events ---------------------------------------------------------------------------------------------
 
 
 def trace_events(recording: Recording) -> Iterator[list[TraceEvent]]:
-    """Everything that a recording has now, in portions. What comes later is not in it.
+    """Yield the events of all that a recording has now, in portions. Later rows are not in it.
 
     Unlike a file that is written while the job runs, this knows all rows before it begins: an operation has the rows of
     all ranks, whenever they came.
@@ -136,7 +139,7 @@ def _happenings(recording: Recording, trace: ChromeTrace, marks: list[Annotation
 
 
 def _clocks(recording: Recording, trace: ChromeTrace, rows: Rows, errors: dict[int, int]) -> list[TraceEvent]:
-    """Of each rank whose clock had to be compared, by how much its times may be off."""
+    """Return, for each rank whose clock had to be compared, by how much its times may be off."""
     hosts = {member.rank: member.host for member in recording.membership.members}
     out: list[TraceEvent] = []
     for rank, error_ns in sorted(errors.items()):
@@ -148,7 +151,7 @@ def _clocks(recording: Recording, trace: ChromeTrace, rows: Rows, errors: dict[i
 
 
 def _operations(recording: Recording, rows: Rows, errors: dict[int, int]) -> Iterator[list[MatchedOperation]]:
-    """Operations with the spans of all ranks, in the order in which they were ordered first."""
+    """Yield operations with the spans of all ranks, in the order in which they were ordered first."""
     matched = np.flatnonzero(rows["flags"] & NOT_READY == 0)
     if not len(matched):
         return
@@ -172,7 +175,7 @@ def _operations(recording: Recording, rows: Rows, errors: dict[int, int]) -> Ite
 def _grouped(
     rows: Rows, matched: NDArray[np.intp], error_ns: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Indices of the rows, operation after operation and in each as they came; and where each operation begins."""
+    """Return the indices of the rows, operation after operation and in each as they came; and where each operation begins."""
     columns = [rows[name][matched] for name in ("batch", "sequence", "epoch", "set")]
     # Requests to parameter servers are for one key each, while collectives of one number are fused.
     columns.insert(0, np.where(rows["set"][matched] >= FIRST_GROUP, rows["op"][matched], 0))
@@ -255,7 +258,7 @@ def _failures(
 
 
 def format_of(path: str | os.PathLike[str], format: str | None = None) -> Format:
-    """The format of a file, by its name unless it is given. Raises ``InvalidRequestError`` if there is none such."""
+    """Return the format of a file, by its name unless it is given. Raises ``InvalidRequestError`` if there is none such."""
     name = os.path.basename(os.fspath(path))
     for known in get_args(Format):
         if format == known or (format is None and name.endswith(f".{known}")):
@@ -271,7 +274,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str], format: s
     Args:
         recording: The recording to write.
         path: The file to write; the end of its name (``.json`` or ``.json.gz``) chooses the format.
-        format: ``"json"`` or ``"json.gz"``, whatever the name ends in; by default the name chooses.
+        format: ``"json"`` or ``"json.gz"``, for any end of the name; by default the name chooses.
 
     Returns:
         The file's whole path.
@@ -305,7 +308,7 @@ def write_trace(portions: Iterable[list[TraceEvent]], file: IO[bytes], format: F
 
 
 def _json(portions: Iterable[list[TraceEvent]]) -> Iterator[bytes]:
-    """The array form of the format, an event per line."""
+    """Yield the array form of the format, an event per line."""
     encoder, between = msgspec.json.Encoder(), b"[\n"
     for portion in portions:
         if portion:
@@ -320,7 +323,7 @@ def _json(portions: Iterable[list[TraceEvent]]) -> Iterator[bytes]:
 def load_trace(path: Path) -> Recording:
     """Read a trace that this library has written as ``.json`` or ``.json.gz``, complete or not.
 
-    Spans come back as they were, cells and metrics too, and what was saved afterwards also tells the errors of the clocks.
+    Spans come back as they were, cells and metrics too, and a file that was saved afterwards also has the errors of the clocks.
 
     Raises:
         InvalidRequestError: It is no such trace, or it unpacks to far more than one.
@@ -353,7 +356,7 @@ _NO_TRACE = (
 
 
 class _Unpacked(io.RawIOBase):
-    """A packed file that a few bytes can't make huge."""
+    """Packed file that a few bytes can't make huge."""
 
     def __init__(self, raw: BinaryIO, size: int) -> None:
         self._file = gzip.GzipFile(fileobj=raw)
@@ -371,7 +374,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def read_events(file: BinaryIO) -> Iterator[TraceEvent]:
-    """Events of a file with one per line, whose end may be missing.
+    """Yield the events of a file with one per line, whose end may be missing.
 
     Raises:
         ValueError: A line is longer than that of an event, or no JSON.
@@ -392,14 +395,14 @@ def read_events(file: BinaryIO) -> Iterator[TraceEvent]:
 
 
 class _Reader:
-    """Puts the slices of each tensor together again."""
+    """Reader that puts the slices of each tensor together again."""
 
     def __init__(self) -> None:
         self.seen = False
         self._recording = Recording(ROWS_OF_FILE)
         self._waiting: dict[int, list[Event]] = defaultdict(list)
         self._begun: TraceEvent | None = None
-        # Tensors that were ordered, by rank and when; and the time of the order of what begins next.
+        # Tensors that were ordered, by rank and when; and the time of the order of the operation that begins next.
         self._ordered: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
         self._queued: dict[tuple[int, int], int] = {}
         self._sizes: dict[int, int] = {}

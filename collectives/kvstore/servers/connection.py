@@ -42,10 +42,11 @@ from hvdlab.collectives.system import process_state, require_own_peer
 from hvdlab.collectives.time_limits import Deadline
 
 RECOVER_WITHIN = 120.0
-"""Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: what it kept is not lost."""
+"""Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: its values are not lost."""
 _CONNECT_SECONDS = 5.0
 """Seconds for one try to connect: while the network is gone the system's own tries are ever longer apart, up to a minute."""
 _POLL_MILLISECONDS = 1000
+"""Milliseconds after which a waiting worker checks again whether its world has ended, or the server is silent."""
 STALL_SECONDS = 10.0
 """Seconds after which a worker logs that its server is gone, and after which it logs that again."""
 _MOST_ENDS = 8
@@ -58,9 +59,11 @@ _LONGEST_RESTART_PAUSE_SECONDS = 0.8
 _TRY_AGAIN_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 3.2
 """Pause between two tries to have the server back, and how long it becomes while it doubles."""
 SILENT_SECONDS = 2.0
-"""Seconds without an answer after which a worker asks whether its server is there at all; a server that does not answer is logged."""
+"""Seconds without an answer after which a worker probes its server; a server that does not answer is logged."""
 _NAMED_KEYS = 8
+"""Keys that the error of a lost server names at most."""
 _SWEEP_FROM = 8
+"""Unanswered requests by which their number may grow before a worker that sends reads answers."""
 _BATCH_REQUESTS, _BATCH_BYTES = 4, 64 << 10
 """Requests that are sent together at most, and the size in bytes of the largest of them: a server should begin with the first soon."""
 _IN_FLIGHT = 256 << 20
@@ -145,7 +148,7 @@ class _LinkLock(threading.Condition):
                 raise
 
     def acquire_again(self) -> None:
-        """Take the lock that this thread has given up, then raise the interrupt that came meanwhile."""
+        """Acquire the lock that this thread has given up, then raise the interrupt that came meanwhile."""
         interrupt: BaseException | None = None
         while not self._is_owned():  # type: ignore[attr-defined]  # an interrupt may come right behind acquire()
             try:
@@ -218,7 +221,7 @@ class ServerLink:
         self._lost: HvdlabError | None = None
         #: When the server sent something last.
         self._last_heard = time.monotonic()
-        #: The question whether the server is there.
+        #: The request that asks whether the server lives.
         self._probe: ServerRequest | None = None
         #: Seconds of silence after which to log it next.
         self._warn_after = SILENT_SECONDS
@@ -275,6 +278,7 @@ class ServerLink:
                 self._sweep_from = len(self._unanswered) + _SWEEP_FROM
             self._sequence += 1
             request = ServerRequest(make(self._sequence), region, sent, keeps=keeps, span=span)
+            # Before it is sent: if the connection is lost on the way, the next one repeats it.
             self._unanswered[self._sequence] = request
             self._in_flight += region.size if region is not None else 0
             if self._open_batches and sent <= _BATCH_BYTES and self.local:
@@ -289,7 +293,7 @@ class ServerLink:
     def batched(self) -> Iterator[None]:
         """Send small requests made inside together: when this worker waits for one of them, or at the end.
 
-        Otherwise a server that the first of two wakes takes the processor from the thread that is about to send the second.
+        Otherwise the first of two requests wakes a server, which gets the processor before this thread has sent the second.
         """
         with self._changed:
             self._open_batches += 1
@@ -350,7 +354,7 @@ class ServerLink:
         return self._lost is not None
 
     def close_store(self, store: int) -> None:
-        """Use a store no more. Does not wait, and takes no lock."""
+        """Close a store for this worker. Does not wait, and acquires no lock."""
         self._closing.append(store)
         self._wake()
 
@@ -378,10 +382,11 @@ class ServerLink:
         if self._lost is None and self._engine.closed:
             self._lost = KVStoreError("the world that the parameter server belongs to has ended")
         if self._lost is not None:
+            # A new exception for each raise: many threads may raise it, and one object would collect all their tracebacks.
             raise type(self._lost)(str(self._lost))
 
     def _probe_if_silent(self, begun: float) -> None:
-        """Ask a silent server whether it is there, then log its name; for a worker that waits since ``begun``."""
+        """Probe a silent server, then log its name; for a worker that waits since ``begun``."""
         now = time.monotonic()
         silent = now - max(begun, self._last_heard)
         if silent < SILENT_SECONDS:
@@ -507,6 +512,7 @@ class ServerLink:
                 poll.poll(_POLL_MILLISECONDS)
             finally:
                 self._changed.acquire_again()
+            # While this thread waited without the lock, another one may have made a new connection.
             if self._endpoint is endpoint:
                 self._receive()
         except ConnectionLost:

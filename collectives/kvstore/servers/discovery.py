@@ -19,7 +19,7 @@ from hvdlab.collectives.kvstore.workers import Workers, wait_for_handles
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.system import host_key
 
-_NAME_BYTES = 16
+_NAME_BYTES = 16  # random, so that names of several exchanges differ
 
 
 class _KnownAddresses(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class Servers:
             return links, [(worker.rank, worker.host) for worker in known]
 
     def publish_addresses(self, links: Iterable[ServerLink]) -> str:
-        """Leave the servers' addresses at the coordinator, for a restarted worker. Returns the name for :meth:`find_published`."""
+        """Leave the servers' addresses at the coordinator, for a restarted worker. Return the name for :meth:`find_published`."""
         name = f"kv.servers.left.{os.urandom(_NAME_BYTES).hex()}"
         addresses = tuple(link.address for link in links)
         neighbours = tuple(tuple(sorted(link.neighbours)) for link in links)
@@ -149,6 +149,7 @@ class Servers:
     def _of_host(known: list[_KnownAddresses], host: str) -> list[ServerAddress]:
         found: dict[int, ServerAddress] = {}
         for address in (address for worker in known for address in worker.addresses if address.host == host):
+            # The messages are in the order of ranks: where two have started servers, the lower rank's count.
             found.setdefault(address.index, address)
         return [found[index] for index in sorted(found)]
 

@@ -34,7 +34,9 @@ from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.messages import Message
 
 ALIGNMENT = 64
+"""Bytes to which places and arrays are aligned: a cache line."""
 PAGE = 4096
+"""Bytes; files grow by whole pages."""
 _MAGIC = 0x6876646B76310003
 _HEADER = 16
 """Bytes before a record: its length, and the bytes of its place."""
@@ -261,7 +263,7 @@ class StoreMemory:
         blocks: The keys that it has.
 
     Raises:
-        ProtocolError: The file holds something else.
+        ProtocolError: The file has other content.
     """
 
     def __init__(self, file: SharedFile) -> None:
@@ -369,7 +371,7 @@ class StoreMemory:
             start = self._free[fitting][1]
         self.file.grow(start + size)
         block = Block(self.file, msgspec.structs.replace(record, block=start + room), workers, start)
-        # An earlier block or server may have written here: clear what the caller does not set.
+        # An earlier block or server may have written here: clear the words that the caller does not set.
         block.current_word[0] = 0
         for slot in (block.current, block.other):
             for words in (slot.head, slot.applied):
@@ -382,6 +384,7 @@ class StoreMemory:
         if start == end:
             size = aligned(_block_size(block.record, len(block.current.applied)))
             self._write(end, data, block.record.block - end + size)
+            # Last: the block counts once the valid bytes reach behind it.
             self._end_at(block.record.block + size)
         else:
             room = int(self._header(start)[1]) & ~_MARKS
@@ -392,6 +395,7 @@ class StoreMemory:
         older = self.blocks.get(block.record.key)
         self.blocks[block.record.key] = block
         if older is not None:
+            # Only now: a server that is killed before this leaves both, and the serial numbers decide.
             self._release(older.place)
 
     def _release(self, at: int) -> None:

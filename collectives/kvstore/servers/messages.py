@@ -223,7 +223,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode_attach(payload: bytes | memoryview) -> Attach:
-    """Decode the first message of a connection. Raises ``ProtocolError`` if it is anything else."""
+    """Decode the first message of a connection. Raises ``ProtocolError`` if it is another message."""
     try:
         return _attach.decode(payload)
     except MALFORMED as error:

@@ -62,6 +62,7 @@ HELLO_SECONDS = 0.5
 INTRODUCE_WITHIN = 10.0
 """Seconds that a connection has for the TLS handshake and its first message."""
 _TRY_AGAIN_SECONDS = 0.1
+"""Pause between two tries to reach the coordinator or its successor."""
 _ACCEPT_AGAIN_SECONDS = 0.2
 """Time until the server accepts again after it had no descriptor or no place left for a new connection."""
 
@@ -204,6 +205,7 @@ class JobObserver:
         self._known = members
 
     def _notify(self, news: Event | None) -> None:
+        # Before the byte: the loop reads the queue once the pipe has woken it.
         self._events.append(news)
         os.write(self._wake, b"\0")
 
@@ -477,6 +479,7 @@ class ParameterServer:
                 message = msgspec.structs.replace(message, began=began, took=took)
             self._answers.setdefault(effect.peer, []).append(_encoded(message))
             if effect.file is not None:
+                # The descriptor goes with the last frame; those before it are sent first, to keep their order.
                 *before, last = self._answers.pop(effect.peer)
                 self._send(connection, b"".join(before))
                 self._send(connection, last, effect.file.descriptor)
@@ -541,6 +544,7 @@ def _log(text: str) -> None:
 
 def main() -> int:
     """Run a server with the settings on standard input; returns the exit status."""
+    # Ctrl-C in a terminal reaches all processes of the group; the values have to outlive it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = sys.stdin.buffer.readline()
     if not settings:

@@ -31,13 +31,15 @@ from hvdlab.collectives.time_limits import Deadline
 SOCKET, LOCK, SETTINGS = "socket", "lock", "launch.json"
 
 
-_BACKLOG = 1024
+_BACKLOG = 1024  # connections that may wait to be accepted: all workers may come at once
 
 
 _REBIND_SECONDS = 0.05
+"""Pause between two tries to listen on a port that a dead server's connections still occupy."""
 
 
 _WARN_AFTER_SECONDS = 10.0
+"""Seconds of a start after which it is logged, each time again."""
 
 
 class ServerLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,7 +108,7 @@ class ServerStarter:
             index: Number of the server on this host.
             settings: This rank's settings.
             remote: Whether workers of other hosts have to reach it.
-            timeout: Seconds that the start may take.
+            timeout: Seconds that the start may last.
 
         Raises:
             StartError: The server did not come up.
@@ -150,6 +152,7 @@ class ServerStarter:
                 self._children.remove(child)
         directory = Path(address.directory)
         with _start_lock(directory):
+            # Under the lock: another process may have started the server while this one waited for it.
             if _is_serving(directory):
                 return
             try:
@@ -200,6 +203,7 @@ def _spawn(launch: ServerLaunch, address: ServerAddress, deadline: Deadline) -> 
     try:
         _exchange(process, launch, deadline)
     except BaseException:
+        # A server that did not report in time must not come up later, when another one has its socket.
         process.kill()
         process.wait()
         raise

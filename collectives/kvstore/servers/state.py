@@ -1,8 +1,8 @@
 """Decisions of a parameter server: requests of workers in, updates of its memory and answers out. No I/O.
 
 A request is carried out when it comes, so those of one worker are carried out in order, and none waits for another worker. A request
-that was answered with ``RequestDone`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
-to each value say which pushes were applied already.
+that was answered with ``RequestDone`` outlives the server. A worker repeats requests that were not answered; the sequence numbers next
+to each value show which pushes were applied already.
 
 An exception that a request raises goes to its sender as ``RequestFailed``. If the server ended of it, the worker would repeat the request
 to the successor, which would end of it as well. A message without an answer that raises ends only its connection.
@@ -107,7 +107,7 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class ServerTick:
-    """The time that :meth:`ParameterServerState.next_tick` named has come."""
+    """Event at the time that :meth:`ParameterServerState.next_tick` named."""
 
 
 Event = WorkerArrived | ServerReceived | WorkerDisconnected | WorkerDied | ServerTick
@@ -195,7 +195,7 @@ class ParameterServerState:
         self._dead: set[int] = set()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """React to an event at ``now``, in seconds. Returns the effects, which the caller carries out in order."""
+        """React to an event at ``now``, in seconds. Return the effects, which the caller carries out in order."""
         if isinstance(event, ServerReceived):
             try:
                 self._on_message(event, now)
@@ -254,6 +254,7 @@ class ParameterServerState:
 
     def _on_died(self, event: WorkerDied) -> None:
         worker = self._workers.get(event.rank)
+        # The end of an earlier process of this rank must not remove the one that came in its place.
         if worker is None or worker.pid == event.pid:
             self._dead.add(event.rank)
             self._remove_worker(event.rank, f"died: {event.reason}" if event.reason else "has left")
@@ -400,6 +401,7 @@ class ParameterServerState:
             optimizer.num_update = max([optimizer.num_update, *updates])
         self._stores[number] = _Store(memory, record, optimizer)
         for rank in self._dead:
+            # A rank that came back is a worker again; and the store itself goes with its last worker.
             if rank not in self._workers and number in self._stores:
                 self._remove_from_store(number, rank)
 
@@ -580,6 +582,7 @@ class ParameterServerState:
         _update(optimizer, push.key, new.value, gradient, state)
         new.head[2] = counts[push.key]
         new.applied[store.record.workers.index(rank)] = push.sequence
+        # Value, states, counts and sequence number are all in the other slot: they count together, from here on.
         block.commit()
 
     def _state(self, store: _Store, key: Key, value: Array, arrays: Sequence[Array]) -> Any:

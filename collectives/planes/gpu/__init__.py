@@ -1,6 +1,6 @@
 """Planes for tensors on GPUs.
 
-``gpu_plane``    what both planes have in common: CUDA buffers, and members that join at the first operation
+``gpu_plane``    the common part of both planes: CUDA buffers, and members that join at the first operation
 ``device``       the interface of one GPU
 ``driver``       that interface by CUDA's driver and NVIDIA's compiler; the only module that imports NVIDIA's bindings
 ``jobs``         from collectives to tables of jobs for ``kernels.cu``

@@ -2,7 +2,7 @@
 
 Which GPU a rank uses is known only at its first collective of CUDA tensors. Its members then publish their GPUs, choose the plane
 that suits all of them, and reduce known numbers on it, on a thread of its own and within :data:`CHECK_WITHIN` seconds. If the plane gives wrong
-numbers, fails, or does not end, the process set's CUDA tensors go through the host (:mod:`staged_plane`), and the rank at position 0 says so.
+numbers, fails, or does not end, the process set's CUDA tensors go through the host (:mod:`staged_plane`), and the rank at position 0 warns of it.
 
 One decision
 ------------
@@ -67,7 +67,7 @@ _VERDICT = "verdict"
 _failed: dict[tuple[str, ...], str] = {}
 """Groups whose plane failed its check, and why: the plane's name, and of each member its GPU and its process.
 
-A group with another process is another one: a rank that was replaced may be what mends it.
+A group with another process is another one: a replaced rank may mend it.
 """
 
 
@@ -118,12 +118,15 @@ class CheckedPlane(Plane):
         self._aborted = False
         self._timeout = 30.0
         self._slice = 0
+        #: Number of this member's GPU in its process.
         self._ordinal = 0
         #: The plane that operations use, once it is decided upon.
         self._used: Plane | None = None
         #: Planes that were made, which an abort must end.
         self._made: list[Plane] = []
+        #: Check of the plane that was chosen.
         self._check: PlaneCheck | None = None
+        #: Gives up a plane that failed its check.
         self._discarding: threading.Thread | None = None
 
     @classmethod
@@ -215,13 +218,14 @@ class CheckedPlane(Plane):
         with self._guard:
             self._made.append(plane)
             aborted = self._aborted
+        # An abort either found this plane in the list, or had set the flag before the list was changed.
         if aborted:
             plane.abort()
             raise PlaneAborted
         return plane
 
     def _discard(self, plane: Plane) -> None:
-        """Give a plane up without waiting for its GPU, which may take seconds to leave what is under way."""
+        """Give a plane up without waiting for its GPU, which may need seconds to leave the work under way."""
         check = self._check
         assert check is not None
 
@@ -352,7 +356,7 @@ def chosen_plane(
     size, hosts = context.size, len(set(context.hosts))
     are_apart = len(set(identities)) == size
     if tuple(candidates) == (NcclPlane.name,) and hosts == 1:
-        return NcclPlane.name, ""  # the user asks for it, and if ranks share a GPU, NCCL says so itself
+        return NcclPlane.name, ""  # the user asks for it, and if ranks share a GPU, NCCL's own error names it
     # A single member needs no library to be connected with itself.
     connects = size > 1 or CudaPlane.name not in candidates
     if NcclPlane.name in candidates and are_apart and connects and size <= NcclPlane.most_members:
@@ -370,11 +374,11 @@ def chosen_plane(
 
 
 _warned: set[tuple[int, ...]] = set()
-"""Ranks of which this process has said that they all stay on the first of several GPUs."""
+"""Ranks for which this process has warned that they all stay on the first of several GPUs."""
 
 
 def _warn_of_one_gpu(context: PlaneContext, members: Sequence[MemberGpu]) -> None:
-    """Say once of the ranks of a host that has several GPUs that all of them stay on the first one."""
+    """Warn once if all ranks of a host that has several GPUs stay on the first one."""
     for host in dict.fromkeys(context.hosts):
         here = [index for index, one in enumerate(context.hosts) if one == host]
         ranks = tuple(context.ranks[index] for index in here)
@@ -435,7 +439,7 @@ class PlaneCheck:
                 wrong = self._wrong_numbers()
             except PlaneAborted:
                 raise
-            except Exception as error:  # noqa: BLE001  (whatever it is, the plane can't be used, and all members read why)
+            except Exception as error:  # noqa: BLE001  (any error means that the plane can't be used, and all members read why)
                 wrong = str(error) or type(error).__name__
             if wrong:
                 self._write(wrong, [me.index])
@@ -492,6 +496,7 @@ class PlaneCheck:
     def _decide(self, failure: str, members: Sequence[int]) -> None:
         """Write the decision of the member at position 0, unless it has made one."""
         with self._deciding:
+            # The check's own thread and the one that waits for its end may both come here; the first one decides.
             if not self._has_decided:
                 self._has_decided = True
                 self._store.set(_VERDICT, json.dumps([failure, list(members)]).encode())
@@ -507,11 +512,11 @@ class PlaneCheck:
         """Wait for the decision of all members.
 
         Args:
-            timeout: Seconds that the member at position 0 may take beyond the check.
+            timeout: Seconds that the member at position 0 may need beyond the check.
             members: The members' GPUs, for the text.
 
         Returns:
-            An empty text if all of them use the plane, else where it failed and why.
+            An empty text if all of them use the plane; otherwise where it failed and why.
 
         Raises:
             PlaneAborted: The epoch has ended.

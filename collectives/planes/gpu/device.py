@@ -1,7 +1,7 @@
 """The interface of a GPU for planes, and the memory of other processes that is open on it.
 
-:mod:`driver` implements it by CUDA's driver; tests have a simulated GPU. All groups of a process share what is open: a rank may be in
-several process sets with the same other rank, and the driver refuses to map a piece of memory a second time while an older one at the same
+:mod:`driver` implements it by CUDA's driver; tests have a simulated GPU. All groups of a process share the open memory, as a rank may be in
+several process sets with the same other rank. The driver refuses to map a piece of memory a second time while an older one at the same
 address of the same process is mapped.
 """
 
@@ -19,7 +19,7 @@ HANDLE_BYTES = 64
 
 
 class DeviceFailed(Exception):
-    """The driver, or its compiler, refused a call: the GPU is out of memory, or an earlier kernel of this process failed."""
+    """Error of the driver or its compiler, which refused a call: the GPU is out of memory, or an earlier kernel of this process failed."""
 
 
 class Allocation(NamedTuple):
@@ -40,14 +40,14 @@ class KernelLaunch(NamedTuple):
     """Launch of a kernel, with the table of its jobs in device memory.
 
     Attributes:
-        dtype: What is reduced; ``None`` copies bytes.
+        dtype: Type of the reduced elements; ``None`` copies bytes.
         op: SUM, MIN, MAX or PRODUCT.
         jobs, ins, outs: Number of jobs, and of the addresses that each reads and writes.
         chunk: Elements that a block works on at a time; bytes if they are copied.
         chunks: Number of chunks of all jobs.
-        prescale, postscale: Factors for what is read and for the result.
+        prescale, postscale: Factors for the elements that are read, and for the result.
         table: Address of the table, see ``kernels.cu``.
-        stopped: Address of the first member's word that says that the member gave up.
+        stopped: Address of the first member's word, by which a member shows that it gave up.
         members: Number of members, each of which has such a word.
         stride: 32-bit words from one member's word to the next one's.
         times: Address of two 64-bit words for the begin and the end of the kernel, in nanoseconds of the GPU's clock.
@@ -72,7 +72,7 @@ class KernelLaunch(NamedTuple):
 class Device(Protocol):
     """GPU, from this process. Addresses, streams and events are numbers. Anything may raise ``DeviceFailed``.
 
-    ``with device:`` makes it the calling thread's current device, which all methods below need. A method that takes a stream
+    ``with device:`` makes it the calling thread's current device, which all methods below need. A method with a stream as its argument
     enqueues its work there and returns at once.
     """
 
@@ -84,17 +84,17 @@ class Device(Protocol):
 
     @property
     def identity(self) -> str:
-        """The GPU's UUID: equal in all processes that see it."""
+        """Return the GPU's UUID: equal in all processes that see it."""
         ...
 
     @property
     def owner(self) -> int:
-        """A random number of this process, of at most 64 bits."""
+        """Return a random number of this process, of at most 64 bits."""
         ...
 
     @property
     def opened(self) -> OpenedPieces:
-        """The pieces of other processes' memory that this process has open on this GPU."""
+        """Return the pieces of other processes' memory that this process has open on this GPU."""
         ...
 
     def reaches(self, identity: str) -> bool:
@@ -108,11 +108,11 @@ class Device(Protocol):
     def free(self, pointer: int) -> None: ...
 
     def allocation_of(self, pointer: int) -> Allocation | None:
-        """The allocation that the address belongs to; ``None`` if it was not allocated on a GPU in one piece."""
+        """Return the allocation that the address belongs to; ``None`` if it was not allocated on a GPU in one piece."""
         ...
 
     def export(self, base: int) -> bytes | None:
-        """A handle by which another process opens an allocation; ``None`` if this kind of memory has none."""
+        """Return a handle by which another process opens an allocation; ``None`` if this kind of memory has none."""
         ...
 
     def open(self, handle: bytes) -> int:
@@ -120,7 +120,7 @@ class Device(Protocol):
         ...
 
     def close(self, pointer: int) -> None:
-        """Unmap what :meth:`open` returned."""
+        """Unmap memory at the address that :meth:`open` returned."""
         ...
 
     def register(self, address: int, nbytes: int) -> int:
@@ -130,13 +130,13 @@ class Device(Protocol):
     def unregister(self, address: int) -> None: ...
 
     def new_stream(self) -> int:
-        """A stream that no other one waits for by itself."""
+        """Return a stream that no other one waits for by itself."""
         ...
 
     def end_stream(self, stream: int) -> None: ...
 
     def new_event(self) -> int:
-        """An event without time, whose waiters sleep."""
+        """Return an event without time, whose waiters sleep."""
         ...
 
     def end_event(self, event: int) -> None: ...
@@ -166,7 +166,7 @@ class Device(Protocol):
         ...
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """Go on once the 32-bit word is at least ``value``, compared as counters that may overflow: ``(int32)(word - value) >= 0``."""
+        """Make the stream wait until the 32-bit word is at least ``value``, compared as counters that may overflow: ``(int32)(word - value) >= 0``."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -216,7 +216,7 @@ class OpenedPieces:
                 found.users += 1
                 return found
             if found is not None:
-                # Its owner has freed it, so every operation that used it has ended, whatever group still has it in its table.
+                # Its owner has freed it, so every operation that used it has ended, even if a group still has it in its table.
                 self._unmap(found)
             opened = OpenedMemory(owner, base, serial, self._device.open(handle))
             self._open[owner, base] = opened

@@ -1,7 +1,7 @@
 """A GPU by way of CUDA's driver and NVIDIA's compiler for running programs (NVRTC).
 
-The driver is there wherever a GPU is; no toolkit and no framework is needed. The compiler comes with torch's builds for CUDA and with
-``hvdlab[gpu]``. So ``kernels.cu`` ships as source, and its code is made for the GPU that is there, when it is first needed. Compiling takes
+The driver is present wherever a GPU is; no toolkit and no framework is needed. The compiler comes with torch's builds for CUDA and with
+``hvdlab[gpu]``. So ``kernels.cu`` ships as source, and its code is made for the present GPU, when it is first needed. Compiling takes
 a fraction of a second, only in the processes of workers (:mod:`ipc_group`), once for each type of elements and operator.
 """
 
@@ -22,7 +22,7 @@ from hvdlab.collectives.planes.gpu.device import Allocation, DeviceFailed, Kerne
 from hvdlab.collectives.types import DType, ReduceOp
 
 _SOON = 60_000
-"""Nanoseconds for which a thread that waits for an event offers its core to others before it sleeps: about what sleeping and waking cost."""
+"""Nanoseconds for which a thread that waits for an event offers its core to others before it sleeps: about the cost of sleeping and waking."""
 _THREADS = 256  # of a block, as in kernels.cu
 _BLOCKS = 8  # on each multiprocessor: then loads of some hide the waits of others
 _TYPES = (
@@ -32,7 +32,7 @@ _TYPES = (
 _OWNER = secrets.randbits(64)
 _OK = driver.CUresult.CUDA_SUCCESS
 _FATAL = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
-"""The driver's numbers of errors after which a process can't use the GPU any more: a kernel did what is forbidden, took too long, or memory failed."""
+"""The driver's numbers of errors after which a process can't use the GPU any more: a kernel executed a forbidden instruction or access, ran too long, or memory failed."""
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 _SOURCE = "kernels.cu"
 _NVRTC_OK = nvrtc.nvrtcResult.NVRTC_SUCCESS
@@ -48,7 +48,7 @@ ELEMENTS = {
     DType.F32: "F32",
     DType.F64: "F64",
 }
-"""The structs of ``kernels.cu``, by what they reduce."""
+"""The structs of ``kernels.cu``, by the types that they reduce."""
 
 
 class CudaGpus:
@@ -120,7 +120,7 @@ def _text(code: Any) -> str:
 
 
 class CudaDevice:
-    """One of this process's GPUs, with the context that frameworks use. See :class:`~hvdlab.collectives.planes.gpu.device.Device`.
+    """GPU of this process, with the context that frameworks use. See :class:`~hvdlab.collectives.planes.gpu.device.Device`.
 
     Args:
         ordinal: Its number in this process.
@@ -240,6 +240,7 @@ class CudaDevice:
         _checked(driver.cuEventSynchronize(event))
 
     def drained(self, stream: int) -> bool:
+        # Any error counts as drained, too: the work of a GPU that has failed is gone.
         return bool(driver.cuStreamQuery(stream)[0] != _NOT_READY)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
@@ -281,6 +282,7 @@ class CudaDevice:
     def _kernel(self, dtype: DType | None, op: ReduceOp) -> Any:
         key = (dtype, ReduceOp.SUM if dtype is None else op)
         with self._guard:
+            # Under the guard, so that threads that need the same kernel compile it once.
             if key not in self._kernels:
                 module = _checked(driver.cuModuleLoadData(compiled_kernel(dtype, op, self._capability)))
                 name = kernel_name(dtype).encode()
@@ -289,7 +291,7 @@ class CudaDevice:
 
 
 def _identity(device: Any) -> str:
-    # The second version tells instances of a partitioned GPU apart; from CUDA 13 on it has the first one's name.
+    # The second version distinguishes instances of a partitioned GPU; from CUDA 13 on it has the first one's name.
     uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
     return bytes(_checked(uuid(device)).bytes).hex()
 
@@ -307,7 +309,7 @@ def kernel_macros(dtype: DType | None, op: ReduceOp) -> dict[str, str]:
 
 
 def compiler_version() -> int:
-    """Of which CUDA the compiler is: the driver must be of that or a later one. Raises ``RuntimeError`` if it is not there."""
+    """Return the CUDA version of the compiler: the driver must be of that or a later one. Raises ``RuntimeError`` if there is no compiler."""
     return int(_nvrtc_checked(nvrtc.nvrtcVersion())[0])
 
 
@@ -317,10 +319,10 @@ def kernel_source() -> bytes:
 
 
 def compiled_kernel(dtype: DType | None, op: ReduceOp, capability: int) -> bytes:
-    """Compile a kernel. Returns it as the driver loads it.
+    """Compile a kernel. Return it as the driver loads it.
 
     Args:
-        dtype: What is reduced; ``None`` copies bytes.
+        dtype: Type of the reduced elements; ``None`` copies bytes.
         op: SUM, MIN, MAX or PRODUCT.
         capability: Compute capability of the GPU, as 90 for 9.0. A GPU newer than the compiler gets code that the driver translates.
 

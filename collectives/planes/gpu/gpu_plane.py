@@ -30,7 +30,7 @@ CUDA = "cuda"
 SWITCH = "HVDLAB_CUDA"
 """The variable that, at 0, keeps this rank from working on CUDA tensors where they are."""
 CHOICE = "HVDLAB_CUDA_PLANE"
-"""The variable that says which of the planes for CUDA tensors this rank offers."""
+"""The variable that selects the planes for CUDA tensors that this rank offers."""
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")
 """One of these is there where NVIDIA's driver is: on Linux, and on Linux under Windows."""
 
@@ -38,31 +38,31 @@ _KINDS = ("GPU", "MIG")
 
 
 class Gpus(Protocol):
-    """All GPUs of this process. Any thread; anything may raise ``DeviceFailed``."""
+    """GPUs of this process. Any thread; anything may raise ``DeviceFailed``."""
 
     def why_unusable(self) -> str | None:
-        """Why this process can't use a GPU, in one sentence; ``None`` if it can."""
+        """Return why this process can't use a GPU, in one sentence; ``None`` if it can."""
         ...
 
     def count(self) -> int:
-        """How many GPUs there are."""
+        """Return how many GPUs there are."""
         ...
 
     def open(self, ordinal: int) -> Device:
-        """The GPU of this number, always the same object."""
+        """Return the GPU of this number, always the same object."""
         ...
 
     def used_ordinal(self) -> int:
-        """Number of the first GPU that this process uses already, or 0 if it uses none."""
+        """Return the number of the first GPU that this process uses already, or 0 if it uses none."""
         ...
 
     def ordinal_of(self, pointer: int) -> int:
-        """Number of the GPU that an address belongs to."""
+        """Return the number of the GPU that an address belongs to."""
         ...
 
 
 def why_off() -> str | None:
-    """Why this process does not work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
+    """Return why this process does not work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
     if os.environ.get(SWITCH, "").strip() == "0":
         return f"CUDA tensors are copied through the host: {SWITCH}=0."
     return why_missing()
@@ -75,7 +75,7 @@ def is_wanted(plane: str) -> bool:
 
 
 def why_missing() -> str | None:
-    """Why CUDA tensors can't be worked on in place here: what the machine or the installation lacks; ``None`` if it may work."""
+    """Return why planes can't work on CUDA tensors in place here: the machine or the installation lacks a part. ``None`` if it may work."""
     if not any(Path(path).exists() for path in DRIVERS):
         return "there is no NVIDIA driver on this machine."
     for module in ("cuda", "cuda.bindings"):
@@ -86,14 +86,14 @@ def why_missing() -> str | None:
 
 @cache
 def gpus() -> Gpus:
-    """This process's GPUs, by way of CUDA's driver."""
+    """Return this process's GPUs, by way of CUDA's driver."""
     from hvdlab.collectives.planes.gpu.driver import CudaGpus
 
     return CudaGpus()
 
 
 class StreamMark:
-    """The work that is on a stream when the mark is made.
+    """Mark of the work that is on a stream when it is made.
 
     Args:
         device: The GPU.
@@ -113,7 +113,7 @@ class StreamMark:
 
     def __del__(self) -> None:
         event = getattr(self, "event", None)
-        if event is not None:  # the driver keeps it until what waits for it has been done
+        if event is not None:  # the driver keeps it until all work that waits for it is done
             with contextlib.suppress(DeviceFailed), self._device:
                 self._device.end_event(event)
 
@@ -163,7 +163,7 @@ class CudaBuffer:
 def buffer_on_stream(
     pointer: int, shape: tuple[int, ...], dtype: DType, ordinal: int, stream: int, owner: object
 ) -> CudaBuffer:
-    """Memory that may be used once the work that is on a stream now is done.
+    """Return memory that may be used once the work that is on a stream now is done.
 
     Args:
         pointer: Address of the first element.
@@ -194,7 +194,7 @@ _unmarked = _Unmarked()
 
 @contextlib.contextmanager
 def marked_together() -> Iterator[None]:
-    """Within it, :func:`buffer_on_stream` makes no marks for the calling thread; at its end there is one for each stream, which all its buffers share.
+    """Share one mark per stream: within the block :func:`buffer_on_stream` makes none for the calling thread; at its end all its buffers get theirs.
 
     Raises:
         DeviceFailed: The driver refused an event.
@@ -275,7 +275,7 @@ class GpuPlane(Plane, Generic[Joined]):
         """
 
     def _joined(self, buffers: Sequence[CudaBuffer]) -> Joined:
-        """The group, which this member has joined; it works on the GPU that the first of the buffers is on.
+        """Return the group, which this member has joined; it works on the GPU that the first of the buffers is on.
 
         Raises:
             PlaneAborted: The plane was aborted.
@@ -303,6 +303,7 @@ class GpuPlane(Plane, Generic[Joined]):
         with self._guard:
             self._group = group
             if self._aborted:
+                # The abort came while this member joined, when there was no group to stop.
                 group.stop()
         group.connect(deadline)
         others = [rank for index, rank in enumerate(self.context.ranks) if index != self.context.index]
@@ -314,7 +315,7 @@ class GpuPlane(Plane, Generic[Joined]):
         return {UNKNOWN: tuple(others)}
 
     def _device(self, ordinal: int | None) -> Device:
-        """This member's GPU: the one that its first tensor is on; without a tensor, the first GPU that its process uses already."""
+        """Return this member's GPU: the one that its first tensor is on; without a tensor, the first GPU that its process uses already."""
         if self._gpu is None:
             self._ordinal = gpus().used_ordinal() if ordinal is None else ordinal
             self._gpu = gpus().open(self._ordinal)
@@ -365,7 +366,7 @@ def _free(device: Device, pointer: int) -> None:
 
 
 def allocated(device: Device, ordinal: int, shape: tuple[int, ...], dtype: DType) -> CudaBuffer:
-    """Uninitialised memory of a GPU, which is freed when the buffer goes.
+    """Return uninitialised memory of a GPU, which is freed when the buffer goes.
 
     Args:
         device: The GPU.
@@ -384,13 +385,13 @@ def allocated(device: Device, ordinal: int, shape: tuple[int, ...], dtype: DType
 
 
 def cuda_buffer(buffer: Buffer) -> CudaBuffer:
-    """A buffer that a plane of GPUs was given."""
+    """Return a buffer that a plane of GPUs was given."""
     assert isinstance(buffer, CudaBuffer), f"a buffer on {buffer.device} is not a GPU's"
     return buffer
 
 
 def links_between(mine: str, identities: Sequence[str], ranks: Sequence[int]) -> Links:
-    """The links to the GPUs of other ranks, whose memory this rank's GPU reaches. Takes some milliseconds if they are other GPUs.
+    """Return the links to the GPUs of other ranks, whose memory this rank's GPU reaches. It needs some milliseconds if they are other GPUs.
 
     Args:
         mine: The UUID of this rank's GPU, as 32 hexadecimal digits.
@@ -418,9 +419,9 @@ def _asked(mine: str, others: Sequence[str]) -> dict[str, str]:
 
 
 def _link(library: Any, mine: str, other: str) -> str:
-    """The link between two GPUs; :data:`PEER` unless the library knows it.
+    """Return the link between two GPUs; :data:`PEER` unless the library knows it.
 
-    A status that is neither yes nor a reason for no says nothing: then PCIe is not what is left.
+    A status that is neither yes nor a reason for no proves nothing: PCIe does not follow from it.
     """
     try:
         here, there = _handle(library, mine), _handle(library, other)
@@ -435,7 +436,7 @@ def _link(library: Any, mine: str, other: str) -> str:
 
 
 def _handle(library: Any, identity: str) -> Any:
-    """The library's handle of a GPU or of an instance of a partitioned one. Raises ``NVMLError``."""
+    """Return the library's handle of a GPU or of an instance of a partitioned one. Raises ``NVMLError``."""
     text = str(uuid.UUID(hex=identity))
     try:
         return library.nvmlDeviceGetHandleByUUID(f"{_KINDS[0]}-{text}")

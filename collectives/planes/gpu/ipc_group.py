@@ -1,27 +1,27 @@
 """A member of a group whose GPUs work on each other's memory.
 
-For each operation every member announces in shared memory where its tensors are (:mod:`ipc_memory`), and says that they may be used. On each GPU
+For each operation every member announces in shared memory where its tensors are (:mod:`ipc_memory`), and signals that they may be used. On each GPU
 one member is the *worker*, the first one there. The worker waits until all members have written where their tensors are, and enqueues on its
-GPU: a wait until all tensors may be used, and one kernel that reads the members' tensors and writes their outputs. Once that is done it says
-so to all. With several GPUs each worker takes a share of the elements.
+GPU: a wait until all tensors may be used, and one kernel that reads the members' tensors and writes their outputs. Once that is done it
+signals so to all. With several GPUs each worker has a share of the elements.
 
 So data moves once, from where it is to where it goes. One member does the work of a GPU because a GPU runs the processes that share it by turns
-of some hundred microseconds each, and a process whose turn it is does nothing for the others. What the other members do for an operation is therefore left to their hosts
-where it can be: if all that makes a tensor is done already, the host stores the word *ready*, and no GPU has to; and the end comes to all
-members by words that hosts wait for.
+of some hundred microseconds each. A process whose turn it is does nothing for the others. The other members' part in an operation is therefore left to their hosts
+where that is possible. If all work that makes a tensor is done already, the host stores the word *ready*, and no GPU has to.
+The end comes to all members by words that hosts wait for.
 
-At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. Since a worker
-enqueues an operation only once all members have announced it, all members have then seen the end of the operation that had the same place
-there, and nothing reads that place any more, on the host or on a GPU.
+At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. A worker
+enqueues an operation only once all members have announced it. So all members have then seen the end of the operation that had the same
+place there, and nothing reads that place any more, on the host or on a GPU.
 
 Giving up
 ---------
 A GPU can't be made to stop waiting. But the words that it waits for lie in memory of the host: a member that gives up stores values
-there that end every wait, again and again until its GPU has nothing left to do, since what is still enqueued may overwrite them. Before
+there that end every wait, again and again until its GPU has nothing left to do, since enqueued work may overwrite them. Before
 the first of these values it sets its word ``stopped``. Kernels read that word of all members before they write anything, and a worker
-reads it before it says that an operation is done; so the remains of such an operation are never taken for a result. A member ends
-the operation only when its own GPU has nothing left to do (or takes too long for that) and the workers have said that their GPUs write
-nothing more. It waits half a second for the workers: after that they are dead, or hang.
+reads it before it signals that an operation is done. So the remains of such an operation never pass for a result. A member ends
+the operation only when its own GPU has nothing left to do, or needs too long for that.
+The workers must also have signalled that their GPUs write nothing more. It waits half a second for the workers: after that they are dead, or hang.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ from hvdlab.collectives.planes.gpu.jobs import MOST_ADDRESSES, GpuOperation, Inp
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 QUIET_WITHIN = 0.5
-"""Seconds that the workers get to say that their GPUs write nothing more, once this member's own GPU is drained or given up."""
+"""Seconds that the workers get to signal that their GPUs write nothing more, once this member's own GPU is drained or given up."""
 STUCK_AFTER = 10.0
-"""Seconds that this member's GPU gets, after a stop, for what comes before our work, such as a kernel of the user's."""
+"""Seconds that this member's GPU gets, after a stop, for work before the group's, such as a kernel of the user's."""
 _BEYOND = 1 << 30
-"""How far ahead of all operations the values are that end every wait."""
+"""How far ahead of all operations the values are that end every wait; less than 2**31, as the GPU compares overflowing counters."""
 _DRAIN_INTERVAL = 0.001
-"""Seconds between two looks at the GPU after a stop: the driver has no event for "nothing is left"."""
+"""Seconds between two polls of the GPU after a stop: the driver has no event for "nothing is left"."""
 _FOREVER = 1 << 62
 """The number up to which a member that is no worker has executed all operations: nothing waits for it."""
 _TABLES = 64
 """Tables that a worker keeps to use them again."""
-_ALIGN = 256
-_LEAST_ARENA = 1 << 20
+_ALIGN = 256  # bytes
+_LEAST_ARENA = 1 << 20  # bytes
 
 
 class _CopyBack(NamedTuple):
-    """A copy to an output that other members can't open, in bytes."""
+    """Copy to an output that other members can't open, in bytes."""
 
     target: int
     source: int
@@ -79,16 +79,16 @@ class _CopyBack(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """An operation that is enqueued.
+    """Operation that is enqueued.
 
     Attributes:
         number: Its number.
-        ready: A CUDA event that comes when this member's GPU has said that its tensors may be used; ``None`` if the host has said so. It is waited for
-            because a GPU that failed never says so, and no other member would know.
+        ready: A CUDA event that comes when this member's GPU has signalled that its tensors may be used; ``None`` if the host has done so.
+            The group waits for it because a GPU that failed never signals, and no other member would know.
         done: A CUDA event that comes when this worker's kernel has written the outputs; ``None`` if this member is no worker.
         back: Copies to make once all workers are done.
-        pending: What :meth:`IpcGroup.run` returned.
-        phases: Takes the operation's times.
+        pending: The completion that :meth:`IpcGroup.run` returned.
+        phases: Receives the operation's times.
         started: When the operation began, by ``time.monotonic_ns()``.
         operation: The operation; the reference keeps its tensors alive.
     """
@@ -139,7 +139,7 @@ class IpcGroup:
         self._finished = 0
         #: The operations whose ends the watcher waits for, in order; ``None`` ends the watcher.
         self._ends: SimpleQueue[_Begun | None] = SimpleQueue()
-        #: Held while something is enqueued. After a stop the thread that drains the GPU takes it once; nothing is enqueued from then on.
+        #: Held while something is enqueued. After a stop the thread that drains the GPU acquires it once; nothing is enqueued from then on.
         self._enqueuing = threading.Lock()
         self._guard = threading.Lock()
         #: An operation has ended, or the group has stopped.
@@ -150,7 +150,7 @@ class IpcGroup:
         #: After a stop: no GPU writes to the members' tensors any more, as far as can be known.
         self._quiet = threading.Event()
         self._drainer: threading.Thread | None = None
-        #: The GPU does something else, and does not come to the end of our work: its streams and memory are left as they are.
+        #: The GPU is busy with other work, and does not come to the end of the group's: its streams and memory are left as they are.
         self._is_stuck = False
         self._closed = False
         #: Events that are used again.
@@ -158,7 +158,7 @@ class IpcGroup:
         self._exports = ExportedMemory(device, self.announcements, index)
         self._arenas: list[_Arena] = []
         self._worker: IpcWorker | None = None
-        #: Gives back what the group got from the GPU.
+        #: Gives the GPU's streams, events and memory back.
         self._resources = contextlib.ExitStack()
         try:
             with device:
@@ -199,7 +199,7 @@ class IpcGroup:
     # -- operations -------------------------------------------------------------------------------------------------
 
     def run(self, operation: GpuOperation, phases: PhaseTimes, started: int) -> PendingCompletion:
-        """Begin an operation; its outputs are there when what is returned ends.
+        """Begin an operation; its outputs are there when the returned completion ends.
 
         ``started`` is when the collective began, by ``time.monotonic_ns()``.
 
@@ -237,6 +237,7 @@ class IpcGroup:
             ready = self._record(stream)
         else:
             self.announcements.flags(READY)[self._index] = number & 0xFFFFFFFF
+        # After the announcement, which workers read once all members have posted. The first post was connect()'s, hence + 1.
         self.signals.post(ARRIVED, number + 1)
         done: int | None = None
         if self._worker is not None:
@@ -249,7 +250,7 @@ class IpcGroup:
         return pending
 
     def _record(self, stream: int) -> int:
-        """An event that comes when all that is on the stream now is done."""
+        """Return an event that comes when all that is on the stream now is done."""
         if self._events:
             event = self._events.pop()
         else:
@@ -307,7 +308,7 @@ class IpcGroup:
         return back
 
     def _arena(self, size: int) -> _Arena:
-        """Memory that other members can open. An arena that has become too small stays: enqueued operations may use it."""
+        """Return memory that other members can open. An arena that has become too small stays: enqueued operations may use it."""
         if not self._arenas or self._arenas[-1].nbytes < size:
             nbytes = 1 << max(size - 1, _LEAST_ARENA - 1).bit_length()
             base = self._device.allocate(nbytes)
@@ -343,6 +344,7 @@ class IpcGroup:
                         self._device.synchronize(event)
                         self._events.append(event)
                 if begun.done is not None:
+                    # Before this worker posts the end: the others take the post as the sign that the outputs are written.
                     self._refuse_remains()
                     self._executed.post(ARRIVED, begun.number)
                 self._executed.wait(ARRIVED, begun.number)
@@ -368,6 +370,7 @@ class IpcGroup:
         with self._guard:
             if self.stopped:
                 raise PlaneAborted
+            # Under the guard: a stop comes before these copies, or finds them on the stream that it drains.
             for copy in copies:
                 device.copy(copy.target, copy.source, copy.nbytes, self._back)
             event = device.new_event()
@@ -415,7 +418,8 @@ class IpcGroup:
         self.announcements.flags(READY)[:] = (self._number + _BEYOND) & 0xFFFFFFFF
 
     def _drain(self) -> None:
-        """End the waits of this member's GPU until it has nothing left to do; then let what is under way end. A thread of its own."""
+        """End the waits of this member's GPU until it has nothing left to do; then let the operations under way end. A thread of its own."""
+        # A thread that enqueues has left after this, and later ones find the group stopped: the GPU's work only gets less.
         with self._enqueuing:
             pass
         self._is_stuck = not self._drain_gpu()
@@ -428,6 +432,7 @@ class IpcGroup:
             time.sleep(_DRAIN_INTERVAL)
         self._quiet.set()
         if self._is_stuck:
+            # The watcher can't end them: it waits for events that the GPU does not come to.
             for one in pending:
                 one.end(PlaneAborted())
 
@@ -465,7 +470,7 @@ class IpcGroup:
             self._drainer.join()
         self._ends.put(None)
         if self._is_stuck:
-            self.signals.close()  # the GPU may still write to everything else
+            self.signals.close()  # the GPU may still write to all other memory
             self._executed.close()
             return
         self._watcher.join()
@@ -521,11 +526,11 @@ class IpcWorker:
         free.callback(device.unregister, address)
         self._tables = device.allocate(RING * self._place_bytes)
         free.callback(device.free, self._tables)
-        # A kernel's blocks read which members gave up from the GPU's own memory: reading it from the host's would take each of them a microsecond.
+        # A kernel's blocks read which members gave up from the GPU's own memory: reading it from the host's would cost each of them a microsecond.
         self._stopped_bytes = 4 * announcements.layout.stride * self._members
         self._stopped = device.allocate(self._stopped_bytes)
         free.callback(device.free, self._stopped)
-        #: The last tables, by what they were made of: ranks that train reduce the same gradients again and again.
+        #: The last tables, by the parts that they were made of: ranks that train reduce the same gradients again and again.
         self._made: OrderedDict[tuple[object, ...], tuple[JobTable, int, int]] = OrderedDict()
         #: ``ImportedMemory.changes`` when the first of these was made.
         self._made_at = 0
@@ -557,6 +562,7 @@ class IpcWorker:
         announcements.times[place, self._index] = 0
         if not tensors:
             return None
+        # Only now: all members have posted, so the pieces that their tensors lie in are announced.
         self._imports.refresh()
         table, ins, outs = self._jobs_of(
             operation, announcements.places[place, :, :tensors], announcements.numbers[place]
@@ -585,7 +591,7 @@ class IpcWorker:
     def _jobs_of(
         self, operation: GpuOperation, places: Array64, numbers: Array64
     ) -> tuple[JobTable, int, int]:
-        """The table of an operation, and how many addresses each job reads and writes. The last tables are kept."""
+        """Return the table of an operation, and how many addresses each job reads and writes. The last tables are kept."""
         if self._made_at != self._imports.changes:
             self._made.clear()
             self._made_at = self._imports.changes

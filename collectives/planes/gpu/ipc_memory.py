@@ -35,7 +35,7 @@ TENSORS = 512
 ALLOCATIONS = 1024
 """Slots of a member's table: pieces of memory that others may have open at a time."""
 
-_LINE = 128  # bytes; what a GPU writes of a neighbour's line must not slow this one down
+_LINE = 128  # bytes; a GPU that writes a neighbour's words must not slow this member's line down
 READY, STOPPED, QUIET = range(3)
 _FLAGS = 3
 
@@ -45,7 +45,7 @@ class GpuAnnouncementsLayout(Words):
 
     @property
     def ends(self) -> int:
-        """The words by which members wait for the end of an operation; those at 0 are for its begin."""
+        """Return the words by which members wait for the end of an operation; those at 0 are for its begin."""
         return self.control_bytes
 
     @property
@@ -53,22 +53,22 @@ class GpuAnnouncementsLayout(Words):
         return 2 * self.control_bytes
 
     def flag(self, which: int, member: int) -> int:
-        """Offset of a word of 32 bits."""
+        """Return the offset of a word of 32 bits."""
         return self.flags + (which * self.members + member) * _LINE
 
     @property
     def stride(self) -> int:
-        """32-bit words from a member's flag to the next one's."""
+        """Return 32-bit words from a member's flag to the next one's."""
         return _LINE // 4
 
     @property
     def generations(self) -> int:
-        """A word for each member that counts the changes of its table of allocations."""
+        """Return a word for each member that counts the changes of its table of allocations."""
         return _up(self.flags + _FLAGS * self.members * _LINE)
 
     @property
     def owners(self) -> int:
-        """A random word for each member's process."""
+        """Return a random word for each member's process."""
         return self.generations + self.members * WORD
 
     @property
@@ -77,12 +77,12 @@ class GpuAnnouncementsLayout(Words):
 
     @property
     def versions(self) -> int:
-        """A word for each slot of a table: 0 if it is empty, else one more than the serial number of the piece in it."""
+        """Return a word for each slot of a table: 0 if it is empty; otherwise one more than the serial number of the piece in it."""
         return self.handles + self.members * ALLOCATIONS * HANDLE_BYTES
 
     @property
     def bases(self) -> int:
-        """A word for each slot of a table: the address of the piece in its owner's process."""
+        """Return a word for each slot of a table: the address of the piece in its owner's process."""
         return self.versions + self.members * ALLOCATIONS * WORD
 
     @property
@@ -107,7 +107,7 @@ def _up(offset: int) -> int:
 
 
 class GpuAnnouncements:
-    """A member's view of the shared memory.
+    """View that a member has of the shared memory.
 
     Attributes:
         layout: Offsets of everything in the memory.
@@ -146,7 +146,7 @@ class GpuAnnouncements:
         )
 
     def flags(self, which: int) -> npt.NDArray[np.uint32]:
-        """A flag of all members, to be read and stored by the host."""
+        """Return a flag of all members, to be read and stored by the host."""
         return self._flags[which]
 
     def close(self) -> None:
@@ -158,11 +158,11 @@ class GpuAnnouncements:
 
 NOWHERE = ALLOCATIONS
 """Slot of a tensor without elements, of which nothing is read or written."""
-_ANY_ADDRESS = 16
+_ANY_ADDRESS = 16  # not 0, which stands for a piece that is not open
 
 
 class ExportedMemory:
-    """The pieces of memory of a member that other members may open. Used by one thread at a time."""
+    """Pieces of a member's memory that other members may open. Used by one thread at a time."""
 
     def __init__(self, device: Device, announcements: GpuAnnouncements, index: int) -> None:
         self._device, self._announcements, self._index = device, announcements, index
@@ -180,13 +180,13 @@ class ExportedMemory:
         announcements.owners[index] = device.owner
 
     def begin(self, operation: int, finished: int) -> None:
-        """The tensors located next belong to this operation; operations up to ``finished`` need their pieces no more."""
+        """Begin an operation, to which the tensors located next belong; operations up to ``finished`` need their pieces no more."""
         self._operation, self._finished = operation, finished
         self._seen.clear()
         self._withdraw_one_if_freed()
 
     def locate(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
-        """Where other members find a tensor: slot of its piece, and offset. ``None`` if they can't open the piece."""
+        """Return where other members find a tensor: slot of its piece, and offset. ``None`` if they can't open the piece."""
         if not nbytes:
             return NOWHERE, 0
         for base, end, slot in self._seen:
@@ -243,6 +243,7 @@ class ExportedMemory:
         announcements.bases[self._index, slot] = piece.base
         # After the handle: a worker that sees the version finds the handle.
         announcements.versions[self._index, slot] = piece.serial + 1
+        # Last of all: a worker that finds a new generation finds the version, too.
         announcements.generations[self._index] += np.uint64(1)
 
     def _withdraw(self, base: int) -> None:
@@ -275,7 +276,7 @@ class ExportedMemory:
 
 
 class ImportedMemory:
-    """The pieces that a worker has opened, and its own, which it need not open. One thread at a time."""
+    """Pieces that a worker has opened, and its own, which it need not open. One thread at a time."""
 
     def __init__(
         self, device: Device, announcements: GpuAnnouncements, index: int, exports: ExportedMemory
@@ -296,7 +297,8 @@ class ImportedMemory:
         self._refused: dict[tuple[int, int], str] = {}
 
     def refresh(self) -> None:
-        """Open and close what has changed since the last call."""
+        """Open and close the pieces that have changed since the last call."""
+        # The generations are read before the versions: a change that comes in between is read at the next call.
         for member, generation in enumerate(self._announcements.generations.tolist()):
             if generation != self._generations[member]:
                 self._generations[member] = generation

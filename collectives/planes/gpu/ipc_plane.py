@@ -29,9 +29,9 @@ from hvdlab.collectives.types import DType, ReduceOp
 
 
 class CudaPlane(GpuPlane[IpcGroup]):
-    """A data plane for ranks of one host that share a GPU, or whose GPUs reach each other's memory.
+    """Data plane for ranks of one host that share a GPU, or whose GPUs reach each other's memory.
 
-    The members join at the first operation, which says on which GPU this one's tensors are. Reductions add in the order of the
+    The members join at the first operation, which shows the GPU of this one's tensors. Reductions add in the order of the
     members' positions, f16 and bf16 in float32, rounded once. ``phases.transfer`` is the time of the kernel, by the GPU's clock.
 
     Options: ``workers=all`` has each member work on a share, also where several are on one GPU.
@@ -52,7 +52,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
         return IpcGroup(device, self._memory(deadline), self.context.index, self.context.size, workers)
 
     def _workers(self, device: Device, deadline: float) -> list[int]:
-        """The positions of the workers. Raises ``PlaneBroken`` if this member's GPU does not reach the memory of all members."""
+        """Return the positions of the workers. Raises ``PlaneBroken`` if this member's GPU does not reach the memory of all members."""
         me, store = self.context, self.context.store
         assert store is not None, "a group of the engine has a store"
         store.set(f"gpu/{me.index}", device.identity.encode())

@@ -1,6 +1,6 @@
-"""From an operation to the table of a launch: what a kernel reads, computes and writes.
+"""From an operation to the table of a launch: a kernel's inputs, computation and outputs.
 
-A member brings a :class:`GpuOperation`. A worker makes :class:`Jobs` of what all members bring, and of these the :class:`JobTable`, whose
+A member brings a :class:`GpuOperation`. A worker makes :class:`Jobs` of all members' operations, and of these the :class:`JobTable`, whose
 layout ``kernels.cu`` has.
 """
 
@@ -116,7 +116,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         ins, outs: Addresses of the tensors, by member and tensor.
-        numbers: What each member announced besides, by member.
+        numbers: Further numbers that each member announced, by member.
     """
 
     ins: Addresses
@@ -138,7 +138,7 @@ class GpuOperation:
 
     Attributes:
         ins, outs: Its tensors, in pairs.
-        jobs: Makes the jobs from what all members bring; equal on all members.
+        jobs: Makes the jobs from all members' operations; equal on all members.
         dtype: Element type of a reduction; ``None`` moves bytes, and counts are bytes then.
         op, prescale, postscale: How to reduce.
         numbers: Further numbers that the worker needs, one for each member.
@@ -155,12 +155,12 @@ class GpuOperation:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one counted element: an element of ``dtype``, or a byte."""
+        """Return the bytes of one counted element: an element of ``dtype``, or a byte."""
         return 1 if self.dtype is None else self.dtype.itemsize
 
 
 class AllreduceJobs(NamedTuple):
-    """A job for each tensor, which reads that tensor of all members and writes all their outputs for it."""
+    """Jobs for the tensors, each of which reads its tensor of all members and writes all their outputs for it."""
 
     counts: tuple[int, ...]
 
@@ -169,7 +169,7 @@ class AllreduceJobs(NamedTuple):
 
 
 class AllgatherJobs(NamedTuple):
-    """A job for each member, which copies its tensor to its place in all members' outputs. ``sizes`` are in bytes."""
+    """Jobs for the members, each of which copies its member's tensor to its place in all members' outputs. ``sizes`` are in bytes."""
 
     sizes: tuple[int, ...]
 
@@ -181,7 +181,7 @@ class AllgatherJobs(NamedTuple):
 
 
 class BroadcastJobs(NamedTuple):
-    """One job: the root's tensor is read and goes to the outputs of all, but its own if that is the same memory."""
+    """Single job: the root's tensor is read and goes to the outputs of all, but its own if that is the same memory."""
 
     nbytes: int
     root: int
@@ -192,7 +192,7 @@ class BroadcastJobs(NamedTuple):
 
 
 class ReducescatterJobs(NamedTuple):
-    """A job for each member: its slice of all members' tensors is read, and its output is written."""
+    """Jobs for the members: each reads its member's slice of all tensors, and writes that member's output."""
 
     counts: tuple[int, ...]
     itemsize: int
@@ -204,7 +204,7 @@ class ReducescatterJobs(NamedTuple):
 
 
 class AlltoallJobs(NamedTuple):
-    """A job for each pair of members. A member's ``numbers`` are how many elements it sends to each member."""
+    """Jobs for all pairs of members. A member's ``numbers`` are how many elements it sends to each member."""
 
     itemsize: int
 

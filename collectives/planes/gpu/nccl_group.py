@@ -1,20 +1,21 @@
 """A member of a group that NCCL connects.
 
 An operation is a sequence of steps on the group's own stream: calls of NCCL, and launches of our kernels, which pack, scale and add.
-The stream waits for what the user's streams do to the tensors, and an event behind the last step says that the outputs are there. The host
-waits for no GPU on the way. But NCCL enqueues a call in the background, and connects two members when they first have something to say to
-each other: a step waits until it has, and thereby sometimes for another member to come to the operation.
+The stream waits for the user's streams' work on the tensors, and an event behind the last step marks that the outputs are there. The host
+waits for no GPU on the way. But NCCL enqueues a call in the background, and connects two members when they first exchange data. So a step waits until NCCL
+has enqueued it, and sometimes for another member to come to the operation.
 
 Giving up
 ---------
-``ncclCommAbort`` ends NCCL's kernels, but not silently: an aborted kernel goes on to tell the other members' kernels that its data is there,
-without the data, so that these may end, and on another member the operation would look as if it had succeeded. So a member that gives up in the middle of an operation
+``ncclCommAbort`` ends NCCL's kernels, but not silently. An aborted kernel still signals the other members' kernels
+that its data is there, without the data, so that these may end.
+On another member the operation would look as if it had succeeded. So a member that gives up in the middle of an operation
 leaves its communicator alone for ``LEARN_WITHIN`` seconds. In that time the others learn that the epoch has ended, as all members do, and from then on
-they believe no operation to be done. What this member has enqueued goes on as long. Only then do our own kernels find the word ``stopped``, which
+they believe no operation to be done. This member's enqueued steps go on as long. Only then do our own kernels find the word ``stopped``, which
 they read before they write anything.
 
-An operation ends once the communicator is gone and the stream has nothing left to do; or after ``STUCK_AFTER`` seconds, if what comes before it on
-the GPU, such as a kernel of the user's, takes longer than that.
+An operation ends once the communicator is gone and the stream has nothing left to do. It also ends after ``STUCK_AFTER`` seconds, if earlier work on
+the GPU, such as a kernel of the user's, needs longer than that.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ TABLE_BYTES = 1 << 17
 LEARN_WITHIN = 0.2
 """Seconds that the other members get to learn that the epoch has ended, before this member's communicator is aborted."""
 STUCK_AFTER = 10.0
-"""Seconds that this member's GPU gets, after a stop, for what comes before our work, such as a kernel of the user's."""
+"""Seconds that this member's GPU gets, after a stop, for work before the group's, such as a kernel of the user's."""
 SEND_WITHIN, CLOSE_WITHIN = 3.0, 6.0
-"""Seconds that NCCL gets to send what other members still wait for when the group is closed, and to free everything."""
+"""Seconds that NCCL gets, when the group is closed, to send data that other members still wait for, and to free everything."""
 CHECK_INTERVAL = 0.5
-"""Seconds between two questions to NCCL whether a connection was lost, of which it has no event."""
+"""Seconds between two polls of whether NCCL has lost a connection, of which it has no event."""
 _DRAIN_INTERVAL = 0.001
-"""Seconds between two looks at the GPU after a stop: the driver has no event for "nothing is left"."""
+"""Seconds between two polls of the GPU after a stop: the driver has no event for "nothing is left"."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.00005, 0.002
-"""Seconds between two looks whether NCCL has enqueued a call, of which it has no event either; longer each time."""
-_LEAST_SCRATCH = 1 << 20
+"""Seconds between two polls of whether NCCL has enqueued a call, of which it has no event either; longer each time."""
+_LEAST_SCRATCH = 1 << 20  # bytes
 
 # Offsets in the page of the host behind the tables: the word that ends kernels, and the two words that each kernel writes.
 _STOPPED, _TIMES = 0, 128
@@ -61,13 +62,13 @@ _WORD = 4  # bytes
 
 
 class _Enqueued(NamedTuple):
-    """An operation that is enqueued.
+    """Operation that is enqueued.
 
     Attributes:
         number: Its number.
         event: A CUDA event that comes when the outputs are there.
-        pending: What :meth:`NcclGroup.run` returned; it is ended after ``event``.
-        phases: Takes the operation's times.
+        pending: The completion that :meth:`NcclGroup.run` returned; it is ended after ``event``.
+        phases: Receives the operation's times.
         started: When the operation began, by ``time.monotonic_ns()``.
         tensors: Kept alive until the end.
     """
@@ -83,7 +84,7 @@ class _Enqueued(NamedTuple):
 class NcclGroup:
     """Member of a group that NCCL connects.
 
-    :meth:`run` belongs to one thread at a time, and the steps to what it calls; :meth:`stop` may come from any.
+    :meth:`run` belongs to one thread at a time; only code that it calls may call the steps. :meth:`stop` may come from any thread.
 
     Args:
         device: This member's GPU.
@@ -99,8 +100,8 @@ class NcclGroup:
         self._finished = 0
         #: The operations whose ends the watcher waits for, in order; ``None`` ends the watcher.
         self._ends: SimpleQueue[_Enqueued | None] = SimpleQueue()
-        #: Held while an operation is enqueued. After a stop the thread that drains the GPU takes it once; nothing is enqueued from then on.
-        #: It is taken before ``_calling``.
+        #: Held while an operation is enqueued. After a stop the thread that drains the GPU acquires it once; nothing is enqueued from then on.
+        #: It is acquired before ``_calling``.
         self._enqueuing = threading.Lock()
         #: Held during each call of NCCL. Once it is stopped only the thread that aborts the communicator makes any.
         self._calling = threading.Lock()
@@ -111,23 +112,23 @@ class NcclGroup:
         self._stopping = threading.Event()
         #: Set once this member has given up or closes the group: nothing is left to be asked of NCCL.
         self._over = threading.Event()
-        #: What failed, if that is why the group has stopped.
+        #: The failure, if that is why the group has stopped.
         self._failure = ""
         #: Operations that were begun and have not ended, by number. Under ``_guard``.
         self._under_way: dict[int, PendingCompletion] = {}
         #: After a stop: the GPU writes to the tensors no more, as far as can be known.
         self._quiet = threading.Event()
         self._drainer: threading.Thread | None = None
-        #: The GPU does something else, and does not come to the end of our work, or NCCL does not: stream and memory are left as they are.
+        #: The GPU is busy with other work, and does not come to the end of the group's, or NCCL does not: stream and memory are left as they are.
         self._is_stuck = False
         self._closed = False
         #: Events that are used again.
         self._events: list[int] = []
-        #: Memory of the GPU between the steps of an operation; what has become too small stays, since enqueued steps use it.
+        #: Memory of the GPU between the steps of an operation; memory that has become too small stays, since enqueued steps use it.
         self._scratch = (0, 0)
         #: Bytes of the tables of this operation that are taken.
         self._table_bytes = 0
-        #: Gives back what the group got from the GPU.
+        #: Gives the GPU's streams, events and memory back.
         self._resources = contextlib.ExitStack()
         self._host = mmap.mmap(-1, RING * TABLE_BYTES + mmap.PAGESIZE)
         self._anchor = ctypes.c_char.from_buffer(self._host)
@@ -174,10 +175,10 @@ class NcclGroup:
     def run(
         self, enqueue: Callable[[], None], tensors: Sequence[CudaBuffer], phases: PhaseTimes, started: int
     ) -> PendingCompletion:
-        """Begin an operation; its outputs are there when what is returned ends.
+        """Begin an operation; its outputs are there when the returned completion ends.
 
         Args:
-            enqueue: Takes the operation's steps.
+            enqueue: Enqueues the operation's steps.
             tensors: Its inputs and outputs.
             phases: Gets its times.
             started: When the collective began, by ``time.monotonic_ns()``.
@@ -196,7 +197,7 @@ class NcclGroup:
             self._quiet.wait()
             raise PlaneBroken(f"the GPU of this rank: {error}") from error
         except (PlaneAborted, PlaneBroken):
-            self._quiet.wait()  # what was enqueued may write until then
+            self._quiet.wait()  # steps that were enqueued may write until then
             raise
 
     def _begin(
@@ -228,7 +229,7 @@ class NcclGroup:
             raise self._reason()
 
     def _wait_for(self, tensors: Sequence[CudaBuffer]) -> None:
-        """Have the stream wait for what must be done before the tensors are read or written."""
+        """Make the stream wait for all work that comes before the tensors are read or written."""
         for event in {tensor.after.event for tensor in tensors if tensor.after is not None}:
             self._device.wait_event(self.stream, event)
 
@@ -243,7 +244,7 @@ class NcclGroup:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def call(self, call: Callable[..., None], *arguments: object) -> None:
-        """Have NCCL enqueue something: ``call`` is a method of :attr:`communicator`, whose last argument, the stream, is added."""
+        """Call NCCL to enqueue work: ``call`` is a method of :attr:`communicator`, whose last argument, the stream, is added."""
         with self._calling:
             if self._stopping.is_set():
                 raise self._reason()
@@ -277,6 +278,7 @@ class NcclGroup:
         at = (self._number % RING) * TABLE_BYTES + self._table_bytes
         self._table_bytes += table.words.nbytes
         assert self._table_bytes <= TABLE_BYTES, "the tables of an operation are too large"
+        # The place is free: _await_place() has waited for the end of the operation that had it before.
         ctypes.memmove(self._address + at, table.words.ctypes.data, table.words.nbytes)
         self._device.copy(self._tables + at, self._mapped + at, table.words.nbytes, self.stream)
         words, stopped = self._mapped + RING * TABLE_BYTES, self._tables + RING * TABLE_BYTES
@@ -307,16 +309,17 @@ class NcclGroup:
             self._device.copy(target, source, nbytes, self.stream)
 
     def scratch(self, nbytes: int) -> int:
-        """Address of memory that is free until the end of the operation, aligned to lines."""
+        """Return the address of memory that is free until the end of the operation, aligned to lines."""
         if self._scratch[1] < nbytes:
             size = 1 << max(nbytes - 1, _LEAST_SCRATCH - 1).bit_length()
             base = self._device.allocate(size)
             self._resources.callback(self._device.free, base)
             self._scratch = (base, size)
+        # Operations share it: the stream executes one after the other.
         return self._scratch[0]
 
     def _until_settled(self, deadline: float = float("inf")) -> None:
-        """Wait until NCCL has done on the host what was asked of it. Raises ``TimeoutError`` at the deadline."""
+        """Wait until NCCL has done its part on the host. Raises ``TimeoutError`` at the deadline."""
         pause = _LEAST_PAUSE
         while not self._is_settled():
             if time.monotonic() > deadline:
@@ -369,6 +372,7 @@ class NcclGroup:
         """Stop if NCCL has lost a connection."""
         try:
             with self._device, self._calling:
+                # Under the lock: a communicator that another thread aborts or closes must not be called.
                 if not self._over.is_set():
                     self.communicator.settled()
         except DeviceFailed as error:
@@ -398,12 +402,12 @@ class NcclGroup:
         self._drainer.start()
 
     def _drain(self) -> None:
-        """Abort the communicator, wait until the GPU has done what is enqueued, and let what is under way end. A thread of its own."""
+        """Abort the communicator, wait until the GPU has done the enqueued steps, and let the operations under way end. A thread of its own."""
         if self._number != self._finished:
             time.sleep(LEARN_WITHIN)
         with self._calling:
             pass  # the thread that calls NCCL has left it, and no other will
-        # Not before: if a kernel of ours adds nothing, the step behind it sends other members what is not a result.
+        # Not before: if a kernel of ours adds nothing, the step behind it sends other members data that is no result.
         self._stopped.value = 1
         end = time.monotonic() + STUCK_AFTER
         aborter = threading.Thread(target=self._abort_communicator, name="hvdlab-nccl-abort", daemon=True)
@@ -418,6 +422,7 @@ class NcclGroup:
             pending = list(self._under_way.values())
         self._quiet.set()
         if self._is_stuck:
+            # The watcher can't end them: it waits for events that the GPU does not come to.
             for one in pending:
                 one.end(self._reason())
 
@@ -437,8 +442,8 @@ class NcclGroup:
     def close(self) -> None:
         """Free everything. Idempotent.
 
-        It waits for this member's GPU and for what NCCL has to do on the host, half a second as a rule; after a stop ``STUCK_AFTER`` seconds
-        at most, else ``CLOSE_WITHIN``.
+        It waits for this member's GPU and for NCCL's work on the host, half a second as a rule; after a stop ``STUCK_AFTER`` seconds
+        at most, otherwise ``CLOSE_WITHIN``.
         """
         with self._guard:
             if self._closed:
@@ -458,18 +463,19 @@ class NcclGroup:
             closer.join(CLOSE_WITHIN)
             self._is_stuck = closer.is_alive()
         if self._is_stuck:
-            return  # the GPU, or NCCL, may still use everything else
+            return  # the GPU, or NCCL, may still use all the rest
         self._watcher.join()
         self._release()
 
     def _close_communicator(self) -> None:
-        with contextlib.suppress(DeviceFailed), self._device:  # what NCCL could free then, it has
+        with contextlib.suppress(DeviceFailed), self._device:  # NCCL has freed all that it could by then
             self.communicator.close(SEND_WITHIN)
 
     def _release(self) -> None:
         # A GPU that has failed frees all when the process ends.
         with contextlib.suppress(DeviceFailed), self._device:
             self._resources.close()
+        # It exports the buffer of the map, which can't be closed before.
         del self._anchor
         with contextlib.suppress(BufferError):  # a traceback holds a view: it is unmapped when that goes
             self._host.close()

@@ -1,7 +1,7 @@
 """NCCL's library, as far as the plane needs it. :func:`nccl` is the one of this process; tests have a simulated one.
 
-It is called by ctypes, and not through a framework: so it is there for all of them, and a communicator is ours to abort. Communicators
-are of the kind that does not block: a call returns at once, and :meth:`Communicator.settled` says when what it asked for is enqueued.
+It is called by ctypes, and not through a framework: so it serves all of them, and a communicator is ours to abort. Communicators
+are of the kind that does not block: a call returns at once, and :meth:`Communicator.settled` returns whether its work is enqueued.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdlab.collectives.planes.gpu.device import DeviceFailed
 from hvdlab.collectives.types import DType, ReduceOp
 
 ID_BYTES = 128
-"""Size of what :meth:`Nccl.unique_id` returns."""
+"""Bytes of the id that :meth:`Nccl.unique_id` returns."""
 LEAST_VERSION = 21400
 """NCCL 2.14: from then on calls need not block."""
 
@@ -36,13 +36,13 @@ OPERATORS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN
 
 _SONAME = "libnccl.so.2"
 _BYTES = 0  # the type that data is moved as
-_SUCCESS, _IN_PROGRESS = 0, 7
-_MAGIC = 0xCAFEBEEF
-_PAUSE = 0.001  # seconds between two looks at what NCCL does in the background, for which it has no event
+_SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
+_MAGIC = 0xCAFEBEEF  # by which NCCL recognises an ncclConfig_t
+_PAUSE = 0.001  # seconds between two polls of NCCL's work in the background, for which it has no event
 
 
 class NcclFailed(DeviceFailed):
-    """NCCL refused a call, or lost a connection; the text says what it said."""
+    """Error of NCCL, which refused a call or lost a connection; the text has NCCL's own message."""
 
 
 class NcclPiece(NamedTuple):
@@ -60,14 +60,14 @@ class NcclPiece(NamedTuple):
 
 
 class Communicator(Protocol):
-    """This member's part of a group of GPUs. One thread at a time, with the member's GPU as its current device.
+    """Member's part of a group of GPUs. One thread at a time, with the member's GPU as its current device.
 
     No method but :meth:`settled`, :meth:`abort` and :meth:`close` may be called before :meth:`settled` is true. Those that move data
     enqueue their work on a stream, are called by all members in one order, and raise ``NcclFailed``.
     """
 
     def settled(self) -> bool:
-        """Whether nothing is left of the last call but what the GPU does: its work is enqueued, or the communicator is made.
+        """Whether only the GPU's part of the last call is left: its work is enqueued, or the communicator is made.
 
         Raises:
             NcclFailed: That call failed, or a connection was lost since.
@@ -93,7 +93,7 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """End what is on its way, here only, and free everything. It may take half a second, or as long as the stream waits for others' work."""
+        """End operations that are on their way, here only, and free everything. It may last half a second, or as long as the stream waits for others' work."""
         ...
 
     def close(self, within: float) -> None:
@@ -102,15 +102,15 @@ class Communicator(Protocol):
 
 
 class Nccl(Protocol):
-    """The library. Any thread."""
+    """Library NCCL. Any thread."""
 
     @property
     def version_text(self) -> str:
-        """The version, as ``2.28.9``."""
+        """Return the version, as ``2.28.9``."""
         ...
 
     def unique_id(self) -> bytes:
-        """Begin a group; the other members need what is returned."""
+        """Begin a group. Return its id, which the other members need."""
         ...
 
     def connect(self, identity: bytes, members: int, index: int) -> Communicator:
@@ -119,7 +119,7 @@ class Nccl(Protocol):
 
 
 def why_missing() -> str | None:
-    """Why this process has no NCCL, in one sentence with the remedy; ``None`` if it has. Loads the library."""
+    """Return why this process has no NCCL, in one sentence with the remedy; ``None`` if it has. Loads the library."""
     try:
         nccl()
     except NcclFailed as error:
@@ -129,7 +129,7 @@ def why_missing() -> str | None:
 
 @cache
 def nccl() -> Nccl:
-    """This process's NCCL.
+    """Return this process's NCCL.
 
     Raises:
         NcclFailed: There is none, or it is too old.
@@ -152,7 +152,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _packaged() -> list[str]:
-    """Paths of the library in NVIDIA's package, whichever CUDA that is for."""
+    """Return paths of the library in NVIDIA's package, whichever CUDA that is for."""
     try:
         found = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -167,7 +167,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """The beginning of ``ncclConfig_t`` as it was in 2.14. ``size`` and ``version`` tell later versions that the rest is left to them."""
+    """Beginning of ``ncclConfig_t`` as it was in 2.14. By ``size`` and ``version`` later versions know that the rest is left to them."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -299,7 +299,7 @@ class LoadedCommunicator:
             self._add(library.ncclSend, sends, stream)
             self._add(library.ncclRecv, receives, stream)
         finally:
-            # Also after a failure: a group that is begun takes all later calls of this thread.
+            # Also after a failure: a group that is begun collects all later calls of this thread.
             status = library.ncclGroupEnd()
         self._check(status)
 

@@ -30,7 +30,7 @@ _KEY = "nccl"
 
 
 class Reduction(NamedTuple):
-    """How to reduce."""
+    """Operator, element type and scales of a reduction."""
 
     dtype: DType
     op: ReduceOp
@@ -48,24 +48,24 @@ class Reduction(NamedTuple):
 
 
 def _reduction(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> Reduction:
-    """Truth values are reduced as the bytes that they are."""
+    """Return how to reduce; truth values are reduced as the bytes that they are."""
     return Reduction(DType.U8 if dtype is DType.BOOL else dtype, op, prescale, postscale)
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """A member's part of an array, in elements."""
+    """Part of an array that a member reduces, in elements."""
 
     begin: int
     count: int
 
 
 class NcclPlane(GpuPlane[NcclGroup]):
-    """A data plane for ranks that have a GPU each, on any hosts.
+    """Data plane for ranks that have a GPU each, on any hosts.
 
-    The members join at the first operation, which says on which GPU this one's tensors are. Where NCCL's own reductions do not give what
-    all planes give (see :class:`Reduction`), members exchange their shares, and our kernel adds them in the order of positions,
-    f16 and bf16 in float32, rounded once. ``phases.transfer`` is the time from the begin of an operation to its end, with all waits.
+    The members join at the first operation, which shows the GPU of this one's tensors. NCCL's own reductions can give
+    other results than the other planes (see :class:`Reduction`). Then members exchange their shares, and our kernel adds them in the order
+    of positions, f16 and bf16 in float32, rounded once. ``phases.transfer`` is the time from the begin of an operation to its end, with all waits.
     """
 
     name: ClassVar[str] = "cuda/nccl"
@@ -175,6 +175,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         def steps(member: NcclMember) -> None:
             group = member.group
             word = group.scratch(LINE)
+            # NCCL has no barrier; an allreduce of one byte ends once all have come.
             group.call(group.communicator.allreduce, word, word, 1, DType.U8, ReduceOp.MAX)
 
         return self._run(steps, [], phases)
@@ -193,10 +194,10 @@ class NcclPlane(GpuPlane[NcclGroup]):
 
 @dataclass(frozen=True, slots=True)
 class NcclMember:
-    """A member while it enqueues an operation.
+    """Member while it enqueues an operation.
 
     Attributes:
-        group: Takes the steps.
+        group: The group that enqueues the steps.
         index: This member's position.
         size: Number of members.
     """
@@ -226,7 +227,7 @@ def _allreduce(member: NcclMember, pairs: Sequence[tuple[CudaBuffer, CudaBuffer]
             _reduce_by_exchange(member, source.pointer, out.pointer, count, how, scratch=0)
         return
     group = member.group
-    # Each tensor begins at a line, so that our kernels move whole lines. What lies between them is reduced with them.
+    # Each tensor begins at a line, so that our kernels move whole lines. The bytes between them are reduced with them.
     sizes = [source.nbytes for source, _ in pairs]
     *begins, total = accumulate((_up(size) for size in sizes), initial=0)
     count = total // itemsize
@@ -267,7 +268,7 @@ def _reduce_by_nccl(member: NcclMember, source: int, out: int, count: int, how: 
 def _reduce_by_exchange(
     member: NcclMember, source: int, out: int, count: int, how: Reduction, scratch: int
 ) -> None:
-    """Each member gets its share of all members' arrays, adds them up, and gives the result to all. Block by block.
+    """Reduce block by block: each member gets its share of all members' arrays, adds them up, and gives the result to all.
 
     ``scratch`` is memory of :func:`_room` bytes, or 0 if the operation uses no other.
     """
@@ -289,6 +290,7 @@ def _reducescatter(member: NcclMember, source: int, counts: Sequence[int], out: 
     slices = _in_turn(counts)
     widest = _largest_block(max(counts), most)
     scratch = member.group.scratch(member.size * _up(min(widest, max(counts)) * itemsize))
+    # As many blocks on all members, also where this one's slice has ended: the others need its share.
     for begin, elements in _blocks(max(counts), most):
         shares = [RankShare(s.begin + begin, max(0, min(elements, s.count - begin))) for s in slices]
         _fold_share(member, source, shares, out + begin * itemsize, how, scratch)
@@ -320,7 +322,7 @@ def _allgather(member: NcclMember, source: CudaBuffer, sizes: Sequence[int], out
 
 
 def _pieces(base: int, shares: Sequence[RankShare], itemsize: int) -> list[NcclPiece]:
-    """The shares of an array as a piece for each member."""
+    """Return the shares of an array as a piece for each member."""
     return [
         NcclPiece(other, base + share.begin * itemsize, share.count * itemsize)
         for other, share in enumerate(shares)
@@ -328,13 +330,13 @@ def _pieces(base: int, shares: Sequence[RankShare], itemsize: int) -> list[NcclP
 
 
 def _in_turn(counts: Sequence[int]) -> list[RankShare]:
-    """Shares that follow each other."""
+    """Return shares that follow each other."""
     begins = accumulate(counts, initial=0)
     return [RankShare(begin, count) for begin, count in zip(begins, counts, strict=False)]
 
 
 def _shares(count: int, members: int, itemsize: int) -> list[RankShare]:
-    """Equal shares that begin at lines of the array; the last ones may be smaller."""
+    """Return equal shares that begin at lines of the array; the last ones may be smaller."""
     grain = LINE // itemsize
     each = -(-count // (members * grain)) * grain
     return [
@@ -344,19 +346,19 @@ def _shares(count: int, members: int, itemsize: int) -> list[RankShare]:
 
 
 def _blocks(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Begin and elements of the blocks of ``most`` elements that ``count`` elements are worked through in."""
+    """Yield begin and elements of the blocks of ``most`` elements into which ``count`` elements are divided."""
     size = _largest_block(count, most)
     for begin in range(0, count, size):
         yield begin, min(size, count - begin)
 
 
 def _largest_block(count: int, most: int) -> int:
-    """Elements of a block: ``most``, or as many as make ``MOST_BLOCKS`` blocks of whole lines."""
+    """Return the elements of a block: ``most``, or as many as make ``MOST_BLOCKS`` blocks of whole lines."""
     return max(most, _up(-(-count // MOST_BLOCKS)))
 
 
 def _room(member: NcclMember, count: int, itemsize: int) -> int:
-    """Bytes that the shares of all members take which :func:`_reduce_by_exchange` receives."""
+    """Return the bytes of all members' shares that :func:`_reduce_by_exchange` receives."""
     elements = min(count, _largest_block(count, BLOCK_BYTES // itemsize))
     return member.size * _up(_shares(elements, member.size, itemsize)[0].count * itemsize)
 

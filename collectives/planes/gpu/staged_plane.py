@@ -27,8 +27,8 @@ from hvdlab.collectives.types import DType, ReduceOp
 
 HOST_PLANE = "host_plane"
 """The option that names the plane of the host which the process set has."""
-_ALIGN = 256
-_LEAST_ROOM = 1 << 20
+_ALIGN = 256  # bytes
+_LEAST_ROOM = 1 << 20  # bytes
 
 
 class ArrayPlace(NamedTuple):

@@ -34,7 +34,7 @@ from hvdlab.collectives.types import DType, ReduceOp
 SMALL_BYTES = 16 * 1024
 """Up to this size every carrier sends the whole tensor: a step less within the host, for more bytes between hosts."""
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Larger tensors are reduced in blocks of about this size: what a block's messages wait for each other is little beside their transfer."""
+"""Larger tensors are reduced in blocks of about this size: the time that a block's messages wait for each other is small beside their transfer."""
 _AHEAD = 2
 """Blocks that are given to the outer plane before the first one of them is awaited, so that the network always has one to work on."""
 _GRAIN = 16
@@ -47,10 +47,12 @@ class HierarchicalPlane(HostPlane):
 
     Reductions of large tensors are cut into blocks, so that the network works on one while memory works on the others.
 
-    Options: ``inner`` and ``outer`` (names of planes; default ``shm`` and ``gloo``); ``flat`` (operations, separated by
-    commas, of ``allreduce`` and ``allgather``, that go through one outer plane of all members instead); ``block_bytes`` (size of the
-    blocks; 0 cuts nothing, as an outer plane ``mpi`` does); and those of the planes. The members of a host make their shared memory themselves. Where all members are on one host the
-    inner plane does everything, and where no host has more than one, the outer plane does.
+    Options: ``inner`` and ``outer`` are names of planes, by default ``shm`` and ``gloo``. ``flat`` names operations, separated by
+    commas, of ``allreduce`` and ``allgather``, that go through one outer plane of all members instead. ``block_bytes`` is the size of the
+    blocks; 0 cuts nothing, as an outer plane ``mpi`` does. The options of the planes are valid, too.
+
+    The members of a host make their shared memory themselves. Where all members are on one host the inner plane does everything,
+    and where no host has more than one, the outer plane does.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -60,9 +62,13 @@ class HierarchicalPlane(HostPlane):
         self._topology = Topology.of(context.hosts, context.index)
         self._subgroups = SubgroupPlanes(context)
         self._flat_kinds = tuple(filter(None, context.options.get("flat", "").split(",")))
+        #: Plane of this host's members.
         self._inner: HostPlane
+        #: Plane of this member's column; None on a member that carries nothing.
         self._outer: HostPlane | None = None
+        #: The one of these that can do everything by itself, if one can.
         self._alone: HostPlane | None = None
+        #: Outer plane of all members, for the operations that go through it.
         self._flat: HostPlane | None = None
         self._packed, self._slice, self._whole = Scratch(), Scratch(), Scratch()
         # One thread of a process calls MPI at a time.
@@ -157,7 +163,7 @@ class HierarchicalPlane(HostPlane):
         postscale: float,
         phases: PhaseTimes,
     ) -> HostArray:
-        """Each column reduces the whole for itself: from equal inputs, in the same order of hosts, so to equal bits."""
+        """Reduce the whole in each column for itself: from equal inputs, in the same order of hosts, so to equal bits."""
         assert self._outer is not None
         result = self._slice.take(len(packed), packed.dtype)
         self._inner.allreduce([packed], [result], wide, op, prescale, 1.0, phases)
@@ -200,20 +206,21 @@ class HierarchicalPlane(HostPlane):
             raise
 
     def _cuts(self, packed: HostArray) -> list[int]:
-        """Where to cut a tensor into blocks; all members cut alike."""
+        """Return where to cut a tensor into blocks; all members cut alike."""
         count = max(1, packed.nbytes // self._block_bytes) if self._block_bytes else 1
         return slice_bounds(len(packed), count, _GRAIN)
 
     def _begin_outer(
         self, mine: HostArray, wide: DType, op: ReduceOp, postscale: float, phases: PhaseTimes, blocks: int
     ) -> Future[None] | None:
-        """Reduce a slice in its column: now if it is the only one, else on the outer plane's thread."""
+        """Reduce a slice in its column: now if it is the only one, otherwise on the outer plane's thread."""
         if self._outer is None:
             return None
         reduce = partial(self._outer.allreduce, [mine], [mine], wide, op, 1.0, postscale)
         if blocks == 1:
             reduce(phases)
             return None
+        # With times of its own: the executor's thread adds to the operation's in the meantime.
         return self._outer_thread.submit(partial(reduce, PhaseTimes()))
 
     def _gather_slices(
@@ -276,7 +283,7 @@ class HierarchicalPlane(HostPlane):
         phases.unpack += monotonic_ns() - start
 
     def _to_owners(self, mine: HostArray, counts: Sequence[int], phases: PhaseTimes) -> HostArray:
-        """Within the host, hand the slices that a carrier reduced to the members that they are for."""
+        """Hand the slices that a carrier reduced to the members of this host that they are for."""
         top = self._topology
         served = top.served(top.local, top.host) if top.carries else ()
         sent = [counts[m] if m in served else 0 for m in top.here]
@@ -427,10 +434,10 @@ _Operation = tuple[Callable[[], None], "Future[None]"]
 
 
 class OuterThread:
-    """Thread of the outer plane: calls operations one after another. Belongs to the executor's thread, but for what the operations do.
+    """Thread of the outer plane: calls operations one after another. Its methods belong to the executor's thread.
 
-    The network works on one block while the executor's thread works on others within the host. The thread begins with the first operation. It is a daemon, since a library that can't end an operation must not keep the
-    process from ending.
+    The network works on one block while the executor's thread works on others within the host. The thread begins with the first
+    operation. It is a daemon, since a library that can't end an operation must not keep the process from ending.
     """
 
     def __init__(self) -> None:
@@ -438,7 +445,7 @@ class OuterThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, operation: Callable[[], None]) -> Future[None]:
-        """Have an operation called after those before it. The future has its end, or the error that it raised."""
+        """Queue an operation behind those before it. The future gets its end, or the error that it raised."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hvdlab-outer", daemon=True)
             self._thread.start()
@@ -451,7 +458,7 @@ class OuterThread:
             operation, future = item
             try:
                 operation()
-            # Whatever it is, it is the executor's, which waits for the future.
+            # Any exception belongs to the executor, which waits for the future.
             except BaseException as error:  # noqa: BLE001
                 future.set_exception(error)
             else:

@@ -18,7 +18,7 @@ their pieces of all hosts, then each host gathers its columns: that leaves the p
 host, together with all that the carrier has for that host; and there, where not all members carry, on to its receiver.
 So a carrier sends one message to each host, however many members that has.
 
-A member knows only what it sends and receives, so the sizes of the pieces travel first, by the same route.
+A member knows only its own messages, so the sizes of the pieces travel first, by the same route.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Topology:
 
     @property
     def here(self) -> tuple[int, ...]:
-        """Positions of this host's members."""
+        """Return positions of this host's members."""
         return self.hosts[self.host]
 
     @property
@@ -188,15 +188,15 @@ class Routing:
         for source, piece in zip(self._remote_sources(), arrived, strict=True):
             received[source][...] = piece
 
-    # -- which member sends what to which -------------------------------------------------------------------------
+    # -- which member sends which pieces to which -------------------------------------------------------------------------
 
     def _served(self, column: int) -> list[int]:
-        """Members of other hosts whose pieces travel in a column, by host."""
+        """Return members of other hosts whose pieces travel in a column, by host."""
         top = self.topology
         return [m for h in range(len(top.hosts)) if h != top.host for m in top.served(column, h)]
 
     def _remote_sources(self) -> list[int]:
-        """Members of other hosts, by host."""
+        """Return members of other hosts, by host."""
         top = self.topology
         return [m for h, members in enumerate(top.hosts) if h != top.host for m in members]
 
@@ -207,7 +207,7 @@ class Routing:
         self._inner_alltoall([sent[m] for m in here], [received[m] for m in here], phases)
 
     def _announce(self, sizes: Sequence[int], phases: PhaseTimes) -> list[list[int]]:
-        """Sizes of the pieces that each member of this host sends through this carrier, by receiver as in ``_served``."""
+        """Return the sizes of the pieces that each member of this host sends through this carrier, by receiver as in ``_served``."""
         top = self.topology
         tables = [np.array([sizes[m] for m in self._served(c)], _SIZE) for c in range(top.columns)]
         nothing = np.empty(0, _SIZE)
@@ -220,7 +220,7 @@ class Routing:
     def _to_carriers(
         self, sent: list[HostArray], announced: list[list[int]], phases: PhaseTimes
     ) -> list[list[HostArray]]:
-        """The pieces of each member of this host that this carrier is to carry, by receiver as in ``_served``."""
+        """Return the pieces of each member of this host that this carrier is to carry, by receiver as in ``_served``."""
         top = self.topology
         parcels = [
             _join([sent[m] for m in self._served(c)]) if c < top.columns else _nothing()
@@ -233,7 +233,7 @@ class Routing:
     def _between_hosts(
         self, outer: HostPlane, carried: list[list[HostArray]], announced: list[list[int]], phases: PhaseTimes
     ) -> list[HostArray]:
-        """The pieces that arrive at this carrier: by host, sender of that host, and receiver of this host."""
+        """Return the pieces that arrive at this carrier: by host, sender of that host, and receiver of this host."""
         top = self.topology
         parcels, tables, incoming = [], [], []
         first = 0
@@ -250,6 +250,7 @@ class Routing:
             tables.append(np.array([row[c] for row in announced for c in columns], _SIZE))
             mine = len(top.served(top.local, top.host))
             incoming.append(np.empty((len(top.hosts[host]), mine), _SIZE))
+        # The sizes first: a carrier knows only its own host's.
         _alltoall(outer, [t.view(np.uint8) for t in tables], [_flat(i) for i in incoming], phases)
         arrived = [np.empty(int(i.sum()), np.uint8) for i in incoming]
         _alltoall(outer, parcels, arrived, phases)
@@ -261,7 +262,7 @@ class Routing:
     def _to_receivers(
         self, arrived: list[HostArray], expected: Sequence[int], phases: PhaseTimes
     ) -> list[HostArray]:
-        """Hand over what arrived for other members of this host; returns this member's pieces by sender."""
+        """Hand over the pieces that arrived for other members of this host. Return this member's pieces by sender."""
         top, sources = self.topology, self._remote_sources()
         served = top.served(top.local, top.host) if top.carries else ()
         parcels = [_nothing() for _ in top.here]
@@ -282,7 +283,7 @@ class Routing:
 def _alltoall(
     plane: HostPlane, sent: Sequence[HostArray], received: Sequence[HostArray], phases: PhaseTimes
 ) -> None:
-    """An alltoall of separate buffers of bytes, one for each member."""
+    """Exchange separate buffers of bytes, one for each member, by the plane's alltoall."""
     out = np.empty(sum(len(r) for r in received), np.uint8)
     plane.alltoall(_join(sent), [len(s) for s in sent], [len(r) for r in received], out, phases)
     for target, piece in zip(received, _cut(out, [len(r) for r in received]), strict=True):
@@ -294,7 +295,7 @@ def _join(pieces: Sequence[HostArray]) -> HostArray:
 
 
 def _cut(buffer: HostArray, sizes: Iterable[int]) -> list[HostArray]:
-    """Views of consecutive parts."""
+    """Return views of consecutive parts."""
     sizes = list(sizes)
     ends = list(accumulate(sizes))
     return [buffer[end - size : end] for size, end in zip(sizes, ends, strict=True)]

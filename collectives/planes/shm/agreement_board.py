@@ -1,6 +1,6 @@
-"""The board: members of one host agree in shared memory on what they ask for next, without a coordinator.
+"""The board: members of one host agree in shared memory on their next request, without a coordinator.
 
-A member *posts* its n-th request: a digest of what it asks for and, if that is small, the tensor. Once all members have posted their
+A member *posts* its n-th request: a digest of it and, if that is small, the tensor. Once all members have posted their
 n-th, each compares the digests. If all are equal the request is *agreed*: every member has every tensor and computes the result
 itself. If not, each member announces its request to the coordinator, as if there were no board.
 
@@ -8,18 +8,18 @@ Why all members see the same
 ----------------------------
 * A post is one member's own word, written once, and never taken back. So whether the n-th request is agreed is a function of
   words that no longer change once all of them are there: there is nothing to decide, and no member that decides.
-* A member that does something else posts as well, by :meth:`AgreementBoard.decline`: a digest that equals none. That ends the waits of the others at
+* A member with another request posts as well, by :meth:`AgreementBoard.decline`: a digest that equals none. That ends the waits of the others at
   the board; the coordinator asks for it when a member has waited for long.
 * A member that leaves for good (:meth:`AgreementBoard.retire`) counts as having posted everything, and agreed to nothing from then on. So does one
   whose process is gone, and with it all threads that wrote its words: the others write them then, all the same (:meth:`AgreementBoard.mark_departed`).
 
 Why nothing is overwritten too early
 ------------------------------------
-Digests and tensors have two places, by the parity of n. A member that posts n + 2 has seen all posts of n + 1; a member that has posted
-n + 1 has read what it needed of n, since it posts (and declines) only between its requests. So the place of n is free when n + 2 is
-written. A member that has declined n without having waited for it looks first whether all have posted n (:attr:`AgreementBoard.vacant`).
+Digests and tensors have two places, by the parity of n. A member that posts n + 2 has seen all posts of n + 1. A member that has
+posted n + 1 has read all it needed of n, since it posts (and declines) only between its requests. So the place of n is free when n + 2 is
+written. A member that has declined n without having waited for it checks first whether all have posted n (:attr:`AgreementBoard.vacant`).
 
-What a member that waits sees is ordered by :mod:`signals`: the count of posts is stored after digest and tensor, and read before them.
+:mod:`signals` orders the words that a waiting member reads: the count of posts is stored after digest and tensor, and read before them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hvdlab.collectives.planes.shm.layout import LINE, PAGE, WORD, AgreementBoar
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 MEMBERS = 128
-"""Members of the largest process set that has a board: each looks at the posts of all, and adds up the tensors of all."""
+"""Members of the largest process set that has a board: each reads the posts of all, and adds up the tensors of all."""
 DECLINED = 0
 """The digest of a member that asks for nothing."""
 _FOR_EVER = (1 << 62) - 1
@@ -83,14 +83,14 @@ class AgreementBoard:
 
     @property
     def vacant(self) -> bool:
-        """Whether this member may post its next request: all have posted what it has posted or declined last."""
+        """Whether this member may post its next request: all have posted the request that it has posted or declined last."""
         return self.complete(self.number)
 
     def post(self, digest: int, tensor: HostArray | None) -> int:
         """Post the next request.
 
         Args:
-            digest: What is asked for, in 64 bits; not :data:`DECLINED`.
+            digest: Digest of the request, in 64 bits; not :data:`DECLINED`.
             tensor: Its bytes, as ``uint8``; ``None`` if there are none, or the caller has put them in its row of :meth:`tensors`.
 
         Returns:
@@ -101,6 +101,7 @@ class AgreementBoard:
         if tensor is not None:
             first = self._index * _distance(len(tensor))
             np.copyto(self._areas[parity][first : first + len(tensor)], tensor)
+        # Tensor and digest are stored before the count, by which the others know that both are there.
         self._signals.declare(parity, digest)
         self.number = number
         self._signals.post(ARRIVED, number)
@@ -109,9 +110,9 @@ class AgreementBoard:
     def tensors(self, parity: int, size: int) -> HostArray:
         """Return the members' tensors of requests of this parity that have so many bytes: a row of them for each member.
 
-        The rows are as close to each other as the size allows: a member that reads those of a hundred others would else have a
-        hundred pages to find. So the places of members that post different sizes overlap; but then they ask for different things, and
-        none of their tensors is read.
+        The rows are as close to each other as the size allows: otherwise a member that reads
+        those of a hundred others would have a hundred pages to find. So the places of members that post different sizes overlap;
+        but then their requests differ, and none of their tensors is read.
         """
         distance = _distance(size)
         return self._areas[parity][: self.members * distance].reshape(self.members, distance)[:, :size]
@@ -128,6 +129,7 @@ class AgreementBoard:
         """
         if not self._retired:
             self._retired = True
+            # Before the count: a member that reads the count then also finds from which request on this one agrees to nothing.
             self._signals.reduced[self._index] = self.number + 1
             self._signals.post(ARRIVED, _FOR_EVER)
 
@@ -154,14 +156,14 @@ class AgreementBoard:
         """Return whether all have posted the same ``number``-th request. Call it only when :meth:`complete` is true for that number."""
         asked = self._signals.declared(number & 1)
         mine = asked[self._index]
-        # Compared as bytes, and zeros all at once, since each of many members looks at the words of all.
+        # Compared as bytes, and zeros all at once, since each of many members reads the words of all.
         if mine == DECLINED or asked.tobytes() != mine.to_bytes(WORD, sys.byteorder) * self.members:
             return False
         retired = self._signals.reduced
         return not any(retired) or not any(0 < first <= number for first in retired)
 
     def mark_departed(self, members: Sequence[int]) -> None:
-        """Decline for members whose processes are gone, given by position, whatever they had not posted.
+        """Decline for members whose processes are gone, given by position, all that they had not posted.
 
         Any thread but one that posts. Several members may do it at a time, and write the same.
         """
@@ -169,6 +171,7 @@ class AgreementBoard:
         for member in members:
             posted = signals.arrived[member]
             if posted < _FOR_EVER:
+                # In the order of retire(). Plain stores do: the process is gone, and members that do this at the same time store the same.
                 signals.reduced[member] = posted + 1
                 signals.arrived[member] = _FOR_EVER
         signals.nudge()
@@ -178,15 +181,16 @@ class AgreementBoard:
         self._signals.abort()
 
     def close(self) -> None:
-        """Let go of the memory. No thread may wait at the board any more; arrays of :meth:`tensors` in use keep it until they are gone."""
+        """Release the memory. No thread may wait at the board any more; arrays of :meth:`tensors` in use keep it until they are gone."""
         self._areas = ()
         self._signals.close()
         with contextlib.suppress(BufferError):
+            # A BufferError means that an array of tensors() is in use; the memory is unmapped when that goes.
             self._memory.close()
 
 
 def _distance(size: int) -> int:
-    """Bytes from one member's tensor of this size to the next one's: whole cache lines."""
+    """Return the bytes from one member's tensor of this size to the next one's: whole cache lines."""
     return -(-size // LINE) * LINE
 
 

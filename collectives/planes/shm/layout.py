@@ -35,16 +35,16 @@ BOARD_BYTES = 1024 * 1024
 """Bytes of all members' tensors on the board at most, for :data:`FEW` members: as many as each member reduces by itself in the time that
 the steps of the pipeline take in Python. They are in a second-level cache."""
 MANY_BOARD_BYTES = 256 * 1024
-"""The same for more members, which are likely to share cores: there each of them reads what all have put there."""
+"""The same for more members, which are likely to share cores: there each of them reads all tensors."""
 LARGEST_PLACE = 512 * 1024
 """Bytes of the largest tensor on the board."""
 LONE_PLACE = 64 * 1024
 """The same for a single member, whose plane copies a tensor once and not twice."""
 
-PAGE = 4096
+PAGE = 4096  # bytes
 PHASE = PAGE // 2
-LINE = 64
-WORD = 8
+LINE = 64  # bytes of a cache line
+WORD = 8  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class Words:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one array with a word per member, in whole cache lines."""
+        """Return the bytes of one array with a word per member, in whole cache lines."""
         return _round_up(self.members * WORD, LINE)
 
     def row(self, number: int) -> int:
-        """Offset of the ``number``-th array of words; the doorbell has the cache line before the first."""
+        """Return the offset of the ``number``-th array of words; the doorbell has the cache line before the first."""
         return LINE + number * self.row_bytes
 
     @property
@@ -77,7 +77,7 @@ class SegmentLayout(Words):
 
     Attributes:
         chunk_bytes: Size of a slot, in whole pages; at least ``LINE`` for each member.
-        slots: Slots per member, at least 5: what the three-stage pipeline needs to overlap.
+        slots: Slots per member, at least 5, which the three-stage pipeline needs to overlap.
     """
 
     chunk_bytes: int = CHUNK_BYTES
@@ -95,12 +95,12 @@ class SegmentLayout(Words):
             )
 
     def slot(self, member: int, slot: int) -> int:
-        """Offset of a slot."""
+        """Return the offset of a slot."""
         return self.control_bytes + PHASE + (member * self.slots + slot) * self.chunk_bytes
 
     @property
     def size(self) -> int:
-        """Bytes of the whole segment, in whole pages."""
+        """Return the bytes of the whole segment, in whole pages."""
         return _round_up(self.slot(self.members, 0), PAGE)
 
 
@@ -110,29 +110,29 @@ class AgreementBoardLayout(Words):
 
     @property
     def place_bytes(self) -> int:
-        """Size of a place, in whole pages: the more members, the less each of them can reduce by itself."""
+        """Return the size of a place, in whole pages: the more members, the less each of them can reduce by itself."""
         if self.members == 1:
             return LONE_PLACE
         together = BOARD_BYTES if self.members <= FEW else MANY_BOARD_BYTES
         return min(max(together // self.members // PAGE * PAGE, PAGE), LARGEST_PLACE)
 
     def area(self, parity: int) -> int:
-        """Offset of an area."""
+        """Return the offset of an area."""
         return self.control_bytes + parity * self.members * self.place_bytes
 
     @property
     def size(self) -> int:
-        """Bytes of the board, in whole pages."""
+        """Return the bytes of the board, in whole pages."""
         return self.area(2)
 
 
 def slot_bytes(members: int) -> int:
-    """Default size of a slot."""
+    """Return the default size of a slot."""
     return 2 * CHUNK_BYTES if 2 < members <= FEW else CHUNK_BYTES
 
 
 def segment_size(members: int, chunk_bytes: int | None = None, slots: int = SLOTS) -> int:
-    """Bytes of the memfd for a group, with its board. A page costs memory only once it is touched.
+    """Return the bytes of the memfd for a group, with its board. A page costs memory only once it is touched.
 
     Raises:
         ValueError: Fewer than 1 member or 5 slots, or chunks that are not whole pages or too small for the members.

@@ -78,7 +78,7 @@ class ShmPlane(HostPlane):
     """Data plane for ranks of one host.
 
     Options: ``chunk_bytes`` and ``slots`` (the layout: equal on all members and for ``segment_size``) and ``yields``.
-    Reductions add in the order of the members' positions, whatever the size. ``phases``: ``pack`` is copying into
+    Reductions add in the order of the members' positions at any size. ``phases``: ``pack`` is copying into
     slots, ``transfer`` reducing and copying out of them. The size of chunks is measured
     (:class:`ChunkChoice`) unless :meth:`tune` sets it.
     """
@@ -90,13 +90,17 @@ class ShmPlane(HostPlane):
         self._index, self._size, self._fd = context.index, context.size, context.memory_fd
         self._layout = layout_from(context.options, context.size)
         self._small = min(SMALL_BYTES, self._layout.chunk_bytes)
+        #: Bytes of a chunk that tune() has set; 0 leaves them to the choice.
         self._slice = 0
+        #: Steps of all operations so far, the same on all members between operations.
         self._step = 0
+        #: Numbers that this member has declared, which select the row for the next one.
         self._declared = 0
         self._choice = ChunkChoice(context.size, self._layout.chunk_bytes)
         # Operations that move bytes to one place for each member, or from one, have chunks of the default's size.
         self._default = min(CHUNK_BYTES, self._layout.chunk_bytes)
         self._folds: dict[tuple[DType, ReduceOp], Fold] = {}
+        #: Held while the memory and its signals come and go, so that an abort finds both or none.
         self._guard = threading.Lock()
         self._aborted = False
         self._memory: mmap.mmap | None = None
@@ -121,6 +125,7 @@ class ShmPlane(HostPlane):
             self._memory = memory
             self._slots = Slots(memory, self._layout)
             self._signals = Signals(memory, self._layout, self._index, yields)
+            # An abort may have come before there were signals, whose waits it could end.
             if self._aborted:
                 self._signals.abort()
         self._step = 1
@@ -185,7 +190,7 @@ class ShmPlane(HostPlane):
         postscale: float,
         phases: PhaseTimes,
     ) -> int:
-        """Reduce as much as trials of chunks' sizes need. Returns the number of elements."""
+        """Reduce as much as trials of chunks' sizes need. Return the number of elements."""
         total, count, done = sum(len(b) for b in ins), TRIAL_BYTES // dtype.itemsize, 0
         self.barrier(phases)  # a member that is late for the operation must not count
         while (candidate := self._choice.candidate) is not None and done + count <= total:
@@ -201,7 +206,7 @@ class ShmPlane(HostPlane):
         return done
 
     def _declare(self, number: int) -> int:
-        """Declare a number to the other members, which read it after the next step. Returns the parity under which they do.
+        """Declare a number to the other members, which read it after the next step. Return the parity under which they do.
 
         There are two rows by turns: a member that writes one again knows that all have read it.
         """
@@ -233,7 +238,7 @@ class ShmPlane(HostPlane):
         return self._folds.setdefault((dtype, op), make_fold(dtype, op))
 
     def _chunk(self, total: int, itemsize: int) -> int:
-        """Elements per chunk for ``total`` elements: at least two chunks, to overlap, unless they get too small."""
+        """Return the elements per chunk for ``total`` elements: at least two chunks, to overlap, unless they get too small."""
         half = -(-total * itemsize // 2 // PAGE) * PAGE
         few = self._size == 2 and total * itemsize <= TWO_CHUNKS_BYTES
         most = self._slice or (self._default if few else self._choice.chosen)
@@ -311,13 +316,14 @@ class ShmPlane(HostPlane):
             self._index,
             self._place(),
         )
+        # Members learn the largest number of steps only by the first step, after which all declarations can be read.
         parity = self._declare(work.steps)
         views = self._slots.whole(_BYTE)
         self._drive(work, 0, 1, views, phases)
         self._drive(work, 1, self._signals.agreed(parity), views, phases)
 
     def _place(self) -> int:
-        """Bytes of a slot for each member, in whole cache lines."""
+        """Return the bytes of a slot for each member, in whole cache lines."""
         return self._default // self._size // LINE * LINE
 
     def barrier(self, phases: PhaseTimes) -> None:
@@ -402,6 +408,7 @@ class ShmPlane(HostPlane):
                 self._fd = -1
             if memory is None:
                 return
+            # Under the guard, so that abort() never stores to words that are unmapped.
             self._signals.close()
         self._slots.close()
         self._folds.clear()
@@ -494,7 +501,7 @@ class ChunkChoice:
 
     @property
     def candidate(self) -> int | None:
-        """The size to try next, in bytes; ``None`` if there is nothing left to try."""
+        """Return the size to try next, in bytes; ``None`` if there is nothing left to try."""
         if self._trials == ROUNDS * len(self._sizes):
             return None
         return self._sizes[self._trials % len(self._sizes)]

@@ -1,12 +1,11 @@
 """In which order a member's stages follow each other, and why no slot is overwritten before all have read it.
 
 Steps are numbered through all operations of an epoch; step ``t`` uses slot ``t % slots`` of every member. A member
-*fills* its slot for a step and posts ``arrived``; having waited for all members' ``arrived`` it *takes* what it needs
-from all slots. Where each member reduces a slice for the others there is a stage in between: it *folds* its slice into
+*fills* its slot for a step and posts ``arrived``; having waited for all members' ``arrived`` it *takes* its part
+of all slots. Where each member reduces a slice for the others there is a stage in between: it *folds* its slice into
 its own slot and posts ``reduced``; having waited for all members' ``reduced``, it takes.
 
-A member runs ``ahead`` steps before it first waits. No member counts how far others have read its slots; that follows from
-what it has waited for:
+A member runs ``ahead`` steps before it first waits. No member counts how far others have read its slots; that follows from the words that it has waited for:
 
 * Two stages, iteration ``i``: fill ``i``, take ``i - ahead``. Before filling ``i`` a member has taken
   ``i - 1 - ahead``, so all members had filled that, so each was past iteration ``i - 2 - ahead``, in which it took
@@ -93,10 +92,10 @@ class SteppedOperation(Protocol):
     def steps(self) -> int: ...
 
     def fill(self, step: int, slots: StepViews) -> None:
-        """Put what the other members need into this member's slot."""
+        """Put the other members' data into this member's slot."""
 
     def take(self, step: int, slots: StepViews) -> None:
-        """Get what this member needs from all slots, which are full."""
+        """Get this member's data from all slots, which are full."""
 
 
 class FoldingOperation(SteppedOperation, Protocol):
@@ -314,7 +313,7 @@ class AllToAll:
 
 
 class ReduceScatter:
-    """Reduction of a slice for each member: a slot is divided into a place for each, which reduces what all have put into its places; elements."""
+    """Reduction of a slice for each member: a slot is divided into a place for each, which reduces all members' elements in its places."""
 
     def __init__(
         self,

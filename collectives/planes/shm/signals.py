@@ -2,15 +2,15 @@
 
 A member posts by a plain store into its own word, which no other member writes. (One exception: words of a process that is gone,
 see ``AgreementBoard.mark_departed``.) A member that waits needs *all* words of a row to reach a value. It first offers its core to other
-threads some times (``sched_yield``), which costs them nothing: on a free core that is a look every half microsecond, on a shared one
-it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where something else runs on the core, a
-yield may take milliseconds. A thread that has work every now and then (a coordinator that forwards records) does not matter; one that is
-always busy takes most of the time. So the time that yields lose is limited: a member beyond the limit does without yields for a while,
-and only looks for some microseconds. After that it sleeps in the kernel.
+threads some times (``sched_yield``), which costs them nothing: on a free core that is a poll every half microsecond, on a shared one
+it runs the awaited member, for a fraction of the cost of sleeping and waking. Where another process runs on the core, a
+yield may last milliseconds. A thread that has work every now and then (a coordinator that forwards records) does not matter; one that is
+always busy uses most of the time. So the time that yields lose is limited: a member beyond the limit does without yields for a while,
+and only polls for some microseconds. After that it sleeps in the kernel.
 
 Sleeping without lost wake-ups
 ------------------------------
-All members sleep on one word, the doorbell. A sleeper S that wants ``min(row) >= value``:
+All members sleep on one word, the doorbell. A sleeper S that waits for ``min(row) >= value``:
 
     S1  targets[S] = (row, value)        P1  row[P] = value (it was ``before``)
     S2  fence                            P2  fence
@@ -19,22 +19,22 @@ All members sleep on one word, the doorbell. A sleeper S that wants ``min(row) >
     S5  futex_wait(doorbell == seen)     P5  doorbell = a value never used before; futex_wake(bits)
 
 * The fences stand between each side's store and its load of the other's word, so it can't happen that S4 misses P1
-  *and* P3 misses S1. If S4 sees what it needs, S does not sleep.
+  *and* P3 misses S1. If S4 finds the value reached, S does not sleep.
 * Let P be the member whose store is the last that S waits for. (Stores become visible in one order on x86-64.) Its
-  P3 comes after its fence and so sees all words that S needs; and P's own word had not reached the value before. If S4 missed P1, then P3
+  P3 comes after its fence and so sees all words that S needs. And P's own word had not reached the value before. If S4 missed P1, then P3
   sees the target, P4 finds it satisfied, and P5 changes the doorbell after S3 read it: S5 either returns at once or is woken. A member that
   stored earlier finds the target unsatisfied and leaves it; the last one won't.
-* What P's word had reached before is another member's to wake. So one member wakes the others, once: where a hundred of them share two
-  cores, most have not run yet, and still have their targets set, when the first ones post what comes next.
-* ``before`` is what P has completed these steps for. If an exception ends them early (an interrupt, on the board), P's next post makes up for it.
+* Sleepers whose value P's word had reached before are another member's to wake. So one member wakes the others, once: where a hundred of them share two
+  cores, most have not run yet, and still have their targets set, when the first ones post the next step.
+* ``before`` is the value that P has completed these steps for. If an exception ends them early (an interrupt, on the board), P's next post makes up for it.
 * P5 is an unlocked store by several members, so one may overwrite another's. That is harmless because every value is
-  unique (a member's own count times the number of ringers, plus its number): whatever value is written after S3, it
+  unique (a member's own count times the number of ringers, plus its number): any value that is written after S3
   differs from the one that S3 read, so S5 does not sleep on it.
 * :meth:`Signals.abort` sets the flag and then does P5 for its own member's bit, from another thread with a number of
   its own. If S4 missed the flag, the doorbell changes after S3. :meth:`Signals.nudge` does the same after words were changed.
 
-No member polls or needs a timeout, and a post costs no system call unless it completes what some member sleeps for.
-A member that was killed leaves its target set; that costs the others some looks until the epoch ends.
+No member polls or needs a timeout, and a post costs no system call unless it completes a sleeper's target.
+A member that was killed leaves its target set; that costs the others some reads until the epoch ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _LOST_LIMIT = 6_000_000
 _WITHOUT_YIELDS = 250_000_000
 """Nanoseconds for which a member beyond the limit does without yields."""
 _LOOKING = 5_000
-"""Nanoseconds for which it looks instead, before it sleeps: less than what sleeping and waking cost."""
+"""Nanoseconds for which it polls instead, before it sleeps: less than sleeping and waking cost."""
 
 ARRIVED, REDUCED = 0, 1
 _TARGETS, _NEEDS = 2, 3
@@ -102,6 +102,8 @@ class Signals:
         self._views = [self._words, *rows]
         self._doorbell = ctypes.c_uint32.from_buffer(memory, offset)
         self._address = ctypes.addressof(self._doorbell)
+        # A futex distinguishes 32 sleepers. Members with the same bit are woken together, and sleep again if the
+        # value is not reached.
         self._bit = 1 << (index % 32)
         self._rung = self._nudged = 0
         #: Per row the value up to which this member has woken all that slept for its word.
@@ -121,10 +123,12 @@ class Signals:
         words[self._index] = value
         with self._fence:
             pass
-        # The member that stored last sees all words of the row from here on, whatever target it reads; one look will do.
+        # The member that stored last sees all words of the row from here on, with any target that it reads; one scan will do.
         reached = min(words)
         if reached > before and any(self._targets):
             self._wake(row, before, reached)
+        # Last: if an interrupt ends this post early, the next one starts from the older value, and wakes the
+        # sleepers that this one missed.
         self._covered[row] = value
 
     def _wake(self, row: int, before: int, reached: int) -> None:
@@ -154,7 +158,7 @@ class Signals:
             raise PlaneAborted
 
     def reached_soon(self, row: int, value: int) -> bool:
-        """Look for some time whether all words have reached ``value``, and offer the core to other threads. Return whether they have."""
+        """Poll for some time until all words have reached ``value``, and offer the core to other threads. Return whether they have."""
         words = self._rows[row]
         if min(words) >= value:
             return True
@@ -176,19 +180,21 @@ class Signals:
         return False
 
     def _is_beyond_limit(self, now: int, lost: int) -> bool:
-        """Add up the time that long yields lose. Return whether it is more than what they may."""
+        """Add up the time that long yields lose. Return whether it is beyond their limit."""
         self._lost = max(0, self._lost - (now - self._lost_at) // _LOST_SHARE) + lost
         self._lost_at = now
         return self._lost > _LOST_LIMIT
 
     def sleep(self, row: int, value: int, deadline: float | None = None) -> None:
-        """Return once every member's counter is at least ``value``, as :meth:`wait` does, without looks and yields before it sleeps."""
+        """Return once every member's counter is at least ``value``, as :meth:`wait` does, without polls and yields before it sleeps."""
         words = self._rows[row]
         self._targets[self._index] = value * _ROWS + row
         try:
             with self._fence:
                 pass
             while True:
+                # Before the flag and the words: a post that comes after they were read changes the doorbell,
+                # so the kernel does not let this thread sleep.
                 seen = self._doorbell.value
                 if self.aborted:
                     raise PlaneAborted
@@ -199,6 +205,7 @@ class Signals:
                     raise PlaneBroken(f"shared memory: members {missing} did not come in time")
                 futex_wait(self._address, seen, self._bit, deadline)
         finally:
+            # Also after an exception: a target that stays makes every later post scan for a sleeper that is gone.
             self._targets[self._index] = 0
 
     def declare(self, parity: int, steps: int) -> None:
@@ -206,7 +213,7 @@ class Signals:
         self._needs[parity][self._index] = steps
 
     def agreed(self, parity: int) -> int:
-        """The largest number of steps that a member declared."""
+        """Return the largest number of steps that a member declared."""
         return max(self._needs[parity])
 
     def declared(self, parity: int) -> memoryview:
@@ -214,7 +221,7 @@ class Signals:
         return self._needs[parity]
 
     def nudge(self) -> None:
-        """Let this member's waiting thread look again, after words have changed. Another thread, always the same; idempotent."""
+        """Make this member's waiting thread read the words again, after they have changed. Another thread, always the same; idempotent."""
         with self._guard:
             if not self._closed:
                 self._nudged += 1
@@ -231,10 +238,11 @@ class Signals:
             self._ring(self._members + self._index, self._bit)
 
     def close(self) -> None:
-        """Let go of the memory. Later calls of :meth:`abort` do nothing."""
+        """Release the memory. Later calls of :meth:`abort` do nothing."""
         with self._guard:
             if self._closed:
                 return
+            # Under the guard: abort() and nudge() of other threads would ring in memory that is unmapped.
             self._closed = self.aborted = True
             for view in reversed(self._views):
                 view.release()
@@ -244,9 +252,9 @@ class Signals:
 # Linux's futex: sleeping on a 32-bit word, and waking. The calls are the shared kind (no FUTEX_PRIVATE_FLAG), since the word lies in memory
 # of several processes. They release the GIL. `*_BITSET` lets one call wake exactly those sleepers that have something to do.
 _SYS_FUTEX = 202  # x86-64
-_WAIT_BITSET = 9
+_WAIT_BITSET = 9  # its time limit is absolute, on CLOCK_MONOTONIC, as time.monotonic()
 _WAKE_BITSET = 10
-_EVERYBODY = 0x7FFFFFFF
+_EVERYBODY = 0x7FFFFFFF  # how many sleepers one call wakes at most
 
 _syscall = ctypes.CDLL(None).syscall
 _syscall.restype = ctypes.c_long
@@ -292,7 +300,7 @@ def make_fence() -> threading.Lock:
     """Return an object of one thread's own for which ``with fence: pass`` is a full memory fence on x86-64.
 
     x86-64 keeps loads in order and stores in order, but lets a load overtake an earlier store to another address.
-    Any locked instruction drains the stores first, and taking and giving back a lock is two of them (in glibc's
+    Any locked instruction drains the stores first, and acquiring and releasing a lock is two of them (in glibc's
     semaphores, which CPython's locks are before 3.13, and in its own ones since).
     """
     return threading.Lock()

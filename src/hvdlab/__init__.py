@@ -70,7 +70,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """``%unload_ext hvdlab``: stops the pool, says so, and removes the magics. ``%reload_ext hvdlab`` keeps everything."""
+    """``%unload_ext hvdlab``: stops the pool, prints that, and removes the magics. ``%reload_ext hvdlab`` keeps everything."""
     from hvdlab.magics.extension import unload
 
     unload(ipython)

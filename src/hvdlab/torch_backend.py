@@ -1,6 +1,6 @@
 """Entry point ``torch.backends``, which ``import torch`` calls: makes the backend "hvdlab" known.
 
-It costs well under a millisecond, as it imports nothing: all else is imported when a process group of this backend is made.
+It costs well under a millisecond, as it imports nothing: all other modules are imported when a process group of this backend is made.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Adapter(Protocol[T]):
         """The tensor that a user gave to a collective.
 
         Args:
-            value: What the user gave. A binding may take more than tensors, such as lists.
+            value: The user's argument. A binding may accept more than tensors, such as lists.
             kind: The collective, for the error's text.
             in_place: Whether the collective will write its result to the tensor.
 
@@ -91,8 +91,8 @@ class Adapter(Protocol[T]):
 class DeviceMemory(Protocol[T]):
     """A framework's tensors on devices, for process sets that have a data plane for these.
 
-    For a framework without it, tensors on devices are staged through the host. All that :class:`Adapter` says of threads
-    and errors holds here, too; work of the device that a tensor depends on need not be done when a function returns.
+    For a framework without it, tensors on devices are staged through the host. The rules of :class:`Adapter` for threads
+    and errors hold here, too; work of the device that a tensor depends on need not be done when a function returns.
     """
 
     def device(self, tensor: T) -> str:

@@ -28,7 +28,7 @@ class OnDevice(Protocol):
         ...
 
     def not_finite(self) -> tuple[int, int] | None:
-        """How many of the elements are NaN, and how many infinite; ``None`` if that takes a look at them on the host."""
+        """Return how many of the elements are NaN, and how many infinite; ``None`` if only the host can count them."""
         ...
 
 
@@ -61,7 +61,7 @@ class ArraySource:
         return max(1, fingerprint.BLOCK // self.itemsize) * self.itemsize
 
     def fingerprints(self, pool: ThreadPoolExecutor | None = None) -> bytes:
-        """The fingerprints of the blocks, one behind the other: those of the device if it makes any, else those of the bytes.
+        """Return the fingerprints of the blocks, one behind the other: those of the device if it makes any, otherwise those of the bytes.
 
         Args:
             pool: Threads among which blocks that are read are divided.

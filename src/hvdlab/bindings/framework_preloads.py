@@ -8,7 +8,7 @@ from hvdlab.bindings import framework_hooks
 
 
 class FrameworkPreloads:
-    """A :class:`~hvdlab.launch.forkserver.program.Preloads` that needs nothing besides what is asked for.
+    """A :class:`~hvdlab.launch.forkserver.program.Preloads` that adds nothing to the requested modules.
 
     Attributes:
         required: Nothing.

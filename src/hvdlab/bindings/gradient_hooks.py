@@ -34,7 +34,7 @@ class HookInstaller(Protocol[P_contra]):
     A framework without such hooks keeps a list of its own, and calls :meth:`BackwardPassCounter.accumulated` itself.
 
     Attributes:
-        another_loss: What a user of this framework can do where it was another loss that made gradients once more than
+        another_loss: The user's remedy in this framework where another loss has made gradients once more than
             expected, as sentences.
     """
 
@@ -51,10 +51,10 @@ class HookInstaller(Protocol[P_contra]):
 
 
 class GradientHook:
-    """Tells a watcher, if there still is one, that a gradient has been accumulated.
+    """Hook that notifies a watcher, if it still exists, of an accumulated gradient.
 
     The parameter must not keep the watcher (and with it the optimizer) alive: in a notebook an optimizer is often
-    made anew for the same model, and the forgotten one would start reductions that no ``step()`` ever collects.
+    made again for the same model, and the forgotten one would start reductions that no ``step()`` ever collects.
     """
 
     __slots__ = ("__weakref__", "_watcher")
@@ -76,7 +76,7 @@ class BackwardPassCounter(ABC, Generic[P]):
     """Counts the backward passes of a step.
 
     A parameter has one watcher: the last one whose :meth:`watch` named it. An earlier one then stops altogether, and
-    says so when it is used.
+    raises an error when it is used.
 
     Args:
         registry: Where the framework registers hooks.
@@ -123,7 +123,7 @@ class BackwardPassCounter(ABC, Generic[P]):
 
     @property
     def watching(self) -> bool:
-        """Whether it sees backward passes at all: not on a rank outside the process set, say."""
+        """Whether it sees backward passes at all: not, for example, on a rank outside the process set."""
         return bool(self._left)
 
     def watches(self, parameter: P) -> bool:
@@ -177,7 +177,7 @@ class BackwardPassCounter(ABC, Generic[P]):
 
     @abstractmethod
     def drop(self) -> None:
-        """Give up the running step: wait for what is in flight, whatever comes of it, and begin anew."""
+        """Give up the running step: wait for the operations in flight, ignore their outcome, and begin again."""
 
     def check(self) -> None:
         """Raise ``InvalidRequestError`` if another watcher has taken over."""
@@ -230,13 +230,13 @@ def bucketed(
         names: The tensor name of each one's gradient.
         groups: A number of groups of about equal length, or lists of parameters; a parameter in no list gets a
             bucket of its own.
-        is_parameter: Whether an object is a parameter; a group may hold nothing else.
+        is_parameter: Whether an object is a parameter; a group holds only parameters.
 
     Returns:
         Of each bucket the name, which is that of its first gradient with the number of the others, and the parameters.
 
     Raises:
-        InvalidRequestError: A parameter is in the lists more than once, a list has something else in it, or ``groups`` is
+        InvalidRequestError: A parameter is in the lists more than once, a list has another object in it, or ``groups`` is
             negative or neither a number nor lists.
     """
     together = _even(parameters, groups) if isinstance(groups, int) else _listed(groups)

@@ -44,16 +44,16 @@ class BackwardPass(Protocol):
         """Call ``callback`` when the backward pass ends, unless it fails.
 
         A callback may give another one, which is called after all that were given before. Does nothing outside of a backward pass, or if
-        the framework does not say when one ends.
+        the framework does not report when one ends.
         """
 
 
 class Announcer:
-    """Says when what is held is to be submitted and announced. For one thread at a time.
+    """Scheduler of the submission and announcement of gradients that are held. For one thread at a time.
 
     Args:
         backward: Has the rest announced at the end of the backward pass.
-        submit: Submits what is held. A method, whose object may own the announcer: it is referred to weakly.
+        submit: Submits the held gradients. A method, whose object may own the announcer: it is referred to weakly.
     """
 
     def __init__(self, backward: BackwardPass, submit: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class Announcer:
             self.announce()
 
     def announce(self) -> None:
-        """Submit and announce what is held, if anything."""
+        """Submit and announce the held gradients, if any."""
         if self._waiting:
             self._submit_held()
             context.engine().flush()
@@ -99,7 +99,7 @@ class Announcer:
             submit()
 
     def forget(self) -> None:
-        """Hold nothing any more: what was held has ended."""
+        """Forget the held gradients: their reduction has ended."""
         self._waiting = False
 
 
@@ -123,8 +123,8 @@ class ReductionSettings:
 
     Attributes:
         compression: The compressor that they are sent through.
-        op: ``Average`` or ``Sum``; ``Adasum`` is not for gradients, but for what an optimizer makes of them.
-        predivide: What they are divided by before the sum, as part of the division of an average.
+        op: ``Average`` or ``Sum``; ``Adasum`` is not for gradients, but for the changes that an optimizer makes with them.
+        predivide: Divisor before the sum, as part of the division of an average.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones.
         process_set: The ranks that reduce them together.
     """
@@ -142,12 +142,12 @@ class ReductionSettings:
 
 
 class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, T]):
-    """How a framework's parameters hold their gradients. One object for each reducer: it may remember what it saw.
+    """Access to a framework's parameters and their gradients. One object for each reducer, so it can keep state.
 
     All functions are called on the thread of the backward pass, or of ``synchronize``.
 
     Attributes:
-        names_twice: What it means, and what a user of this framework can do, if two optimizers reduce gradients of the
+        names_twice: The meaning, and the user's remedy in this framework, if two optimizers reduce gradients of the
             same name at once, as sentences.
     """
 
@@ -193,7 +193,7 @@ class _InFlight(Generic[P, T]):
     Attributes:
         handle: Its handle.
         parameters: The parameters that the gradients belong to.
-        contexts: What each of them needs to be decompressed.
+        contexts: For each of them, the context that decompresses it.
         outputs: Where the results are, if the handle does not yield them.
     """
 
@@ -211,7 +211,7 @@ class _Bucket(Generic[P, T]):
         parameters: Its parameters.
         nbytes: The size of its dense gradients in bytes, or -1 if it is not known yet.
         ready: How many of them have been accumulated often enough.
-        work: What is in flight: one allreduce of all dense gradients, one for each sparse one; ``None`` if it has not
+        work: The handles in flight: one allreduce of all dense gradients, one for each sparse one; ``None`` if it has not
             been started.
     """
 
@@ -264,7 +264,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
             self._announcer.hold(bucket.nbytes)
 
     def synchronize(self) -> None:
-        """Reduce what is still missing, wait for all, and leave the results in the parameters' gradients.
+        """Reduce the gradients that are still missing, wait for all, and leave the results in the parameters' gradients.
 
         Parameters without a gradient take part with zeros, since another rank may have one. After an error, the
         gradients are undefined and the next backward pass starts afresh.

@@ -1,6 +1,6 @@
 """Which collectives the gradient of a collective is made of.
 
-Horovod's conventions hold, so that code written for it computes what it did: gradients of an average or a sum are
+Horovod's conventions hold, so that code written for it computes the same values: gradients of an average or a sum are
 averaged or summed like the tensors were, while allgather and broadcast *average* the gradients of all ranks, as if the
 loss were the mean of the ranks' losses.
 
@@ -33,7 +33,7 @@ _REDUCTIONS = frozenset({OpKind.ALLREDUCE, OpKind.REDUCESCATTER})
 
 
 class Differentiation(Protocol[T]):
-    """How a framework records an operation, and what the rules need of its tensors. All of it is differentiable."""
+    """A framework's way to record an operation, and the functions of tensors that the rules need. All are differentiable."""
 
     def record(self, forward: ForwardPass, tensors: Sequence[T]) -> Sequence[Any]:
         """Run :meth:`Differentiable.forward` so that its backward pass calls :meth:`Differentiable.backward`.
@@ -232,7 +232,7 @@ def own_rows(tables: Sequence[tuple[tuple[int, ...], ...]], process_set: int) ->
     """Where this rank's rows begin in the output of an allgather, and how many they are.
 
     Args:
-        tables: For each tensor what each member announced, as a handle has it when it is done.
+        tables: For each tensor each member's announcement, as a handle has it when it is done.
         process_set: The ranks that took part.
     """
     mine = position(process_set)

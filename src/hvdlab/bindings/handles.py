@@ -108,7 +108,7 @@ class Part(Generic[T]):
         return self._core.tell_unblocked
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the output is complete. Raises what the core's handle raises."""
+        """Wait until the output is complete. Raises the same errors as the core's handle."""
         self._result = self._core.wait(timeout)
 
     def delivered(self) -> T:
@@ -179,19 +179,19 @@ class Handle:
     def tell_blocked(self, seconds: float) -> Callable[[], None] | None:
         """Let the other ranks know that the user's code can't go on before this has ended, so that deadlocks are found.
 
-        Waiting with :meth:`wait` says so by itself; this is for a framework that waits otherwise.
+        :meth:`wait` reports the wait by itself; this is for a framework that waits otherwise.
 
         Args:
             seconds: For how long it has waited.
 
         Returns:
-            A function to call when it waits no more; ``None`` if the collective has ended, and nothing was said.
+            A function to call when it waits no more; ``None`` if the collective has ended, and no wait was reported.
         """
         part = next((part for part in self._parts if not part.done()), None)
         return None if part is None else part.tell_blocked(seconds)
 
     def __call__(self) -> Any:
-        """The same as :meth:`wait`: what Horovod's ``sparse_allreduce_async`` returns is called, not synchronized."""
+        """Wait as :meth:`wait` does: the result of Horovod's ``sparse_allreduce_async`` is called, not synchronized."""
         return self.wait()
 
     def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
@@ -204,7 +204,7 @@ class Handle:
 
         Args:
             callback: Called with this handle. If the collective is finished already, it is called at once, on this
-                thread; else on a thread of hvdlab's, on which other collectives and messages wait meanwhile, and
+                thread; otherwise on a thread of hvdlab's, on which other collectives and messages wait meanwhile, and
                 perhaps after ``synchronize`` has returned on another. So it must be quick, and safe to be called on
                 any thread. It may submit further collectives, but must not wait for them (which raises
                 ``InvalidRequestError`` on hvdlab's threads) and must not call ``hvd.shutdown()``. An exception that it
@@ -338,7 +338,7 @@ def synchronize(handle: Handle, timeout: float | None = None) -> Any:
 
 
 def checked(handle: Handle) -> Handle:
-    """A user's handle; raises ``InvalidRequestError`` if it is something else."""
+    """Return a user's handle; raises ``InvalidRequestError`` for any other object."""
     if not isinstance(handle, Handle):
         raise InvalidRequestError(
             f"Expected the handle that an *_async function returned, not {type(handle).__name__}."

@@ -88,7 +88,7 @@ def mxnet_memory(array: Any) -> Array:
 
 
 def wait_to_write_mxnet(array: Any) -> None:
-    """Wait until no operation of MXNet's reads or writes an NDArray. What such an operation raised is raised here."""
+    """Wait until no operation of MXNet's reads or writes an NDArray. An exception of such an operation is raised here."""
     base = sys.modules["mxnet"].base
     base.check_call(base._LIB.MXNDArrayWaitToWrite(array.handle))
 

@@ -71,7 +71,7 @@ class TrainingWatch(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Record no more of what only the watch records. Idempotent."""
+        """Stop recording the values that only the watch records. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +213,7 @@ def raise_divergence(
     digests: Mapping[str, bytes],
     samples: Sequence[tuple[int, bytes]],
 ) -> Never:
-    """Gather from all ranks what the error's text needs, and raise :class:`DivergenceError`; called by all ranks.
+    """Gather the facts for the error's text from all ranks, and raise :class:`DivergenceError`; called by all ranks.
 
     Args:
         name: Name of the comparison, equal on all ranks.

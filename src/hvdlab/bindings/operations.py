@@ -174,7 +174,7 @@ class Binding(Generic[T]):
         return request, output, partial(self._written_back, into=tensor, given=given)
 
     def _device(self, devices: DeviceMemory[T], operation: Operation, tensor: T, dtype: DType) -> str:
-        """The device class on which a collective of this tensor works: its own if there is a plane that can do it, else the host's."""
+        """Return the device class on which a collective of this tensor works: its own if a plane can do it, otherwise the host's."""
         device = devices.device(tensor)
         if device == HOST or operation.op is ReduceOp.ADASUM:
             return HOST

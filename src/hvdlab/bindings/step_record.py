@@ -1,8 +1,8 @@
-"""The last steps of a training, kept until they are needed: what ``hvd.record()`` returns, for any framework.
+"""The last steps of a training, kept until they are needed, for any framework: ``hvd.record()`` returns such a record.
 
-What is kept of a step is a fingerprint of its inputs, its loss and the norm of its gradients, and as long as there is
+A step's record is a fingerprint of its inputs, its loss and the norm of its gradients, and as long as there is
 room the batch itself. It is shown with an error, and ``%hvd_replay`` brings a batch to the notebook. A framework brings
-what it keeps of a tensor (:class:`Sample`), the state of its random numbers, and the hooks that call
+its sample of a tensor (:class:`Sample`), the state of its random numbers, and the hooks that call
 :meth:`StepRecord.begin` and the like.
 """
 
@@ -79,11 +79,11 @@ class Step:
     Attributes:
         number: From 1 on, since the record was made.
         began: When it began, by ``time.monotonic_ns()``.
-        inputs: What is kept of its tensors.
+        inputs: Samples of its tensors.
         batch: ``(args, kwargs)`` of the model's call, if it is kept.
         nbytes: Bytes of the batch.
         generator: The state of the random numbers before it.
-        loss, norm: Its loss and the norm of its gradients, as numbers or what ``float`` makes one of.
+        loss, norm: Its loss and the norm of its gradients, as numbers or objects that ``float`` accepts.
     """
 
     number: int
@@ -119,7 +119,7 @@ class Replay:
 
     Attributes:
         rank, step: The rank that recorded it, and its number.
-        args, kwargs: What the model was called with.
+        args, kwargs: The arguments of the model's call.
         loss, gradient_norm: As recorded; None if they were not.
         generator: State of the random numbers before the call.
         text: All of it in one line.
@@ -135,7 +135,7 @@ class Replay:
     text: str = field(repr=False, default="")
 
     def run(self, model: Any) -> Any:
-        """Call ``model`` as it was called then, with the same random numbers (of the CPU). Returns what it returns."""
+        """Call ``model`` as it was called then, with the same random numbers (of the CPU). Returns its result."""
         with self.generator.restored(model):
             return model(*self.args, **self.kwargs)
 
@@ -149,7 +149,7 @@ class StepRecord:
 
     Attributes:
         steps: The last ones, oldest first.
-        replay_type: What :meth:`replay` returns.
+        replay_type: The class of :meth:`replay`'s result.
     """
 
     replay_type: ClassVar[type[Replay]] = Replay
@@ -197,7 +197,7 @@ class StepRecord:
                 self.steps[-1].norm = value
 
     def close(self) -> None:
-        """End it and forget what was recorded. Idempotent."""
+        """End it and forget its record. Idempotent."""
         with self._lock:
             self.steps.clear()
         _records.discard(self)
@@ -241,7 +241,7 @@ class StepRecord:
         """A recorded step, for another process.
 
         Args:
-            step: Its number; by default the first step that is not finite, or else the last.
+            step: Its number; by default the first step that is not finite, or, without one, the last.
 
         Raises:
             LookupError: The step or its batch is not kept.
@@ -304,7 +304,7 @@ def suspects() -> tuple[int, int, str] | None:
 
     Returns:
         The number of the first step that is not finite (a huge number if all are finite), 0 to 2 for inputs, loss or
-        gradients (3 if all are finite), and that step, or else the last one, as text.
+        gradients (3 if all are finite), and that step, or, without one, the last, as text.
     """
     found = newest()
     if found is None:

@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """An iterator over what a thread takes from an iterable; the thread starts with the first item that is asked for.
+    """Iterator over the items that a thread reads from an iterable; the thread starts with the first request.
 
     An exception of the iterable is raised after the items before it. The thread has ended when iteration has, in
-    whatever way: at the end, by an exception, by :meth:`close`.
+    any way: at the end, by an exception, by :meth:`close`.
 
     Args:
         make: Called in the thread; makes the iterable.
@@ -52,7 +52,7 @@ class Ahead(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread, as soon as the iterable lets it, and drop what it has loaded. Idempotent."""
+        """End the thread, as soon as the iterable lets it, and drop its loaded items. Idempotent."""
         with self._changed:
             self._stopped = True
             self._items.clear()
@@ -92,7 +92,7 @@ logger = logging.getLogger("hvdlab.data")
 
 
 class BaseDataLoader:
-    """Iterates over batches; a subclass says over which."""
+    """Base of loaders that iterate over batches; a subclass defines which."""
 
     def __len__(self) -> int:
         """Number of batches of one iteration."""
@@ -115,7 +115,7 @@ class AsyncDataLoaderMixin:
     """Loads batches ahead, in a thread that lives as long as an iteration does.
 
     Put it in front of a :class:`BaseDataLoader`. ``_iterate`` runs in the thread; ``_process_batch`` (which may move
-    a batch to a device) where the batches are taken. What ``_iterate`` raises is raised there as well, after the batches
+    a batch to a device) where the batches are taken. An exception of ``_iterate`` is raised there as well, after the batches
     that came before it. The thread has ended when the iteration has: at its end, after an exception, and when it is
     left early and forgotten, or :meth:`close_async_loader` is called.
 

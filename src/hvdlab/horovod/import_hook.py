@@ -48,7 +48,7 @@ class Mode(Enum):
 
 
 def mode(environ: Mapping[str, str]) -> Mode:
-    """``0`` is off, ``1`` always, and anything else if no Horovod is installed."""
+    """Return the user's choice: ``0`` is off, ``1`` always, and any other value if no Horovod is installed."""
     text = environ.get(VARIABLE, "").strip().lower()
     if text in ("0", "false", "no", "off"):
         return Mode.OFF
@@ -58,7 +58,7 @@ def mode(environ: Mapping[str, str]) -> Mode:
 def install_as_horovod(force: bool = False) -> bool:
     """Let ``import horovod`` and ``import horovod.torch`` mean hvdlab in this process from now on.
 
-    One line that says so is logged. A Horovod that is installed stays what it is, unless ``force`` is true.
+    One line is logged about it. An installed Horovod stays in place, unless ``force`` is true.
 
     Args:
         force: Whether to stand in for an installed Horovod as well.
@@ -94,7 +94,7 @@ def install_as_horovod(force: bool = False) -> bool:
 
 
 def uninstall() -> None:
-    """Undo :func:`install_as_horovod` and :func:`offer`. What has been imported by Horovod's names stays usable."""
+    """Undo :func:`install_as_horovod` and :func:`offer`. Modules that were imported by Horovod's names stay usable."""
     for finder in _finders():
         sys.meta_path.remove(finder)
     sys.path[:] = [entry for entry in sys.path if entry != SHIM]
@@ -111,7 +111,7 @@ def uninstall() -> None:
 
 
 def offer(environ: Mapping[str, str] | None = None) -> None:
-    """Let ``import horovod`` mean hvdlab if nothing else is installed under that name: what a pool does in its ranks.
+    """Let ``import horovod`` mean hvdlab if no other package is installed under that name, as a pool does in its ranks.
 
     Costs next to nothing; the line is logged when ``horovod`` is first imported. ``HVDLAB_AS_HOROVOD=0`` prevents it,
     ``HVDLAB_AS_HOROVOD=1`` also hides an installed Horovod.
@@ -266,7 +266,7 @@ class HorovodFinder(MetaPathFinder):
         """The specification of one of Horovod's modules; ``None`` for all others.
 
         Raises:
-            ModuleNotFoundError: hvdlab does not have this module; the text says what to use.
+            ModuleNotFoundError: hvdlab does not have this module; the message names the replacement.
         """
         name = horovod_name(fullname)
         if name is None:

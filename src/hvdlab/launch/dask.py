@@ -60,7 +60,7 @@ class DaskLauncher:
         self._client: Any = None
 
     def options(self) -> Sequence[Option]:
-        """How many ranks a worker takes, and what they run in."""
+        """Return the options for the ranks of a worker, the wait for room, and the interpreter."""
         return (
             Option("per_worker", "ranks of a worker (default: as many as it has threads)", OptionKind.COUNT),
             Option(
@@ -245,8 +245,8 @@ class DaskStarter(RoomStarter):
     """A :class:`~hvdlab.launch.starter.PlacingStarter` of ranks on workers.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
         room: The workers.
         python: The interpreter of agents and ranks.
         timeout: Seconds within which there must be room.
@@ -265,7 +265,7 @@ class DaskStarter(RoomStarter):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """As :meth:`start`, on a worker that :meth:`DaskLauncher.source` has named, whatever room it has.
+        """As :meth:`start`, on a worker that :meth:`DaskLauncher.source` has named, regardless of its room.
 
         Raises:
             InvalidRequestError: This was closed.
@@ -278,11 +278,11 @@ class DaskStarter(RoomStarter):
         self._exec.give_up(host)
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: only the workers that there are when a rank is started say where it is."""
+        """Return ``None``: a rank's place depends on the workers that exist when it starts."""
         return None
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what the agents report."""
+        """Handle the agents' reports."""
         if isinstance(event, Ended):
             with self._changed:
                 self._host_of.pop(event.rank, None)
@@ -334,7 +334,7 @@ class DaskStarter(RoomStarter):
         return ENDED_WITH_JOB
 
     def _place_all(self, ranks: Sequence[int], size: int) -> str:
-        """Start the ranks if there is room for all that still wait; else a text that says what is lacking."""
+        """Start the ranks if there is room for all that still wait; otherwise return a text that names the lacking room."""
         workers = self._room.workers()
         with self._changed:
             wanted = [rank for rank in ranks if rank in self._waiting]
@@ -395,7 +395,7 @@ class AgentActor:
 class ActorConnection:
     """The connection to the agent on a worker; see :class:`~hvdlab.launch.host_agent.connection.AgentConnection`.
 
-    A coroutine on the client's event loop passes on what is written to and read from the pipes.
+    A coroutine on the client's event loop passes on all bytes written to and read from the pipes.
 
     Args:
         client: Dask's client.

@@ -21,15 +21,15 @@ SCRIPT_WITHIN = 10.0
 
 
 class HostSource:
-    """Says which hosts there are, and how many ranks each takes. Derive from it, and override :meth:`find`.
+    """Source of the hosts and the number of ranks that each accepts. Derive from it, and override :meth:`find`.
 
-    :meth:`find` is called about once a second, on a thread of its own, and may take its time: nothing else waits for it.
+    :meth:`find` is called about once a second, on a thread of its own, and can be slow: no other work waits for it.
     """
 
     def find(self) -> Mapping[str, int]:
         """The hosts that can be used now, by name, each with its number of slots.
 
-        Whatever this raises is reported once, and the hosts that were known before stay until it answers again.
+        Any exception of this is reported once, and the hosts that were known before stay until it answers again.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not say which hosts there are: override find()"
@@ -112,7 +112,7 @@ class HostDiscoveryScript(HostDiscovery):
         """Run the command.
 
         Raises:
-            StartError: It could not be run, failed, took too long, or printed a line that is no host; the text says which.
+            StartError: It could not be run, failed, took too long, or printed a line that is no host; the message names the cause.
         """
         hosts: dict[str, int] = {}
         for line in self._printed().splitlines():
@@ -235,7 +235,7 @@ class HostAsker:
         source: The source.
         asked: Called before each question, on that thread.
         found: Called with the hosts that it found.
-        failed: Called with a clause that says why it found none.
+        failed: Called with a clause on why it found none.
         interval: Seconds between an answer and the next question.
     """
 

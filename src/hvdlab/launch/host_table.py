@@ -6,8 +6,8 @@
        ▲                  │                     │
        └── not found twice in a row ◀───────────┘
 
-A source that fails says nothing about its hosts, so they stay. One whose answers about a host change again and again is not
-followed for that host until it has said the same for a while.
+A source that fails reports nothing about its hosts, so they stay. One whose answers about a host change again and again is not
+followed for that host until it has given the same answer for a while.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class HostTable:
             self._effects.append(SayOfHosts(f"{host} is put aside for {seconds:g} s: {reason}"))
 
     def _publish(self, now: float) -> None:
-        """Add an effect that says which hosts can be used, if that has changed."""
+        """Add an effect with the hosts that can be used, if they have changed."""
         usable: dict[str, int] = {}
         for name, entry in self._hosts.items():
             if entry.aside and not entry.cooldown.is_running(now):

@@ -81,8 +81,8 @@ class LocalStarter:
 
     Args:
         fork_server: Forks the ranks.
-        world: What every rank needs to know of the job.
-        ranks: Takes what happens to ranks.
+        world: The job as every rank must know it.
+        ranks: Observer that gets the ranks' events.
     """
 
     def __init__(self, fork_server: ForkServer, world: WorldEnvironment, ranks: RankObserver) -> None:
@@ -122,7 +122,7 @@ def check_room(np: int, already: int = 0, available: int | None = None) -> None:
     """Check that this host has memory and file descriptors for ``np`` ranks, ``already`` of which run.
 
     Raises:
-        InvalidRequestError: It has too little; the text says how many ranks would fit.
+        InvalidRequestError: It has too little; the message names how many ranks would fit.
     """
     new = np - already
     memory = available_memory() if available is None else available
@@ -151,7 +151,7 @@ def available_memory() -> int:
 
 
 def check_loaded(loaded: Loaded) -> None:
-    """Raises ``StartError`` if an import of the fork server failed, with what to do."""
+    """Raise ``StartError`` with a remedy if an import of the fork server failed."""
     if not loaded.failed:
         return
     name, text = next(iter(loaded.failed.items()))

@@ -1,6 +1,6 @@
-"""The launcher ``mpi``: all ranks of a pool by one mpiexec. And mpiexec: where it is, which MPI it is of, what it needs here.
+"""The launcher ``mpi``: all ranks of a pool by one mpiexec. And mpiexec: where it is, its MPI, its needs here.
 
-An agent of ours starts mpiexec, and ends it with all that it has started when the notebook ends, in whatever way. A rank
+An agent of ours starts mpiexec, and ends it with all that it has started when the notebook ends, however it ends. A rank
 gets its number and its place from MPI's environment.
 """
 
@@ -44,7 +44,7 @@ from hvdlab.launch.starter import (
 
 
 def program() -> str | None:
-    """Path of mpiexec: that of this Python environment, else the system's."""
+    """Return the path of mpiexec: this Python environment's, otherwise the system's."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
@@ -111,7 +111,7 @@ class MpiLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        """Options about what is started, and how."""
+        """Options for the started program, and its start."""
         return (
             Option("python", "interpreter of the ranks (default: the path of the notebook's)"),
             Option("mpi_args", "further arguments of mpiexec", OptionKind.WORDS),
@@ -151,8 +151,8 @@ class MpiStarter:
     """A :class:`~hvdlab.launch.starter.Starter` by one mpiexec.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
         mpiexec: The path of mpiexec.
     """
 
@@ -221,7 +221,7 @@ class MpiStarter:
         return None
 
     def close(self, timeout: float) -> None:
-        """Give mpiexec time to end after its ranks, so that it clears up, then end what is left. Idempotent."""
+        """Give mpiexec time to end after its ranks, so that it clears up, then end the rest. Idempotent."""
         if self._exec is not None:
             self._stopped.wait(timeout)
             self._exec.close(0.0)
@@ -229,7 +229,7 @@ class MpiStarter:
             self._secret.close()
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what happens to mpiexec itself: its end is that of its ranks."""
+        """Handle events of mpiexec itself: its end is the end of its ranks."""
         if isinstance(event, Ended):
             self._stopped.set()
             words = event.reason if event.pid == 0 else f"`mpiexec` ended: {event.reason}"
@@ -240,7 +240,7 @@ class SecretOnHosts:
     """A secret in a file of the same name on each host, for the user alone, until :meth:`close`.
 
     The secret goes there over standard input of a remote shell. The shell's command removes the file when that input ends,
-    which it does also when this process ends, in whatever way.
+    which it does also when this process ends, for any reason.
 
     Args:
         hosts: The hosts; this one needs no remote shell.
@@ -334,7 +334,7 @@ def _await_placed(host: str, process: subprocess.Popen[bytes]) -> None:
 
 
 class _LastOutput:
-    """The end of what mpiexec and its ranks wrote other than through cells."""
+    """Return the last output of mpiexec and its ranks that did not go through cells."""
 
     def __init__(self) -> None:
         self._tail = OutputTail()

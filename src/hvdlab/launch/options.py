@@ -25,7 +25,7 @@ class Option:
 
     Attributes:
         name: Its name, as in ``name=value``.
-        help: What it is for, in one line.
+        help: Its purpose, in one line.
         kind: How its text is read: as ``str``, ``int``, ``bool`` or ``tuple[str, ...]``.
     """
 

@@ -1,4 +1,4 @@
-"""Processes: what Linux shows of those that are not our children, how a process ended, in words, and the end of its output."""
+"""Processes: Linux' records of those that are not our children, how a process ended, in words, and the end of its output."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def peak_memory(pid: int) -> int:
 
 
 def kill_session(leader: int) -> None:
-    """Kill what an ended process has left in the session that it led."""
+    """Kill the processes that an ended one has left in the session that it led."""
     for entry in _all():
         if not entry.isdigit() or int(entry) == leader:
             continue
@@ -154,7 +154,7 @@ class ExitStatus:
     Attributes:
         code: Exit code, if no signal ended it.
         signal: Number of the signal that ended it, or 0.
-        text: If not empty, says better than the two how it ended (``its host was lost``).
+        text: If not empty, describes its end better than the two (``its host was lost``).
     """
 
     code: int = 0
@@ -218,7 +218,7 @@ class OutputTail:
 
 
 class OutOfMemoryCounter:
-    """Counts the kernel's out-of-memory kills, in this process's control group if it can be read, else in all.
+    """Counts the kernel's out-of-memory kills, in this process's control group if it can be read, otherwise in all.
 
     Args:
         root: Where ``/proc`` and ``/sys`` are; tests pass a directory of their own.

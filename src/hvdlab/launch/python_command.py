@@ -1,4 +1,4 @@
-"""A command line of Python's: what in it is the interpreter's, and running the rest in an interpreter that runs already."""
+"""A command line of Python's: the interpreter's part of it, and running the rest in an interpreter that runs already."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PythonCommand:
     Attributes:
         interpreter: The program, ``python``.
         options: The interpreter's own options, ``("-u",)``.
-        kind: What is run: a script, a module (``-m``), or code (``-c``).
+        kind: Kind of the program: a script, a module (``-m``), or code (``-c``).
         what: The path, the module's name, or the code.
         arguments: The program's arguments, ``("--epochs", "3")``.
     """
@@ -83,7 +83,7 @@ class PythonCommand:
         does not catch is shown as the interpreter shows it.
 
         Raises:
-            SystemExit: The program wants to end, or has ended by an exception.
+            SystemExit: The program asks to end, or has ended by an exception.
         """
         sys.orig_argv[:] = self.words
         sys.argv[:] = [self.what if self.kind == "script" else f"-{self.kind[0]}", *self.arguments]
@@ -127,7 +127,7 @@ class PythonCommand:
 
 
 def _set_first_path(place: str) -> None:
-    """Where modules are looked for first: beside the program, unless the interpreter was told otherwise."""
+    """Return where Python searches for modules first: beside the program, unless an option of the interpreter forbids it."""
     if not sys.flags.safe_path:
         sys.path[0] = place
 

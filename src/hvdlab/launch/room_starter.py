@@ -28,7 +28,7 @@ class RoomStarter(ABC):
     the lock, so that a signal finds each rank either waiting or placed.
 
     Args:
-        ranks: Takes what happens to ranks.
+        ranks: Observer that gets the ranks' events.
         engine: Name of the engine, for the reasons of ends.
     """
 
@@ -63,7 +63,7 @@ class RoomStarter(ABC):
 
     @abstractmethod
     def _close_placed(self, timeout: float) -> None:
-        """Wait ``timeout`` seconds for placed ranks that are leaving, then end what is left. Idempotent."""
+        """Wait ``timeout`` seconds for placed ranks that are leaving, then end the rest. Idempotent."""
 
     def _release_room(self) -> None:
         """Give back to the engine the room that was asked of it, when no rank waits any more. Idempotent."""
@@ -126,7 +126,7 @@ class RoomStarter(ABC):
         self._signal_placed(rank, number)
 
     def close(self, timeout: float) -> None:
-        """Wait ``timeout`` seconds for ranks that are leaving, end what is left, withdraw ranks that wait. Idempotent."""
+        """Wait ``timeout`` seconds for ranks that are leaving, end the rest, withdraw ranks that wait. Idempotent."""
         self._close_placed(timeout)
         with self._changed:
             self._closing.set()

@@ -75,7 +75,7 @@ class SlurmLauncher:
         self._starter: SlurmStarter | None = None
 
     def options(self) -> Sequence[Option]:
-        """Options about what the job asks for, and what is started in it."""
+        """Options for the job's resources, and for the program started in it."""
         return (
             *(Option(name, text) for name, (_, text) in _OF_SBATCH.items()),
             Option(
@@ -149,7 +149,7 @@ def _submission(options: Mapping[str, object]) -> list[str]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of Slurm's commands, and by ``srun`` of agents: without what a job or a display has given this process."""
+    """Return the environment of Slurm's commands, and by ``srun`` of agents: without variables that a job or a display has given this process."""
     found = {
         name: value
         for name, value in exported(environ).items()
@@ -212,8 +212,8 @@ class SlurmStarter(RoomStarter):
     A thread submits the job and waits until it has its nodes; then it explains ends of ranks that only Slurm can explain.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
         submission: Arguments of ``sbatch``, but for the number of ranks.
         room: How many ranks the job has room for, if those that it begins with are fewer.
         slurm: Slurm's commands.
@@ -318,7 +318,7 @@ class SlurmStarter(RoomStarter):
             job.cancel()
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what the agents report. Ends that only Slurm can explain, such as of an agent, wait for the explanation."""
+        """Handle the agents' reports. Ends that only Slurm can explain, such as of an agent, wait for the explanation."""
         if (
             isinstance(event, Ended)
             and event.code is None
@@ -427,7 +427,7 @@ class SlurmStarter(RoomStarter):
         return replace(event, reason=reason)
 
     def _completed(self, job: str) -> JobState | None:
-        """The state of the job. If it is ending, wait until it has ended: only then Slurm says why. Raises ``StartError``."""
+        """Return the state of the job. If it is ending, wait until it has ended: only then Slurm reports why. Raises ``StartError``."""
         deadline = Deadline(ENDED_WITHIN)
         while True:
             state = self._slurm.job(job)
@@ -649,7 +649,7 @@ _KEEP = (
 
 
 class SlurmAllocation:
-    """A job that is cancelled on :meth:`cancel`, or when this process ends, in whatever way.
+    """Job that is cancelled on :meth:`cancel`, or when this process ends for any reason.
 
     A shell submits it, and cancels it when its input ends: it has a session of its own, and is not stopped by signals.
 

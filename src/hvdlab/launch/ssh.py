@@ -27,7 +27,7 @@ class SshLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        """Options about what is started on the hosts, and how."""
+        """Options for the program started on the hosts, and its start."""
         return (
             Option("python", "interpreter of the ranks on every host (default: the path of this one)"),
             Option("shell", "command that runs a command on a host (default: ssh)", OptionKind.WORDS),

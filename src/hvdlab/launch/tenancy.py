@@ -22,7 +22,7 @@ class Tenant:
 
     Attributes:
         pid, started: Its number, and when it started in clock ticks since the boot of its host.
-        host: What tells its host from others.
+        host: Key that distinguishes its host from others.
         place: Its working directory, which shows which notebook it is.
     """
 
@@ -38,7 +38,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A process wants to use the job. It has seen that the tenancy ``ended`` is over since its process has ended, if that is not 0."""
+    """Event: a process asks to use the job. It has seen that the tenancy ``ended`` is over since its process has ended, if that is not 0."""
 
     tenant: Tenant
     ended: int = 0

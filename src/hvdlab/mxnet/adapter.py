@@ -76,7 +76,7 @@ class MXNetAdapter:
         return output.as_in_context(like.context)
 
     def mark_written(self, tensor: NDArray) -> None:
-        """MXNet does not notice what is written in place: a backward pass that needs the old values is the user's error."""
+        """Do nothing, since MXNet does not notice writes in place: a backward pass that needs the old values is the user's error."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
         return False

@@ -49,7 +49,7 @@ class _StatesOfMXNet(kvstore.KVStore):
     _mxnets_updater: Any = None
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Write the states of the optimizer to a file: for one of MXNet's in MXNet's format, else in hvdlab's.
+        """Write the states of the optimizer to a file: for one of MXNet's in MXNet's format, otherwise in hvdlab's.
 
         Args:
             fname: Its path.
@@ -84,10 +84,10 @@ class _OneProcessStore(_StatesOfMXNet, mx.kvstore.KVStore):  # type: ignore[misc
         """There is no handle of MXNet's to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values by what is pushed; see :meth:`hvdlab.kvstore.KVStore.set_optimizer`.
+        """Update the stored values by pushed values; see :meth:`hvdlab.kvstore.KVStore.set_optimizer`.
 
         Args:
-            optimizer: An ``mx.optimizer.Optimizer``, or what hvdlab's stores take.
+            optimizer: An ``mx.optimizer.Optimizer``, or one that hvdlab's stores accept.
         """
         self._mxnets_updater = None
         if isinstance(optimizer, mx.optimizer.Optimizer):
@@ -103,10 +103,10 @@ class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # t
         """There is no handle of MXNet's to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values by what is pushed; see :func:`hvdlab.kvstore.create`.
+        """Update the stored values by pushed values; see :func:`hvdlab.kvstore.create`.
 
         Args:
-            optimizer: An ``mx.optimizer.Optimizer``, which is copied, or what hvdlab's stores take. Alike on all workers.
+            optimizer: An ``mx.optimizer.Optimizer``, which is copied, or one that hvdlab's stores accept. Alike on all workers.
         """
         mxnets_updater = None
         if isinstance(optimizer, mx.optimizer.Optimizer):
@@ -124,11 +124,11 @@ class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MX
         """There is no handle of MXNet's to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values on the servers by what is pushed; see :func:`hvdlab.kvstore.create`.
+        """Update the stored values on the servers by pushed values; see :func:`hvdlab.kvstore.create`.
 
         Args:
             optimizer: MXNet's SGD, NAG, Adam, AdaGrad, RMSProp or Test, of which hvdlab has the same formulas, with a scheduler of
-                MXNet's or none; or what hvdlab's stores take. Alike on all workers. Learning rate and multipliers are those of now; parameters' own are among
+                MXNet's or none; or an optimizer that hvdlab's stores accept. Alike on all workers. Learning rate and multipliers are those of now; parameters' own are among
                 them.
 
         Raises:

@@ -2,7 +2,7 @@
 
 Results are complete when a function returns. ``priority`` is accepted and changes nothing: calls wait, so none overtakes another.
 Collectives are not differentiated, as in Horovod. Each docstring is completed by
-:func:`hvdlab.bindings.docstrings.documented` with what all forms have in common.
+:func:`hvdlab.bindings.docstrings.documented` with the text that all forms share.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray | tuple[NDArray, NDArray]:
-    """Send each rank its own rows and concatenate what comes from all ranks.
+    """Send each rank its own rows and concatenate the rows from all ranks.
 
     Returns:
         The received rows; if ``splits`` was given also how many of them came from each rank, as int32.

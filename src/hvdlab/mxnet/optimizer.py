@@ -22,10 +22,10 @@ class GradientSums:
     """Sums gradients over the ranks of a process set.
 
     Args:
-        gradient_predivide_factor: ``f``: gradients are divided by it before the sum; what is done after it makes an average.
+        gradient_predivide_factor: ``f``: gradients are divided by it before the sum; the division after it makes an average.
         num_groups: How many groups the gradients of a call are executed in; 0 for none.
         process_set: The ranks that take part; a rank outside is alone.
-        compression: What is sent of each gradient.
+        compression: Compressor of the gradients that are sent.
 
     Raises:
         InvalidRequestError: ``gradient_predivide_factor`` is not positive, ``num_groups`` is negative, or the process set is not
@@ -186,7 +186,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # MXNet has n
         params: A ``ParameterDict``, a dict, or a list of parameters, which are sorted by name so that ranks agree.
         optimizer: Its name or an ``mx.optimizer.Optimizer``. A :class:`DistributedOptimizer` is unwrapped, with a warning.
         optimizer_params: Its arguments, if ``optimizer`` is a name.
-        compression: What is sent of each gradient.
+        compression: Compressor of the gradients that are sent.
         gradient_predivide_factor: Divides gradients before the sum, and multiplies them after it, against overflow.
         prefix: Goes before the names of gradients, which keeps several trainers of one program apart.
         num_groups: How many groups the gradients of a step are executed in; 0 for none.

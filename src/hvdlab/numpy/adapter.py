@@ -103,7 +103,7 @@ def _check_writable(value: Any, array: AnyArray) -> None:
 
 
 def as_array(value: Any) -> AnyArray:
-    """An array of what a user gave: its own memory if numpy can view that or if it is an array of a GPU, else a copy.
+    """Return an array of a user's value: its own memory if numpy can view it or it is an array of a GPU, otherwise a copy.
 
     Raises:
         UnsupportedError: It is a DLPack object that numpy can't take over.

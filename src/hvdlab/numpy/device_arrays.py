@@ -25,7 +25,7 @@ class DeviceArray:
     """An array of a GPU.
 
     Args:
-        owner: What the user gave, or a new array of the same package.
+        owner: The user's array, or a new one of the same package.
         described: Its ``__cuda_array_interface__``, or the same made of its DLPack capsule.
         capsule: The capsule, which keeps its memory.
 
@@ -163,7 +163,7 @@ def device_array(value: Any) -> DeviceArray | None:
 
 
 class _DLTensor(ctypes.Structure):
-    """The beginning of what a DLPack capsule holds."""
+    """Beginning of the structure in a DLPack capsule."""
 
     _fields_: ClassVar = [
         ("data", ctypes.c_void_p),

@@ -9,7 +9,7 @@ from hvdlab.ray.strategy import imported
 class RayHostDiscovery(HostDiscovery):
     """The nodes of the Ray cluster to which this process is connected, by address, each with the ranks that it has room for.
 
-    Slots are counted from what nodes have, not from what is free on them. ``hvdlab.run(fn, host_discovery_script=RayHostDiscovery(), min_np=2)``
+    Slots are counted from all resources of the nodes, not from the free ones. ``hvdlab.run(fn, host_discovery_script=RayHostDiscovery(), min_np=2)``
     starts ranks there by ssh.
 
     Args:
@@ -43,7 +43,7 @@ class RayHostDiscovery(HostDiscovery):
 
 
 def node_names() -> dict[str, str]:
-    """The ids of the nodes that live, by name: a node's address, and enough of its id to tell nodes of one address apart."""
+    """Return the ids of the nodes that live, by name: a node's address, and enough of its id to distinguish nodes of one address."""
     found = {}
     for node in imported().nodes():
         if node["Alive"]:

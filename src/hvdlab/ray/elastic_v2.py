@@ -54,10 +54,10 @@ class ElasticParams(BaseParams):
     Attributes:
         min_workers: With so many ranks a call begins and goes on.
         max_workers: How many there are at most; as many as there is room for if ``None``.
-        reset_limit: How many lost ranks of a call are started anew; 10 if ``None``.
+        reset_limit: How many lost ranks of a call are restarted; 10 if ``None``.
         cooldown_range: Seconds that a node that failed is put aside the first time, and at most.
         elastic_timeout: Seconds that a call waits for nodes while it has too few ranks.
-        override_discovery: Whether ranks run on the cluster's nodes; else on what ``settings.discovery`` finds.
+        override_discovery: Whether ranks run on the cluster's nodes; otherwise on hosts that ``settings.discovery`` finds.
 
     Raises:
         ValueError: No job has so many ranks.
@@ -92,7 +92,7 @@ class ElasticAdapter(Adapter):
 
     Args:
         settings: The executor's.
-        params: What workers are wanted.
+        params: The parameters of the requested workers.
     """
 
     def __init__(self, settings: Any, params: ElasticParams) -> None:

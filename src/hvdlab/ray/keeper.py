@@ -56,7 +56,7 @@ class RayKeeper:
         return sorted(found, key=lambda job: job.name)
 
     def begin(self, request: KeepRequest, timeout: float) -> RayHeldPool:
-        """Begin a pool without ranks. Raises what :meth:`hvdlab.launch.kept.JobKeeper.begin` does."""
+        """Begin a pool without ranks. Raises the same errors as :meth:`hvdlab.launch.kept.JobKeeper.begin`."""
         ray = connect()
         request = replace(request, name=free_name(request.name, {job.name for job in self.all()}))
         unused_for = float(str(request.options.get("unused_for", UNUSED_FOR)))
@@ -84,7 +84,7 @@ class RayKeeper:
         return RayHeldPool(actor, _answer(_call(actor.describe), _ANSWER_WITHIN), answer)
 
     def claim(self, name: str, tenant: Tenant) -> RayHeldPool:
-        """Use a pool. Raises what :meth:`hvdlab.launch.kept.JobKeeper.claim` does."""
+        """Use a pool. Raises the same errors as :meth:`hvdlab.launch.kept.JobKeeper.claim`."""
         ray = connect()
         try:
             actor = ray.get_actor(name, NAMESPACE)
@@ -108,11 +108,11 @@ class RayKeeper:
 class RayHeldPool:
     """A pool on the cluster that this process uses: a :class:`~hvdlab.launch.kept.HeldJob`.
 
-    A thread asks the pool's actor what has happened, which is also this process's sign of life.
+    A thread asks the pool's actor for events, which is also this process's sign of life.
 
     Args:
         actor: The pool's actor.
-        job: What it says of itself.
+        job: The actor's description of its job.
         entered: Its answer to the claim.
     """
 
@@ -130,7 +130,7 @@ class RayHeldPool:
         return HeldStarter(self._actor, self._number)
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Report what happens to ranks, and once that the pool is lost."""
+        """Report the ranks' events, and once that the pool is lost."""
         self._thread = threading.Thread(
             target=self._run, args=(ranks, lost), name="hvdlab-kept-ray", daemon=True
         )
@@ -222,13 +222,13 @@ class HeldStarter:
         return None
 
     def close(self, timeout: float) -> None:
-        """Wait so long for ranks that got the order to leave, then end what is left. Idempotent."""
+        """Wait so long for ranks that got the order to leave, then end the rest. Idempotent."""
         with contextlib.suppress(StartError):
             _answer(_call(self._actor.end_ranks, self._number, timeout), timeout + _MORE)
 
 
 def _has_ended(tenant: Tenant, here: str) -> bool:
-    """Whether it was a process of this host, which ``here`` tells from others, and has ended."""
+    """Return whether it was a process of this host, which ``here`` distinguishes from others, and has ended."""
     if tenant.host != here:
         return False
     process = open_process(tenant.pid, tenant.started)

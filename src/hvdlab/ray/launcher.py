@@ -6,7 +6,7 @@
        └─ pipes ── threads ── calls of an actor ──▶ NodeActor ── pipes ──▶ agent ── forks ──▶ ranks of the node
 
 A rank needs a main thread, signals and standard streams of its own, which a Ray worker uses itself: so ranks are processes of the agent
-that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When its actor ends, in whatever way, the agent's input ends, and the
+that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When its actor ends for any reason, the agent's input ends, and the
 agent ends the ranks. The room of a rank is given back when the rank has ended.
 """
 
@@ -203,7 +203,7 @@ class NodeTransport:
     """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by actors on nodes.
 
     Args:
-        surroundings: What ranks get of the process that asks for them.
+        surroundings: The ranks' surroundings: parts of the process that asks for them.
     """
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -233,7 +233,7 @@ class NodeTransport:
 class NodeConnection:
     """The connection to the agent on a node; see :class:`~hvdlab.launch.host_agent.connection.AgentConnection`.
 
-    Two threads pass on what is written to and read from the pipes: calls of Ray block.
+    Two threads pass on all bytes written to and read from the pipes: calls of Ray block.
 
     Args:
         node: Id of the node.
@@ -324,9 +324,9 @@ class RayStarter(RoomStarter):
     A thread for all ranks that are ordered together waits for their room. Then the agents of their nodes start them.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
-        surroundings: What ranks get of the process that asks for them.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
+        surroundings: The ranks' surroundings: parts of the process that asks for them.
     """
 
     def __init__(self, request: StartRequest, ranks: RankObserver, surroundings: Surroundings) -> None:
@@ -372,7 +372,7 @@ class RayStarter(RoomStarter):
         return None
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what the agents report. The room of a rank that has ended is given back first."""
+        """Handle the agents' reports. The room of a rank that has ended is given back first."""
         if isinstance(event, Ended):
             with self._changed:
                 room = self._rooms.pop(event.rank, None)

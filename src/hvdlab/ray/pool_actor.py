@@ -5,8 +5,8 @@
     notebook ── orders; events by long polls ──▶ PoolActor (detached) ── owns ──▶ actors ── agents ──▶ ranks
         └────────────── TLS ──────────────▶ coordinator (its child) ◀── TLS ─────────────────────────────┘
 
-It is on the cluster's head node and takes no CPU there. It owns the ranks' actors, so that Ray ends them with it in whatever way it
-ends; the coordinator is its child, and ends with it as well. So nothing of the pool has to be looked for on the cluster.
+It is on the cluster's head node and reserves no CPU there. It owns the ranks' actors, so that Ray ends them with it however it
+ends; the coordinator is its child, and ends with it as well. So no part of the pool has to be searched for on the cluster.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class PoolActor:
     """A kept pool. Its methods are called by notebooks through Ray, on threads.
 
     Args:
-        request: What for.
-        surroundings: What ranks get of the notebook that began it.
+        request: The job's launch request.
+        surroundings: The ranks' surroundings: parts of the notebook that began it.
         unused_for: Seconds without a notebook after which it ends.
     """
 
@@ -238,7 +238,7 @@ class PoolActor:
     # -- its own threads ------------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> Effect | None:
-        """Feed an event to the tenancy, and carry out what follows. Returns the answer to a claim. The lock is held."""
+        """Feed an event to the tenancy, and carry out its effects. Returns the answer to a claim. The lock is held."""
         answer: Effect | None = None
         for effect in self._tenancy.handle(event, time.monotonic()):
             match effect:
@@ -303,7 +303,7 @@ class PoolActor:
         threading.Thread(target=self._say_vacant, args=(ranks,), name="hvdlab-vacant", daemon=True).start()
 
     def _say_vacant(self, ranks: Sequence[int]) -> None:
-        """Tell ranks that no notebook takes what they write: they must not wait for one."""
+        """Report to ranks that no notebook reads their output: they must not wait for one."""
         topic, body = self._request.vacant
         with contextlib.suppress(CoordinatorLostError, StartError, TimeoutError):
             client = Client.connect(self._coordinator.address, self._coordinator.client_token)

@@ -28,7 +28,7 @@ def create_placement_group(
     """Reserve room on the cluster.
 
     Args:
-        resources_per_bundle: What each bundle takes, such as ``{"CPU": 1}``.
+        resources_per_bundle: The resources of each bundle, such as ``{"CPU": 1}``.
         num_bundles: Number of bundles.
         pg_timeout: Seconds within which there must be room.
         pg_strategy: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``.
@@ -37,7 +37,7 @@ def create_placement_group(
         The placement group and its bundles.
 
     Raises:
-        TimeoutError: There is no room; the text says what was asked for and what is free. Nothing stays reserved.
+        TimeoutError: There is no room; the message has the request and the free resources. Nothing stays reserved.
     """
     ray = imported()
     bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
@@ -153,10 +153,10 @@ class ColocatedStrategy(BaseStrategy):
     """The same number of workers on each of several nodes.
 
     Args:
-        settings: Says how long to wait for room.
+        settings: Has the limit of the wait for room.
         num_hosts: Number of nodes.
         num_workers_per_host: Workers on each.
-        use_gpu, cpus_per_worker, gpus_per_worker: What a worker takes.
+        use_gpu, cpus_per_worker, gpus_per_worker: The resources of a worker.
     """
 
     def __init__(
@@ -191,9 +191,9 @@ class PGStrategy(BaseStrategy):
     In a group that is made here, workers of a node have consecutive ranks. In a group that was there before, each worker takes any bundle.
 
     Args:
-        settings: Says how long to wait for room.
+        settings: Has the limit of the wait for room.
         num_workers: Number of workers.
-        use_gpu, cpus_per_worker, gpus_per_worker: What a worker takes.
+        use_gpu, cpus_per_worker, gpus_per_worker: The resources of a worker.
         placement_group: One to use; by default the one that the caller runs in, if any.
         force_create_placement_group: Reserve room of its own nevertheless.
     """

@@ -32,12 +32,12 @@ class WorkerInfo:
 
     Attributes:
         node: Its Ray node's id.
-        host: What it shares memory with; see :func:`hvdlab.collectives.system.host_key`.
+        host: Key of the host with which it shares memory; see :func:`hvdlab.collectives.system.host_key`.
         user: Its user id.
         pid: Its process id.
         address: An address of its node that the others reach.
         port: A TCP port of that address that is free now.
-        gpus: What Ray gave to it.
+        gpus: The GPUs that Ray gave to it.
     """
 
     node: str
@@ -56,7 +56,7 @@ class WorkerReply:
     Attributes:
         outcome: A pickled ``FunctionReturned`` or ``FunctionRaised``.
         error: One line, empty if it returned.
-        culprits: Ranks whose failure caused what it raised, if any.
+        culprits: Ranks whose failure caused its exception, if any.
     """
 
     outcome: bytes
@@ -75,7 +75,7 @@ class BaseHorovodWorker:
         world_size: Number of ranks.
 
     Attributes:
-        executable: What ``executable_cls`` made, or ``None``.
+        executable: The object that ``executable_cls`` made, or ``None``.
     """
 
     executable: Any = None
@@ -90,7 +90,7 @@ class BaseHorovodWorker:
         self._interrupts, self._interrupts_before = 0, 0
 
     def __repr__(self) -> str:
-        """In front of what it prints, where Ray shows that."""
+        """Return the text that Ray shows in front of its output."""
         return f"rank {self.world_rank}"
 
     def hostname(self) -> str:
@@ -110,7 +110,7 @@ class BaseHorovodWorker:
         return list(ray.get_gpu_ids())
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Set variables of this process, to what ``str`` makes of the values."""
+        """Set variables of this process, to the values as ``str`` writes them."""
         os.environ.update({str(name): str(value) for name, value in env_vars.items()})
 
     def env_vars(self) -> dict[str, str]:
@@ -128,7 +128,7 @@ class BaseHorovodWorker:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
-        """Call ``func(executable)`` and return what it returned."""
+        """Call ``func(executable)`` and return its result."""
         return func(self.executable)
 
     # -- what an executor calls ---------------------------------------------------------------------------------------
@@ -175,8 +175,8 @@ class BaseHorovodWorker:
 
         Args:
             call: The pickled call.
-            what: What its function is.
-            cell: What the coordinator knows the call by.
+            what: Kind of its function.
+            cell: The call's name for the coordinator.
             interrupts: How many interrupts the driver had sent to this rank before.
         """
         try:
@@ -193,7 +193,7 @@ class BaseHorovodWorker:
             return WorkerReply(bytes(cloudpickle.dumps(raised(error))), said.error, said.culprits)
 
     def perform_remotely(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Any:
-        """The same for callers that get Ray's references: it returns and raises what the function does."""
+        """Run a call for callers that get Ray's references: return the function's result, and raise its exception."""
         return self._perform(call, what, cell, interrupts)
 
     def _perform(self, call: bytes, what: Kind, cell: str, interrupts: int) -> Any:

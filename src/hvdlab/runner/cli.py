@@ -1,6 +1,6 @@
 """The command line ``hvdlab``: which command is called, and ``hvdlab run`` from its arguments to a job.
 
-``hvdlab run --check-build`` reports what this installation can do here, found out by trying. With ``hvdlab run --mpi`` this
+``hvdlab run --check-build`` reports the abilities of this installation here, found by trials. With ``hvdlab run --mpi`` this
 process becomes mpiexec, which starts the ranks; they find each other through MPI.
 """
 
@@ -217,7 +217,7 @@ def _planes() -> Iterator[Line]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """A parser whose values are ``None`` for what was not given."""
+    """Return a parser whose values are ``None`` for options that were not given."""
     found = argparse.ArgumentParser(
         "hvdlab run",
         usage=USAGE,

@@ -94,7 +94,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The operator wants the job to end: the launcher got SIGINT, SIGTERM or SIGHUP."""
+    """The operator asks for the job's end: the launcher got SIGINT, SIGTERM or SIGHUP."""
 
     signal: int
 
@@ -121,7 +121,7 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class RanksWaiting:
-    """No rank can be started yet, and no time limit runs: ``text`` says what the launcher waits for.
+    """No rank can be started yet, and no time limit runs: ``text`` names the launcher's reason to wait.
 
     An empty ``text`` ends that: ``start_timeout`` runs from then on.
     """
@@ -198,7 +198,7 @@ class ReportRankLost:
 
 @dataclass(frozen=True, slots=True)
 class RestartRank:
-    """Start a rank anew under its old number."""
+    """Restart a rank under its old number."""
 
     rank: int
 

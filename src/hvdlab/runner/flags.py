@@ -38,13 +38,13 @@ class Flag:
         group: Heading that it stands under.
         names: Its spellings on the command line; texts use the last one.
         dest: Name of its value.
-        kind: What it takes.
-        meaning: What it does.
+        kind: Kind of its value.
+        meaning: Its effect.
         off: For a switch: the flags that turn it off.
         variable: The variable that it sets for the ranks and the coordinator, or that stands in for it.
         config: Its place in a configuration file, ``section.key``.
-        scale: What a number is multiplied by for the variable.
-        inverted: The variable says the opposite of the switch.
+        scale: Factor of a number for the variable.
+        inverted: Whether the variable is the opposite of the switch.
         idle: Why it has no effect, or empty.
     """
 

@@ -42,7 +42,7 @@ class FunctionRaised:
 
 
 class UnpicklableResultError(RuntimeError):
-    """What a rank's function returned can't be sent to the caller."""
+    """The result of a rank's function can't be sent to the caller."""
 
 
 def pickled_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -54,10 +54,10 @@ class JobRun:
     """One run of a job. Call :meth:`run` once.
 
     Args:
-        job: What to run.
-        sink: Takes the ranks' output.
-        say: Takes the launcher's own lines.
-        verbose: Say also where the coordinator listens and where ranks are started.
+        job: The job to run.
+        sink: Receiver of the ranks' output.
+        say: Prints the launcher's own lines.
+        verbose: Whether to print also where the coordinator listens and where ranks are started.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class JobRun:
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what the starter reports; on its threads."""
+        """Post the starter's reports; on its threads."""
         if isinstance(event, Waiting):
             self._news.post(e.RanksWaiting(event.text))
             return
@@ -254,7 +254,7 @@ class JobRun:
         self._handle_hosts()
 
     def _enter(self, event: HostEvent) -> None:
-        """Have the table of hosts take an event; the supervisor does not learn yet what that changes."""
+        """Pass an event to the table of hosts; the supervisor does not learn its effects yet."""
         if self._table is None:
             return
         for effect in self._table.handle(event, time.monotonic()):
@@ -274,8 +274,8 @@ class JobRun:
     def _handle_hosts(self) -> None:
         """Let the supervisor know which hosts there are now.
 
-        Hosts that its effects put aside change that, too, but only once all effects are carried out: what the supervisor wants in
-        answer would else overtake those that are left, and an older Expect would undo a newer one.
+        Hosts that its effects put aside change that, too, but only once all effects are carried out: the supervisor's effects in
+        answer would otherwise overtake those that are left, and an older Expect would undo a newer one.
         """
         while (changed := self._changed) is not None:
             self._changed = None
@@ -342,7 +342,7 @@ class CoordinatorSupervisor:
     Args:
         coordinator: Its process, started with ``keep``.
         client: The launcher's connection to it.
-        say: Takes a line when another coordinator has taken over, or the old one was connected to again.
+        say: Prints a line when another coordinator has taken over, or the old one was connected to again.
         lost: Called with the reason if neither was possible.
     """
 
@@ -429,7 +429,7 @@ class OutputReceived:
 
 @dataclass(frozen=True, slots=True)
 class ResultReceived:
-    """The next piece of what a rank's function returned."""
+    """Post the next piece of a rank's result."""
 
     rank: int
     data: bytes
@@ -466,13 +466,13 @@ class EventQueue:
         self._arrived: set[tuple[int, int]] = set()
 
     def post(self, event: QueuedEvent) -> None:
-        """Queue an event, from another thread or a signal handler. The loop may never take what comes after :meth:`stop`."""
+        """Queue an event, from another thread or a signal handler. The loop can ignore events after :meth:`stop`."""
         self._queue.append(event)
         with contextlib.suppress(BlockingIOError):  # the pipe is full, which wakes the loop as well
             os.write(self._writer, b"\0")
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Post what a rank wrote. Waits while ``MOST_HELD`` bytes are queued, so that a slow reader holds the rank up."""
+        """Post a rank's output. Waits while ``MOST_HELD`` bytes are queued, so that a slow reader holds the rank up."""
         with self._room:
             self._room.wait_for(lambda: self._held < MOST_HELD or self._closed)
             self._held += len(data)
@@ -483,7 +483,7 @@ class EventQueue:
         self.post(ResultReceived(rank, data))
 
     def take(self) -> Iterator[QueuedEvent]:
-        """Yield what has arrived, in the order in which it was posted."""
+        """Yield the events that have arrived, in the order in which it was posted."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._queue:
@@ -506,7 +506,7 @@ class EventQueue:
         os.close(self._writer)
 
     def watch(self, client: Client) -> None:
-        """Post what the coordinator knows of the ranks."""
+        """Post the coordinator's reports on the ranks."""
         client.on_membership(self._on_membership)
         client.on_mail(TOPIC, self._on_uncaught)
         client.on_returned(self._on_returned)
@@ -575,5 +575,5 @@ class EventQueue:
 
 
 def _tells(reason: str) -> bool:
-    """Whether a death's reason says more than that the process has ended: on ends, the host's agent knows more."""
+    """Return whether a death's reason adds to the fact that the process has ended: on ends, the host's agent knows more."""
     return reason.startswith("no sign of life")

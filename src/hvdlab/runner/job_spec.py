@@ -27,20 +27,20 @@ class JobSpec:
         command: Program and arguments; for a ``function`` the interpreter.
         size: Number of ranks.
         hosts: Where they run, in this order.
-        named: Whether the operator named them; else they are this host.
+        named: Whether the operator named them; otherwise they are this host.
         function: A pickled call, or empty.
         environment: Variables for all ranks, beside the launcher's own.
         plane: Data plane.
         interfaces: Network interfaces to use between hosts; empty for a choice.
         ssh: Command that runs a command on another host: its name and a command line are appended.
-        launcher: Name of what starts the ranks, or that itself.
+        launcher: Name of the launcher, or a launcher itself.
         launcher_options: Its own options, as texts.
         stdin: Whether rank 0 reads the launcher's standard input.
         preload: Modules that each host imports once, before it forks ranks; empty to execute the command for each rank.
         slots: Where each rank runs; empty with a ``source``.
         source: Where hosts come from while the job runs, or ``None`` if they are fixed. With a source ``hosts`` is empty,
             and the job waits for ``size`` slots before it starts ranks.
-        source_name: What messages call the source.
+        source_name: Name of the source in messages.
         max_ranks: Ranks that the job has at most; with a ``source`` only.
         cooldown: Seconds that a host that failed is put aside the first time, and at most; likewise.
         elastic_timeout: Seconds that the job waits for hosts while it has fewer ranks than it needs; likewise.
@@ -193,10 +193,10 @@ def variables(job: JobSpec) -> dict[str, str]:
 
 
 def patience(environment: Mapping[str, str], otherwise: float) -> float:
-    """Seconds that ranks with these variables wait for each other in ``hvd.init()``; ``otherwise`` if none says so.
+    """Seconds that ranks with these variables wait for each other in ``hvd.init()``; ``otherwise`` if none sets a limit.
 
     Raises:
-        InvalidRequestError: The variable does not hold what it should.
+        InvalidRequestError: The variable has a wrong value.
     """
     found = for_reader(Reader.RANK, environment).get("start_timeout")
     return found if isinstance(found, float) else otherwise

@@ -36,12 +36,12 @@ class RunOptions:
     """Options of a run, by the ``dest`` of flags.
 
     Args:
-        given: What was said on the command line (or to ``hvdlab.run``).
-        config: What a configuration file says.
+        given: Values of the command line (or of ``hvdlab.run``).
+        config: Values of a configuration file.
         environ: The environment.
 
     Raises:
-        InvalidRequestError: A variable does not hold what it should.
+        InvalidRequestError: A variable has a wrong value.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RunOptions:
         """The value of a flag; ``None`` if neither command line nor file nor environment gives one.
 
         Raises:
-            InvalidRequestError: The flag's variable does not hold what it should.
+            InvalidRequestError: The flag's variable has a wrong value.
         """
         if dest in self.said:
             return self.said[dest]
@@ -99,11 +99,11 @@ class RunOptions:
         return tuple(parse_hosts(hosts)) if hosts else ()
 
     def job(self, command: Sequence[str], function: bytes = b"", *, stdin: bool = False) -> JobSpec:
-        """The job that the operator wants.
+        """Return the job that the operator asks for.
 
         Raises:
             InvalidRequestError: Something does not fit together.
-            UnsupportedError: The operator wants something that does not exist here.
+            UnsupportedError: The operator asks for an ability that does not exist here.
         """
         self._refuse()
         hosts = self.hosts()
@@ -222,7 +222,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The values of a file by dest.
 
     Raises:
-        InvalidRequestError: The file can't be read, or says something that there is not.
+        InvalidRequestError: The file can't be read, or has an unknown name or value.
         UnsupportedError: PyYAML is not installed.
     """
     try:

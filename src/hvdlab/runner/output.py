@@ -55,7 +55,7 @@ class Writer:
                 self._stream.write(line.decode("utf-8", "backslashreplace"))
 
     def flush(self) -> None:
-        """Flush the stream, so that what was written is seen."""
+        """Flush the stream, so that its lines are seen."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._stream.flush()
 
@@ -117,7 +117,7 @@ class ConsoleSink:
                 writer.flush()
 
     def close(self) -> None:
-        """Do nothing: :meth:`ended` has passed on what was held."""
+        """Do nothing: :meth:`ended` has passed on the held output."""
 
     def _assembler(self, rank: int, stream: int) -> LineAssembler:
         writer = self._writers[stream]
@@ -162,7 +162,7 @@ class FileSink:
             view = view[self._files[rank, stream].write(view) :]
 
     def ended(self, rank: int) -> None:
-        """A rank may be started anew, so its files stay open."""
+        """Do nothing: a rank can be restarted, so its files stay open."""
 
     def close(self) -> None:
         """Close the files."""
@@ -214,13 +214,13 @@ class LineAssembler:
         self._held = rest
 
     def finish(self) -> None:
-        """The stream has ended: what is left is a line, too."""
+        """End the stream: the remaining text is a line, too."""
         rest, self._held = _visible(self._held.rstrip(b"\r")), b""
         if rest:
             self._emit(rest, False)
 
     def _passing(self, rest: bytes) -> bytes:
-        """Drop what was overwritten; show the present state from time to time."""
+        """Drop overwritten text; show the present state from time to time."""
         # A carriage return at the end may be the first half of a line's end, so it stays.
         state = _visible(rest.rstrip(b"\r"))
         now = self._clock()
@@ -250,7 +250,7 @@ def failure_lines(failure: FailureReport, tails: Mapping[int, OutputTail], host:
     """The report: which rank failed first, how, its last lines on stderr, and which ranks failed because of it.
 
     Args:
-        failure: What the supervisor found.
+        failure: The supervisor's account of the failure.
         tails: The end of each rank's stderr, by rank.
         host: Name of the host of the rank that failed; empty if it is not worth naming.
     """

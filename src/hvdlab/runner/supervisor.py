@@ -1,4 +1,4 @@
-"""Which rank failed first, when the others are ended, and what the exit code is: the launcher's decisions, without I/O.
+"""Which rank failed first, when the others are ended, and the job's exit code: the launcher's decisions, without I/O.
 
 ::
 
@@ -6,7 +6,7 @@
        └────── Ctrl-C, SIGTERM, a host is lost, a timeout ────────────▶ ENDING
 
 A rank often fails only because another one did: its collective is aborted. Its report names that other rank, so the
-launcher waits a moment for the culprit's end before it says which rank was first.
+launcher waits a moment for the culprit's end before it reports which rank was first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Policy:
         grace: Time between SIGTERM and SIGKILL, and until a rank gets the former that was let go and has not joined.
         interrupt_grace: Time between SIGINT and SIGKILL.
         min_ranks: With how many ranks an elastic job goes on; ``None`` for a job that is not elastic.
-        reset_limit: How many ranks are started anew in all.
+        reset_limit: How many ranks are restarted in all.
         growth: How ranks are given to hosts that come and go; ``None`` for a job whose hosts are fixed. With a growth
             ``hosts`` is empty, and ``min_ranks`` is given.
     """
@@ -136,7 +136,7 @@ class _Ending:
 
 
 class Supervisor:
-    """Feed it with :meth:`handle`; do what it returns; call again with ``Tick`` at :attr:`deadline`."""
+    """State machine of a job. Feed it with :meth:`handle`; carry out the effects that it returns; call again with ``Tick`` at :attr:`deadline`."""
 
     def __init__(self, policy: Policy, now: float) -> None:
         self.policy = policy
@@ -345,7 +345,7 @@ class Supervisor:
         return len(ranks) > 1 and all(self._raised.get(r) == report.error for r in ranks)
 
     def _replace(self, rank: int, outcome: ExitStatus, now: float) -> bool:
-        """Start a lost rank of an elastic job anew, or go on without it. Returns whether the job goes on."""
+        """Restart a lost rank of an elastic job, or go on without it. Returns whether the job goes on."""
         assert self.policy.min_ranks is not None
         done = self._is_over
         known = self.ranks[rank].joined or self.ranks[rank].restarted
@@ -424,13 +424,13 @@ class Supervisor:
             self._exited(rank, ExitStatus(1, text=text), now)
 
     def _put_aside(self, host: str, reason: str, *, hangs: bool = False) -> None:
-        """Use a host no more until the table of hosts says so."""
+        """Use a host no more until the table of hosts allows it."""
         usable = {name: slots for name, slots in self._hosts.usable.items() if name != host}
         self._hosts = e.Hosts(usable, self._hosts.aside | {host})
         self._effects.append(e.HostUnusable(host, reason, hangs))
 
     def _runs_on(self, host: str) -> bool:
-        """Whether a process of a rank is known to run on a host: else there is none that a signal could reach."""
+        """Return whether a process of a rank is known to run on a host: otherwise a signal could reach none."""
         return any(self.ranks[rank].pid and self.ranks[rank].host == host for rank in self.living)
 
     @property
@@ -439,7 +439,7 @@ class Supervisor:
         return any(map(self._has_finished, self.ranks))
 
     def _go_on(self, rank: int, outcome: ExitStatus, now: float) -> bool:
-        """Do without a rank that was lost, and start it anew where there is room. Returns whether the job goes on."""
+        """Go on without a lost rank, and restart it where a host has room. Returns whether the job goes on."""
         state = self.ranks[rank]
         spent = self._is_over or self._resets >= self.policy.reset_limit
         if spent:
@@ -569,7 +569,7 @@ class Supervisor:
             self._give_up(late, f"{self._named(late)} did not come to hvd.init() {within}", now)
 
     def _end_released(self, now: float) -> None:
-        """End ranks that were let go and have not joined by then, so that the coordinator could not tell them; kill what does not end."""
+        """End ranks that were let go and have not joined by then, so that the coordinator could not reach them; kill those that do not end."""
         due = [
             rank
             for rank in self.living
@@ -586,7 +586,7 @@ class Supervisor:
         self._effects += [e.SendSignal(tuple(ranks), number) for number, ranks in signals.items()]
 
     def _is_late(self, rank: int) -> bool:
-        """Whether a rank was started anew and has not taken part yet, or was cut off and has not taken part since.
+        """Return whether a rank was restarted and has not joined yet, or was cut off and has not joined since.
 
         One that has joined has not taken part, either, if all others had left by then: the program ends on them, and it
         would wait for them, or begin from the start, alone.

@@ -4,8 +4,8 @@
 
     launcher ── a job of one task ──▶ Spark ──▶ task ── spawns ──▶ rank ── hvdlab's own channel ──▶ coordinator
 
-Tasks of one job share its fate: Spark starts all of them or none, and all anew when one is lost. So ranks that come and go
-by themselves are jobs by themselves. What ends a rank's job, such as the loss of its executor, ends no other.
+Tasks of one job share its fate: Spark starts all of them or none, and all again when one is lost. So ranks that come and go
+by themselves are jobs by themselves. A cause that ends a rank's job, such as the loss of its executor, ends no other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SparkLauncher:
     """Starts ranks in tasks of the SparkContext of this process.
 
     Args:
-        captured: Whether what ranks write is brought to the driver, when they have ended; else it goes to the executors' logs.
+        captured: Whether the ranks' output is brought to the driver, when they have ended; otherwise it goes to the executors' logs.
         most: How many ranks there are at most.
     """
 
@@ -91,7 +91,7 @@ class SparkLauncher:
         return not is_local(active_context())
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> SparkStarter:
-        """What starts the ranks of a job. Raises ``StartError`` without a SparkContext."""
+        """Return the starter of a job's ranks. Raises ``StartError`` without a SparkContext."""
         self._starter = SparkStarter(request, ranks, active_context(), captured=self._captured)
         return self._starter
 
@@ -151,10 +151,10 @@ class SparkStarter(RoomStarter):
     Spark itself queues the job of a rank until a slot is free, so that no rank waits here.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
         context: The SparkContext.
-        captured: Whether what ranks write is brought here.
+        captured: Whether the ranks' output is brought here.
     """
 
     def __init__(

@@ -55,16 +55,16 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[T]:
-    """Call ``fn(*args, **kwargs)`` on ranks in Spark's tasks and return what it returned, by rank.
+    """Call ``fn(*args, **kwargs)`` on ranks in Spark's tasks and return its results, by rank.
 
     The tasks are one barrier stage: all run at the same time. Each starts its rank as a separate process. Tasks of a host
     get consecutive ranks; the host of task 0 comes first.
 
     Args:
         fn: Called on each rank; joins the others by ``hvd.init()``. It may come from a notebook or a closure.
-        args, kwargs: Its arguments; they and what it returns must be picklable.
+        args, kwargs: Its arguments; they and its result must be picklable.
         num_proc: Number of ranks; by default ``spark.default.parallelism``.
-        start_timeout: Seconds within which all tasks must run; by default ``HOROVOD_SPARK_START_TIMEOUT``, else 600.
+        start_timeout: Seconds within which all tasks must run; by default ``HOROVOD_SPARK_START_TIMEOUT``, or 600.
         use_gloo: Horovod's; it changes nothing.
         use_mpi: True is refused: Spark's tasks are not started by MPI.
         extra_mpi_args: Refused as well.
@@ -72,7 +72,7 @@ def run(
         stdout, stderr: Streams on the driver that get the ranks' output, with ranks in front, when the ranks have ended: the
             last 4 MiB of each. Without either, output goes line by line to the executors' logs, which with ``local[n]`` is
             this process's standard error.
-        verbose: 2 also says where the coordinator is and when tasks run.
+        verbose: 2 also prints where the coordinator is and when tasks run.
         nics: Network interfaces of the driver, of which one must be reached by the executors.
         prefix_output_with_timestamp: Put the time at which output is written in front of each line.
         executable: Python interpreter of the ranks; by default the executors'.
@@ -80,9 +80,9 @@ def run(
     Raises:
         StartError: pyspark is missing, no SparkContext is active, its executors are allocated dynamically, or Spark did not start all
             tasks in time, or has too few slots for them.
-        RankFailedError: A rank failed; also an instance of what its function raised, with the rank and its traceback.
+        RankFailedError: A rank failed; also an instance of the class of its function's exception, with the rank and its traceback.
         InvalidRequestError: The arguments make no sense, or the function can't be pickled.
-        RuntimeError: Spark's job failed, such as with an executor that was lost. A note of the error has what Spark says.
+        RuntimeError: Spark's job failed, such as with an executor that was lost. A note of the error has Spark's message.
         KeyboardInterrupt: The call was interrupted; the job was cancelled.
     """
     if use_mpi or extra_mpi_args:
@@ -156,7 +156,7 @@ class SparkJob:
         timeout: The seconds that were given, for messages.
 
     Attributes:
-        ends: What the tasks returned, by rank.
+        ends: The tasks' results, by rank.
     """
 
     def __init__(self, context: Any, size: int, deadline: float, timeout: float) -> None:
@@ -171,14 +171,14 @@ class SparkJob:
         self._failed: dict[int, str] = {}
 
     def on_membership(self, membership: Membership) -> None:
-        """Note which ranks have failed, as the coordinator says. On its client's thread."""
+        """Record which ranks have failed, as the coordinator reports. On its client's thread."""
         for death in membership.deaths:
             self._failed.setdefault(death.rank, death.reason)
         if self._failed:
             self._news.set()
 
     def run(self, task: RankTask, say: Callable[[str], None]) -> None:
-        """Run the job and keep what the tasks returned. Cancels the job in whatever way this method ends."""
+        """Run the job and keep the tasks' results. Cancels the job however this method ends."""
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
         thread = InheritableThread(target=self._submit, args=(task,), name=self._group)
@@ -255,7 +255,7 @@ class SparkJob:
 
 
 def _blamed(end: RankEnd) -> tuple[int, ...]:
-    """Return the ranks that caused what a rank's function raised."""
+    """Return the ranks that caused the exception of a rank's function."""
     # Safe to unpickle: our own ranks sent it through Spark, which runs the same user's code.
     found = pickle.loads(end.result) if end.result else None  # noqa: S301
     return found.culprits if isinstance(found, FunctionRaised) else ()

@@ -110,7 +110,7 @@ def _has_gpu() -> bool:
 
 
 def as_tensor(value: Any, kind: OpKind) -> Any:
-    """Make a tensor of what a user gave to a collective: a tensor, a variable, or anything that TensorFlow can convert.
+    """Make a tensor of a user's argument to a collective: a tensor, a variable, or any value that TensorFlow can convert.
 
     Raises:
         InvalidRequestError: TensorFlow can't convert ``value``; ``kind`` is for its text.

@@ -30,7 +30,7 @@ def broadcast_variables(
         inplace: Has no effect: the variables are assigned to in either case.
 
     Returns:
-        In a graph of TensorFlow 1 an operation, which must be run; else ``None``.
+        In a graph of TensorFlow 1 an operation, which must be run; otherwise ``None``.
 
     Raises:
         InvalidRequestError: An argument is wrong, or this rank is not in the process set. Nothing was sent.
@@ -62,7 +62,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 def make_optimizer_variables(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Have an optimizer of Keras make its variables for these trainable ones now, if it has not: else its first step would."""
+    """Have an optimizer of Keras make its variables for these trainable ones now, if it has not: otherwise its first step would."""
     make = getattr(optimizer, "build", None) or getattr(optimizer, "_create_all_weights", None)
     given = list(variables)
     if make is not None and given and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
@@ -106,7 +106,7 @@ class BroadcastGlobalVariablesHook(_v1.train.SessionRunHook):  # type: ignore[mi
         self.device = device
 
     def begin(self) -> None:
-        """Make the broadcast's operation, anew for each graph."""
+        """Make the broadcast's operation, once for each graph."""
         if self.bcast_op is None or self.bcast_op.graph is not _v1.get_default_graph():
             with tf.device(self.device or None):
                 self.bcast_op = broadcast_global_variables(self.root_rank)

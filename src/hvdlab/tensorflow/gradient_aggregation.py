@@ -159,7 +159,7 @@ class LocalGradientAggregationHelper:
             args, kwargs: Not used; Horovod has them.
 
         Returns:
-            Whether gradients were applied, as a bool tensor; with one pass per step what the closure returns.
+            Whether gradients were applied, as a bool tensor; with one pass per step the closure's result.
         """
         if self.backward_passes_per_step == 1:
             return apply_grads_closure()

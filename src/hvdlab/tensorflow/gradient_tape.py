@@ -324,7 +324,7 @@ def DistributedGradientTape(
         gradtape: A ``tf.GradientTape``, before or after it has recorded.
         device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
         device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
-        compression: Applied to what is sent, and undone on what is received.
+        compression: Applied to tensors that are sent, and undone on received ones.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``.
         gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
@@ -390,7 +390,7 @@ def PartialDistributedGradientTape(
             must be built.
 
     Raises:
-        InvalidRequestError: As by :func:`DistributedGradientTape`, or ``local_layers`` has something else than layers.
+        InvalidRequestError: As by :func:`DistributedGradientTape`, or ``local_layers`` has other objects than layers.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -414,7 +414,7 @@ def local_variables(layers: Any) -> list[Any]:
     """The trainable weights of a layer or of several; an empty list for ``None``.
 
     Raises:
-        InvalidRequestError: ``layers`` has something else than layers.
+        InvalidRequestError: ``layers`` has other objects than layers.
     """
     if layers is None:
         return []

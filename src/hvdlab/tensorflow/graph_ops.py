@@ -418,8 +418,8 @@ def grouped_numpy_function(
         gradients_of: Computes the gradients of ``tensors`` from those of the outputs.
 
     Returns:
-        The outputs; for an alltoall the number of rows received from each member, else ``None``; for an allgather the places of
-        this rank's rows, else ``None``.
+        The outputs; for an alltoall the number of rows received from each member, otherwise ``None``; for an allgather the places of
+        this rank's rows, otherwise ``None``.
     """
     kind, count = call.operation.kind, len(tensors)
     extra = {OpKind.ALLGATHER: tf.int64, OpKind.ALLTOALL: tf.int32}.get(kind)

@@ -47,7 +47,7 @@ from hvdlab.tensorflow.installed import internal, tf
 
 
 class Unavailable(Exception):
-    """This TensorFlow does not let operations be registered at run time; the text says why."""
+    """This TensorFlow does not let operations be registered at run time; the message names the reason."""
 
 
 def _library() -> str:
@@ -479,7 +479,7 @@ class _KeptThread(threading.local):
     """Keeps the interpreter's state of the calling thread, once it is asked in it.
 
     A callback on a thread of TensorFlow's own begins with making that state and ends with dropping it, which takes 35 µs of processor time, unless
-    something else holds it. It is never released here: TensorFlow's threads live as long as the process.
+    another owner holds it. It is never released here: TensorFlow's threads live as long as the process.
     """
 
     def __init__(self) -> None:  # once in each thread
@@ -599,7 +599,7 @@ class Registered:
         functions: A module with these functions.
 
     Raises:
-        Unavailable: This TensorFlow lacks something that is needed; the text says what.
+        Unavailable: This TensorFlow lacks a needed part; the message names it.
     """
 
     def __init__(self) -> None:
@@ -689,7 +689,7 @@ class Registered:
 
 @cache
 def registered() -> Registered | str:
-    """The operations of this process, registered by the first call; or a text that says why there are none."""
+    """Return the operations of this process, registered by the first call; or a text on why there are none."""
     try:
         return Registered()
     except Unavailable as error:
@@ -697,7 +697,7 @@ def registered() -> Registered | str:
 
 
 def usable() -> Registered | str:
-    """The operations, after the self-test; or a text that says why they can't be used."""
+    """Return the operations, after the self-test; or a text on why they can't be used."""
     found = registered()
     if isinstance(found, str) or found.works():
         return found

@@ -554,7 +554,7 @@ def local_rank_op(name: str | None = None) -> Any:
 
 @translated
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 if this rank is in a process set at the time of execution, else 0, as an int32 tensor.
+    """Return 1 if this rank is in a process set at the time of execution, otherwise 0, as an int32 tensor.
 
     Args:
         process_set_id: ``process_set_id`` of a process set; all ranks by default.

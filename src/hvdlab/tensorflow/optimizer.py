@@ -192,7 +192,7 @@ def DistributedAdasumOptimizer(
         use_locking: Whether TensorFlow 1's optimizers lock variables while they update them.
         device_dense: Not used; Horovod has it.
         device_sparse: Not used; Horovod has it.
-        compression: Applied to the steps that are sent, and undone on what is received.
+        compression: Applied to the steps that are sent, and undone on received ones.
         backward_passes_per_step: How many times gradients are applied on the rank before the ranks' steps are combined.
 
     Raises:
@@ -228,7 +228,7 @@ def DistributedOptimizer(
         use_locking: Whether TensorFlow 1's optimizers lock variables while they update them.
         device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
         device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
-        compression: Applied to what is sent, and undone on what is received.
+        compression: Applied to tensors that are sent, and undone on received ones.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         backward_passes_per_step: How often gradients are computed, and added up on the rank, before they are reduced and applied.
         op: ``hvd.Average``, ``hvd.Sum`` or, with TensorFlow 1's optimizers, ``hvd.Adasum``, which combines the ranks' steps.

@@ -2,7 +2,7 @@
 
 A *direct* tensor (CPU, strided, contiguous) shares its memory with the core, without a copy. So does a contiguous CUDA tensor
 if the process set has a data plane for CUDA. Any other tensor is *staged*: the core works on a contiguous copy, on the
-tensor's device if the process set has a plane for it, else in host memory.
+tensor's device if the process set has a plane for it, otherwise in host memory.
 
 The core's reductions convert float16 and bfloat16 by torch's vectorised code. On one core it takes 3 to 6 microseconds for 32,768
 elements, where numpy takes 54 and 81 for float16, and 30 to round to bfloat16.

@@ -216,7 +216,7 @@ def _prepared(
 
 
 def _filled(plan: Any, own: Any, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-    """The plan with a tensor for each slot: this rank's tensor in the same place if it fits, else a new one."""
+    """Return the plan with a tensor for each slot: this rank's tensor in the same place if it fits, otherwise a new one."""
     if isinstance(plan, _Slot):
         if not _fits(plan, own):
             own = (

@@ -118,7 +118,7 @@ def watch(
 ) -> TorchWatch:
     """Record metrics of the training on this rank: step time, learning rate, norm of the gradients.
 
-    ``docs/reference/metrics.md`` has the names and what each costs. Calling it again for the same optimizer replaces the earlier
+    ``docs/reference/metrics.md`` has the names and the cost of each. Calling it again for the same optimizer replaces the earlier
     watch, so a cell may be run twice.
 
     Args:
@@ -299,7 +299,7 @@ class TorchDivergenceWatch(DivergenceWatch):
         self._seen()
 
     def _ends(self) -> list[tuple[str, torch.Tensor]]:
-        """The first and the last parameter, whose versions tell whether a step has changed the model."""
+        """Return the first and the last parameter, whose versions show whether a step has changed the model."""
         found = list(self._model.named_parameters())
         return [found[0], found[-1]] if found else []
 
@@ -362,7 +362,7 @@ def watch_divergence(
     Args:
         model: Trained alike on all ranks.
         every: After how many steps the models are compared. A comparison reads all parameters once.
-        optimizer: The optimizer whose steps are counted. Without it, a step is what changes the model between two of its calls
+        optimizer: The optimizer whose steps are counted. Without it, a step is a change of the model between two of its calls
             in training mode, and the comparison is made at the beginning of the second call.
         buffers: Whether to compare buffers, too. Running statistics of batch normalization differ from rank to rank by nature.
         process_set: The ranks that train together; all by default.
@@ -480,7 +480,7 @@ class TorchRecord(StepRecord):
             self.set_norm(gradient_norm([p for group in optimizer.param_groups for p in group["params"]]))
 
     def close(self) -> None:
-        """Stop recording and forget what was recorded. Idempotent."""
+        """Stop recording and forget all records. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

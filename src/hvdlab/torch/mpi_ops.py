@@ -504,7 +504,7 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
     Meanwhile the other ranks need not wait for this one: it takes part with zeros in their allreduces with ``hvd.Sum`` or
     ``hvd.Average`` (which divides by all ranks, those that have joined included), single, grouped or by a
     ``DistributedOptimizer``; barriers count it as present. Any other collective, and any other operator, raises
-    ``HorovodInternalError`` on the ranks that submit it while some rank has joined; nothing else is touched by that.
+    ``HorovodInternalError`` on the ranks that submit it while some rank has joined; other collectives are not affected.
 
     Ranks can join any number of times, for example after each epoch of training.
 
@@ -526,7 +526,7 @@ def poll(handle: Handle) -> bool:
     """Whether ``synchronize(handle)`` would return, or raise, without waiting.
 
     Args:
-        handle: What an ``*_async`` function returned.
+        handle: The handle that an ``*_async`` function returned.
 
     Returns:
         ``True`` once the collective has ended, with a result or an error.
@@ -542,7 +542,7 @@ def synchronize(handle: Handle) -> Any:
     """Wait for an asynchronous collective and return its result.
 
     Args:
-        handle: What an ``*_async`` function returned.
+        handle: The handle that an ``*_async`` function returned.
 
     Returns:
         The output tensor (the given one for in-place functions); for a grouped function the list of outputs; for

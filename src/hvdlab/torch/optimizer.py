@@ -2,7 +2,7 @@
 
 The result is of the given optimizer's class, with a class of this module in front: ``DistributedMixin`` reduces gradients during
 the backward pass. ``AdasumMixin`` (``op=hvd.Adasum``) lets each rank take a step of its own, and combines the changes that the
-optimizers made, so that an optimizer's own scaling (Adam's, say) has been applied before: each parameter becomes its value before
+optimizers made, so that an optimizer's own scaling (such as Adam's) has been applied before: each parameter becomes its value before
 the step plus the Adasum of the ranks' changes of it. See :mod:`hvdlab.collectives.reduce.adasum` for the formula.
 """
 
@@ -52,7 +52,7 @@ def DistributedOptimizer(
     It goes on with the given optimizer's state and parameter groups; use only the new optimizer from here on.
 
     Args:
-        optimizer: Any ``torch.optim`` optimizer, made alike on all ranks. A distributed one is wrapped anew, not twice.
+        optimizer: Any ``torch.optim`` optimizer, made alike on all ranks. A distributed one is wrapped again, not twice.
         named_parameters: ``model.named_parameters()``: the names that errors and the timeline show. It must name every
             parameter of the optimizer, and may name others. By default a parameter is named by its place in the optimizer.
         compression: The compressor that gradients are sent through, such as ``hvd.Compression.fp16``; by default none.
@@ -76,7 +76,7 @@ def DistributedOptimizer(
         ranks alike; as in Horovod the name of each parameter can be read from the dictionary ``_parameter_names``.
 
     Raises:
-        InvalidRequestError: An argument is wrong; the text says which.
+        InvalidRequestError: An argument is wrong; the message names it.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     settings = checked_settings(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
@@ -291,7 +291,7 @@ _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 class DistributedBase(torch.optim.Optimizer):
-    """Base of the distributed optimizers: they count the backward passes of a step, whatever they reduce then.
+    """Base of the distributed optimizers: they count the backward passes of a step, for any kind of reduction.
 
     ``op``, ``gradient_predivide_factor``, ``sparse_as_dense`` and ``process_set`` can be set between steps, on all ranks alike.
     """
@@ -473,7 +473,7 @@ class DistributedMixin(DistributedBase):
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; ``step`` does this by itself.
 
-        Call it to work on the reduced gradients (to clip them, say), then ``step`` inside :meth:`skip_synchronize`.
+        Call it to work on the reduced gradients (to clip them, for example), then ``step`` inside :meth:`skip_synchronize`.
 
         Raises:
             MismatchError, AbortedError: As for ``allreduce``. Gradients are undefined then; parameters and optimizer
@@ -502,7 +502,7 @@ class DistributedMixin(DistributedBase):
                 equally often.
 
         Returns:
-            What the given optimizer's ``step`` returns: the loss of this rank, if there is a closure.
+            The result of the given optimizer's ``step``: the loss of this rank, if there is a closure.
 
         Raises:
             MismatchError, AbortedError: As for :meth:`synchronize`. Without a closure no step is taken then.
@@ -617,7 +617,7 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
             step: Changes the parameters as this rank's optimizer does.
 
         Returns:
-            What ``step`` returns.
+            The result of ``step``.
 
         After an error or Ctrl-C the parameters have the values that they had before.
         """
@@ -683,7 +683,7 @@ class AdasumMixin(DistributedBase):
             closure: Recomputes the loss with its gradients. Each rank's optimizer may call it as often as it needs.
 
         Returns:
-            What the given optimizer's ``step`` returns: the loss of this rank, if there is a closure.
+            The result of the given optimizer's ``step``: the loss of this rank, if there is a closure.
 
         Raises:
             MismatchError, AbortedError: As for ``allreduce``. Parameters have the values from before the step; the optimizer's

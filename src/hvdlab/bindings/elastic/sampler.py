@@ -39,11 +39,11 @@ class Share:
 
 
 class ElasticSampler:
-    """Divides a dataset among the ranks, and what is left of it anew when ranks come or go.
+    """Sampler that divides a dataset among the ranks, and the rest of it again when ranks come or go.
 
     Like torch's ``DistributedSampler``, with a record of the indices that were processed in this epoch. As part of an
-    elastic state it unites these records when ranks begin again, so that what was committed is not processed twice, and
-    nothing is left out. What a lost rank had processed by the last commit is known from the others, as long as all
+    elastic state it unites these records when ranks begin again, so that committed samples are not processed twice, and
+    none is left out. The samples that a lost rank had processed by the last commit are known from the others, as long as all
     ranks process their shares in step: the same batches, each recorded by ``record_batch``.
 
     Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the *end* of each epoch: it clears the record.
@@ -126,9 +126,9 @@ class ElasticSampler:
         return self.indices[start : start + batch_size]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, perhaps on another rank, and :meth:`reset`.
+        """Load a result of :meth:`state_dict`, perhaps another rank's, and :meth:`reset`.
 
-        The state of Horovod's sampler is taken as well: that one has ``processed_num`` in place of the indices, and
+        The state of Horovod's sampler is accepted as well: that one has ``processed_num`` in place of the indices, and
         processes an epoch in the order of its shuffled indices.
         """
         self.epoch = state_dict["epoch"]
@@ -141,7 +141,7 @@ class ElasticSampler:
         self._divide(state_dict.get("processed_num", len(self.processed_indices)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and what was processed in it by this rank (and by all, when they last began again)."""
+        """Return the epoch, and the samples that this rank has processed in it (and all ranks, when they last began again)."""
         return {
             "epoch": self.epoch,
             "processed_indices": set(self.processed_indices),
@@ -149,11 +149,11 @@ class ElasticSampler:
         }
 
     def reset(self) -> None:
-        """Divide what was not processed among the ranks that live now. An iteration at work goes on as it was."""
+        """Divide the samples that were not processed among the ranks that live now. A running iteration is not changed."""
         self._divide(self.processed_num)
 
     def _divide(self, processed: int) -> None:
-        """Divide anew, when all ranks have processed so many samples of this epoch."""
+        """Divide the rest again, when all ranks have processed so many samples of this epoch."""
         self.num_replicas, self.rank = size(), rank()
         self._counts = (len(self.processed_indices), processed)
         self._places = set()
@@ -172,7 +172,7 @@ class ElasticSampler:
         return order
 
     def _cut(self) -> None:
-        """Make ``indices`` this rank's share of what remains."""
+        """Make ``indices`` this rank's share of the remaining samples."""
         padded = islice(cycle(self.remaining_indices), self.total_size)
         self.indices = list(islice(padded, self.rank, None, self.num_replicas))
         self._division = (self.num_replicas, self.remaining_indices)

@@ -43,7 +43,7 @@ class StateHandler(Generic[T]):
         raise NotImplementedError
 
     def hand_over(self) -> bool:
-        """Ranks are about to leave: hand what only they know to the others; all ranks call it alike.
+        """Hand state that only the leaving ranks have to the others; all ranks call it alike.
 
         Returns:
             Whether the object has to be synchronized after this.
@@ -54,7 +54,7 @@ class StateHandler(Generic[T]):
         """Training begins again with other ranks."""
 
     def overtaken(self) -> None:
-        """The other ranks have begun again without this one: what only it knows counts no more. :meth:`sync` follows."""
+        """Drop state that only this rank has, since the others have begun again without it. :meth:`sync` follows."""
 
     def set_value(self, value: T) -> None:
         """Take care of this object from now on."""
@@ -68,7 +68,7 @@ class StateHandler(Generic[T]):
 
 
 class SamplerStateHandler(StateHandler[ElasticSampler]):
-    """The epoch of a sampler, and what all ranks together have processed in it."""
+    """Handler of a sampler: its epoch, and the samples that all ranks together have processed in it."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler)
@@ -89,7 +89,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         self._again = True
 
     def hand_over(self) -> bool:
-        """Unite the records of what was processed, as long as those of the ranks that leave are there."""
+        """Unite the records of processed samples, as long as those of the leaving ranks exist."""
         mine = (self.value.epoch, self.value.processed_indices)
         every = allgather_object(mine)
         self.value.processed_indices = set().union(*(its for epoch, its in every if epoch == mine[0]))
@@ -123,7 +123,7 @@ class _Record:
 
     Attributes:
         processed: Those that it has a record of.
-        share: What it had recorded at the point from which it begins again; ``None`` if it has just come, or has recorded
+        share: The places that it had recorded at the point from which it begins again; ``None`` if it has just come, or has recorded
             indices otherwise than by batches.
         saves: How often it had saved by then.
     """
@@ -134,9 +134,9 @@ class _Record:
 
 
 def _of_lost(records: Sequence[_Record], epoch: int) -> set[int]:
-    """Return the samples that lost ranks had processed by the last commit, if all ranks have worked in step; else an empty set.
+    """Return the samples that lost ranks had processed by the last commit, if all ranks have worked in step; otherwise an empty set.
 
-    The model of a rank that is ahead by a commit was trained with what all others had processed for that commit, though
+    The model of a rank that is ahead by a commit was trained with the samples that all others had processed for that commit, though
     their own records lack it.
     """
     survivors = [record for record in records if record.share is not None]
@@ -162,7 +162,7 @@ def _of_lost(records: Sequence[_Record], epoch: int) -> set[int]:
 
 
 class LoadableStateHandler(StateHandler[Any]):
-    """Anything else with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler."""
+    """Handler of other objects with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -184,7 +184,7 @@ Entries = Sequence[tuple[Kinds, type[StateHandler[Any]]]]
 
 
 class HandlerRegistry:
-    """Which handler takes care of objects of which type; the first that fits is taken.
+    """Registry of the handler for each type; the first that fits is used.
 
     Args:
         entries: Types, and the handler of their objects.
@@ -205,10 +205,10 @@ class HandlerRegistry:
 
 
 class HandledState(ObjectState):
-    """The state of a training: what it takes to go on from here, on any rank.
+    """State of a training: all values that any rank needs to continue from here.
 
-    Each argument becomes an attribute. What the registry has a handler for stays the object it is, and the handler saves,
-    restores and synchronizes it; assigning to such an attribute replaces the object. Anything else is a value (it is
+    Each argument becomes an attribute. An object that the registry has a handler for stays the same object, and the handler saves,
+    restores and synchronizes it; assigning to such an attribute replaces the object. Any other object is a value (it is
     copied and pickled).
 
     Args:

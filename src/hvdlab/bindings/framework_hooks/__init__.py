@@ -1,7 +1,7 @@
 """Hooks of the notebook side into each framework, behind one class: how its arrays are read, its random states, ...
 
 A framework is one file of this package, named as the module that users import (``torch.py`` for ``import torch``), with a
-subclass of :class:`FrameworkHooks` whose instance is called ``HOOKS``. Nothing else lists it: :func:`loaded` finds the
+subclass of :class:`FrameworkHooks` whose instance is called ``HOOKS``. No list names it: :func:`loaded` finds the
 file as soon as ``sys.modules`` has the framework. These files import no framework when they are imported, and not our
 binding of it either: a rank's control thread calls the hooks while the rank's main thread may be in the middle of
 ``import torch``, and a control thread that waited for the lock of that import could not answer the notebook. For the
@@ -29,7 +29,7 @@ Part = tuple[str, Any]
 
 
 class FrameworkHooks:
-    """The answers of one framework; by default there is nothing to say. Hooks may raise what the framework raises.
+    """Hooks of one framework; the defaults report nothing. Hooks pass the framework's exceptions on.
 
     Attributes:
         preload: Whether the fork server imports the framework, if it is installed, before it forks ranks.
@@ -55,7 +55,7 @@ class FrameworkHooks:
         return ()
 
     def is_all_elements(self, kind: type) -> bool:
-        """Whether the attributes of an array of this type say nothing besides its elements and :meth:`beside`."""
+        """Return whether the attributes of an array of this type add nothing to its elements and :meth:`beside`."""
         return False
 
     def is_plain(self, kind: type) -> bool:
@@ -90,7 +90,7 @@ class FrameworkHooks:
         return None
 
     def nbytes(self, value: Any) -> int:
-        """Size of an array in bytes, without reading its elements; 0 for what is no array of this framework."""
+        """Return the size of an array in bytes, without reading its elements; 0 for a value that is no array of this framework."""
         return 0
 
     def reduce(self, value: Any, *, move: bool, apart: int | None) -> Any:
@@ -139,7 +139,7 @@ class FrameworkHooks:
         """Whether native code of this framework has called the code of this frame, and is of no use after an exception of it.
 
         An interrupt is not raised there: it ends the collectives that the native code waits for next
-        (``Engine.hold_interrupt``), and what these raise ends the native code as their failure would.
+        (``Engine.hold_interrupt``), and their exception ends the native code as their failure would.
 
         Args:
             frame: The innermost frame of the main thread.
@@ -150,9 +150,9 @@ class FrameworkHooks:
         """Switch a mode back where a context manager of this framework was interrupted before it could.
 
         Args:
-            interrupt: What has ended the cell, with its traceback. Where that does not pass through such a context
+            interrupt: The exception that has ended the cell, with its traceback. Where that does not pass through such a context
                 manager, the modes are as the cell's own code has set them, and stay.
-            modes: What :meth:`modes` has returned before the cell; None if the framework was imported by the cell.
+            modes: The result of :meth:`modes` before the cell; None if the framework was imported by the cell.
         """
 
 
@@ -194,14 +194,14 @@ def modes() -> dict[str, Any]:
 
 
 def restore_modes(interrupt: BaseException, before: Mapping[str, Any]) -> None:
-    """Call each imported framework's :meth:`FrameworkHooks.restore_modes`; ``before`` is what :func:`modes` returned."""
+    """Call each imported framework's :meth:`FrameworkHooks.restore_modes`; ``before`` is a result of :func:`modes`."""
     for name in names():
         if sys.modules.get(name) is not None:
             hooks_of(name).restore_modes(interrupt, before.get(name))
 
 
 def must_return(frame: FrameType) -> bool:
-    """Whether :meth:`FrameworkHooks.must_return` of any imported framework says so of this frame."""
+    """Return whether :meth:`FrameworkHooks.must_return` of any imported framework is true for this frame."""
     return any(hooks.must_return(frame) for hooks in loaded())
 
 
@@ -217,7 +217,7 @@ def device_memory() -> int:
 
 
 def module_of(kind: type) -> str:
-    """The top-level module that a type says it is from."""
+    """Return the top-level module that a type names as its own."""
     return str(kind.__module__).partition(".")[0]
 
 

@@ -85,7 +85,7 @@ def _device(name: str) -> str:
 
 
 def _weights(layer: Any) -> list[Part]:
-    """The weights of a layer or model, by the ends of their paths: Keras may name what is around a layer otherwise when it loads it."""
+    """Return the weights of a layer or model, by the ends of their paths: Keras can rename a layer's surroundings when it loads it."""
     return [
         (f"[{number}] {'/'.join(_path(weight).split('/')[-2:])}", weight)
         for number, weight in enumerate(layer.weights)

@@ -256,8 +256,8 @@ def _autocast_depth(torch: Any) -> int:
 def _tracked_instances(base: type) -> list[Any]:
     """Return the instances of a type, and of those derived from it, that the garbage collector tracks.
 
-    The list of all objects refers also to tuples that other threads are still filling, and ``tuple(...)`` of a generator raises
-    SystemError if anything else refers to its result when it is full. So that list exists only inside of one call into C,
+    The list of all objects refers also to tuples that other threads are still filling. ``tuple(...)`` of a generator raises
+    SystemError if another object refers to its result when it is full. So that list exists only inside of one call into C,
     during which no other thread runs, and nothing keeps a part of it: ``tee`` would keep itself, as it is among the objects.
     """
     return list(_instances(chain.from_iterable(map(gc.get_objects, (None,))), base))
@@ -297,7 +297,7 @@ def _of_tensor(tensor: Any) -> ArraySource | None:
 
 
 def _works_on(device: Any) -> bool:
-    """Whether what is found out about elements is worked out on this device, and not on the host."""
+    """Return whether facts about elements are computed on this device, and not on the host."""
     return bool(device.type == "cuda")
 
 
@@ -371,7 +371,7 @@ def _of_storage(storage: Any) -> ArraySource | None:
 
 
 def _module(value: Any) -> Iterable[Part]:
-    """Parameters and buffers under the names that ``state_dict`` has, then the other modules, then all else."""
+    """Yield parameters and buffers under the names that ``state_dict`` has, then the other modules, then all other attributes."""
     inside = object.__getattribute__(value, "__dict__")
     found: list[Part] = []
     for group in ("_parameters", "_buffers", "_modules"):
@@ -394,7 +394,7 @@ def _by_number(name: str, hooks: Any) -> list[Part]:
 
 
 def _optimizer(value: Any) -> Iterable[Part]:
-    """Parameters and settings of the groups, then the state of each parameter, by its number, then all else."""
+    """Yield parameters and settings of the groups, then the state of each parameter, by its number, then all other attributes."""
     groups = value.param_groups
     found: list[Part] = [
         (f".param_groups[{number}][{key!r}]", item)

@@ -57,9 +57,9 @@ class ChildPipes:
         err, out: Reading ends of its captured output, or -1. Read here only when it has ended: while it lives it reads them.
         unsent: Memory with output that it has not sent, or -1. Read only when it has ended, too.
         channel: The controller's connection.
-        pidfd: Becomes readable when it ends; only for an adopted process, else -1.
+        pidfd: Becomes readable when it ends; only for an adopted process, otherwise -1.
         peak: The most memory that an adopted process was seen to have had, in bytes.
-        unread: What was read of its standard error after its end and belongs to nothing that it left.
+        unread: Its standard error that was read after its end, and is not part of output that it left.
     """
 
     number: int
@@ -114,7 +114,7 @@ class ChildPipes:
         self.peak = max(self.peak, peak_memory(self.pid))
 
     def bury(self) -> int | None:
-        """After its end: kill what it has left in its session. Returns its status as ``waitpid`` does; ``None`` if unknown."""
+        """Kill the processes that an ended child has left in its session. Returns its status as ``waitpid`` does; ``None`` if unknown."""
         status = exit_status(self.pidfd, self.pid)
         kill_session(self.pid)
         return status
@@ -155,8 +155,8 @@ class ChildTable:
     """Children that were forked here, and processes that were adopted.
 
     Args:
-        selector: Gets their descriptors, each with a callable that returns what has happened.
-        program: Reads what ended ranks have left behind.
+        selector: Gets their descriptors, each with a callable that returns its events.
+        program: Reads the output that ended ranks have left behind.
     """
 
     def __init__(self, selector: selectors.BaseSelector, program: ForkedProgram) -> None:
@@ -328,9 +328,9 @@ class Role:
     Attributes:
         order: The pool's order.
         log: Pipe for descriptors 1 and 2 at the start, whose last lines are reported when the child ends.
-        pipes: The pipes that a rank captures its output with; the fork server reads what is left in them at its end.
+        pipes: The pipes that a rank captures its output with; the fork server reads to their end when it ends.
         unsent: Memory for output that the rank has not sent, which the fork server reads likewise; -1 for none.
-        channel: The controller's connection to the fork server, else -1.
+        channel: The controller's connection to the fork server, otherwise -1.
         parent: Process id of the fork server.
         lifeline: The writing end of the pipe that children depend on.
         leave_to_live: A pipe that gives one byte when the pool knows of the child, or ends if the fork server died before
@@ -407,16 +407,16 @@ def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[]
 
 
 def why_not(error: OSError) -> str:
-    """Why there could be no child, and what to do about it."""
+    """Return why no child could start, and the remedy."""
     text = error.strerror or str(error)
     return f"{text}: {REMEDIES[error.errno]}" if error.errno in REMEDIES else text
 
 
 def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
-    """Be what the role says, in a forked child, and end the process with it.
+    """Run a role in a forked child, and end the process with it.
 
     Args:
-        program: What runs in children.
+        program: The children's program.
         open_files: Soft limit on open files.
     """
     code = 1
@@ -436,7 +436,7 @@ def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End a forked process: run exit handlers and flush, but don't tear down what is shared with the fork server.
+    """End a forked process: run exit handlers and flush, but don't tear down resources that it shares with the fork server.
 
     An orderly end of the interpreter would touch, and so copy, every object that the fork shares.
     """
@@ -514,7 +514,7 @@ def _run(role: Role, program: ForkedProgram) -> int:
 
 
 def refresh_libraries(program: Preloads) -> None:
-    """Undo what a fork must not share: random states, and thread pools sized for one process."""
+    """Reset state that a fork must not share: random states, and thread pools sized for one process."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "1") or 1)
     _size_openblas(threads)
     program.refresh(threads)

@@ -1,6 +1,6 @@
 """The pool's side of the fork server: starting it, its orders and reports, and a successor when it dies.
 
-The :class:`Journal` holds what a successor must know: orders without an answer, and the children that live. From the death of a
+The :class:`Journal` holds a successor's needs: orders without an answer, and the children that live. From the death of a
 fork server until its successor has adopted them, :class:`Orphans` watches these children.
 """
 
@@ -90,9 +90,9 @@ class ForkServer:
         """Start a fork server and return at once; it imports in the meantime.
 
         Args:
-            program: What its children run, as ``module:attribute`` of a
+            program: Its children's program, as ``module:attribute`` of a
                 :class:`~hvdlab.launch.forkserver.program.ForkedProgram`.
-            environ: Its environment; by default this process's. ``HVDLAB_PRELOAD`` in it says what to import.
+            environ: Its environment; by default this process's. ``HVDLAB_PRELOAD`` in it lists the modules to import.
 
         Raises:
             StartError: The process could not be started.
@@ -462,7 +462,7 @@ class Journal:
                 self._guard = Guard(guarded)
 
     def died(self) -> list[FromServer]:
-        """The fork server has died. Returns the messages that it would have sent about what ended with it."""
+        """Record the fork server's death. Returns the messages that it would have sent about processes that ended with it."""
         ended: list[FromServer] = []
         for number, order in list(self._orders.items()):
             self._tries[number] += 1
@@ -502,7 +502,7 @@ class Orphans:
                     self._peaks[child.pid] = peak_memory(child.pid)
 
     def complete(self, end: Exited) -> Exited:
-        """The same end, completed by what is known here: how the rank ended, and the memory that it had."""
+        """Return the same end, completed by facts known here: how the rank ended, and the memory that it had."""
         if not end.max_rss and (peak := self._peaks.get(end.pid)):
             end = msgspec.structs.replace(end, max_rss=peak, seen=True)
         descriptor = self._held.get(end.pid)

@@ -30,7 +30,7 @@ class ForkServerMessage(
 class Fork(ForkServerMessage, frozen=True):
     """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`. Made by :meth:`of`.
 
-    What comes from the operating system is in bytes: it need not be UTF-8.
+    Strings of the operating system are in bytes: it need not be UTF-8.
 
     Attributes:
         environment: The whole environment of the child.
@@ -74,9 +74,9 @@ class Guard(ForkServerMessage, frozen=True):
 
 
 class Engine(ForkServerMessage, frozen=True):
-    """Tell the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
+    """Report to the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
 
-    The fork server tells it of its own children's end by itself.
+    The fork server reports its own children's ends to it by itself.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Engine(ForkServerMessage, frozen=True):
 
 
 class Shutdown(ForkServerMessage, frozen=True):
-    """End: terminate every child, after ``grace`` seconds kill what is left, remove guarded files, exit."""
+    """End: terminate every child, after ``grace`` seconds kill the rest, remove guarded files, exit."""
 
     grace: float = 1.0
 
@@ -160,7 +160,7 @@ class Exited(ForkServerMessage, frozen=True):
         out_of_memory: Whether the kernel killed it for lack of memory.
         tail: The last lines of its standard error.
         seen: Whether ``max_rss`` was seen up to a second before the end, since the fork server was not its parent.
-        left: What it wrote and may not have sent, as its program encodes that; ``None`` if there is nothing.
+        left: Output that it wrote and perhaps has not sent, as its program encodes it; ``None`` without any.
     """
 
     number: int
@@ -181,7 +181,7 @@ class ControllerUp(ForkServerMessage, frozen=True):
 
 
 class Kept(ForkServerMessage, frozen=True):
-    """Answer to :class:`Keep`; ``error`` says why it can't be done."""
+    """Answer to :class:`Keep`; ``error`` is the reason of a refusal."""
 
     path: str
     error: str = ""

@@ -55,7 +55,7 @@ class Preloads(Protocol):
         """Called once in the fork server, after the required modules and before those that the user preloads."""
 
     def usual(self) -> Sequence[str]:
-        """The frameworks that the fork server imports, if they are installed and the user does not say otherwise."""
+        """The frameworks that the fork server imports, if they are installed and the user names no others."""
         ...
 
     def along_with(self, framework: str) -> Sequence[str]:
@@ -67,7 +67,7 @@ class Preloads(Protocol):
         ...
 
     def refresh(self, threads: int) -> None:
-        """Undo, in a child, what a fork must not share: random states, and thread pools sized for one process.
+        """Reset, in a child, state that a fork must not share: random states, and thread pools sized for one process.
 
         Args:
             threads: How many threads a rank's libraries may use.
@@ -78,7 +78,7 @@ class Preloads(Protocol):
 class ForkedProgram(Preloads, Protocol):
     """The program of ranks, and of ipyparallel's controller beside them.
 
-    The fork server imports the module of a program before anything else: the module has to be light, and to import heavy
+    The fork server imports the module of a program first: the module has to be light, and to import heavy
     modules in the methods that run in a child.
 
     Attributes:
@@ -100,16 +100,16 @@ class ForkedProgram(Preloads, Protocol):
 
         Args:
             area: A descriptor of the memory that :meth:`make_area` made.
-            stdout, stderr: What the rank wrote to its descriptors 1 and 2 and did not read itself.
+            stdout, stderr: The rank's output on its descriptors 1 and 2 that it did not read itself.
 
         Returns:
-            What the rank left, in an encoding of the program's own. ``None`` if there is nothing: ``stderr`` then counts
+            The output that the rank left, in an encoding of the program's own. ``None`` if there is nothing: ``stderr`` then counts
             among the rank's last words.
         """
         ...
 
     def run_rank(self, argv: Sequence[str], pipes: StdPipes, area: int) -> int:
-        """Be a rank, in a child, as the environment says. Returns the exit code."""
+        """Run a rank in a child, according to the environment. Returns the exit code."""
         ...
 
     def run_controller(self, argv: Sequence[str], channel: int) -> int:
@@ -124,7 +124,7 @@ def load_program(name: str) -> ForkedProgram:
 
 
 def modules_to_load(program: Preloads, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The user's list ``HVDLAB_PRELOAD`` (names separated by commas), else the usual frameworks that are installed."""
+    """Return the user's list ``HVDLAB_PRELOAD`` (names separated by commas), or the usual frameworks that are installed."""
     wanted = environ.get("HVDLAB_PRELOAD")
     if wanted is None:
         return tuple(name for name in program.usual() if _installed(name))
@@ -132,7 +132,7 @@ def modules_to_load(program: Preloads, environ: Mapping[str, str]) -> tuple[str,
 
 
 def load(program: Preloads, names: Sequence[str]) -> Loaded:
-    """Import what the program needs, then these modules. Failures are in the result and not raised."""
+    """Import the program's modules, then these. Failures are in the result and not raised."""
     began = time.monotonic()
     loaded: list[str] = []
     failed: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ForkServerState` decides what to do.
+"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ForkServerState` decides on actions.
 
 While the main thread imports, the shell runs on a thread of its own, so that a successor looks after the
 ranks of its predecessor at once. Only when that thread has ended is anything forked: a fork copies one thread.
@@ -77,7 +77,7 @@ class ServerShell:
     Args:
         link: Connection to the pool's process.
         lifeline: The writing end of the pipe that children depend on.
-        program: What children run.
+        program: The children's program.
     """
 
     def __init__(self, link: PoolLink, lifeline: int, program: ForkedProgram) -> None:
@@ -103,7 +103,7 @@ class ServerShell:
         signal.signal(signal.SIGCHLD, _do_nothing)
 
     def run(self, imports: Callable[[], Loaded]) -> Role | None:
-        """Import and serve. Returns ``None`` when the process has to exit, and in a forked child what that has to become."""
+        """Import and serve. Returns ``None`` when the process has to exit, and in a forked child its role."""
         # An import may hold the interpreter for seconds: until it is done, the kernel ends this process with the pool's.
         raise_on_hangup(PULSE, True)
         beside = threading.Thread(target=self._serve_beside, name="hvdlab-forkserver", daemon=True)
@@ -256,7 +256,7 @@ class ServerShell:
         self._answers.append(ListenReturned(path, error))
 
     def _open_door(self) -> list[Event]:
-        """A process has connected that wants to become the pool's."""
+        """Handle the connection of a process that asks to become the pool's."""
         found = self._listener.accept() if self._listener is not None else None
         if found is None:
             return []
@@ -407,7 +407,7 @@ class DetachedSupervisor:
     """Supervises the coordinator that has this directory.
 
     Attributes:
-        process: A descriptor that becomes readable when the coordinator ends, while this looks after it; else -1.
+        process: A descriptor that becomes readable when the coordinator ends, while this process supervises it; otherwise -1.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -492,7 +492,7 @@ class DetachedSupervisor:
                 self._known = os.pidfd_open(pid)
 
     def _learn(self) -> bool:
-        """Get from the coordinator what a successor is started with. Returns whether it has answered."""
+        """Ask the coordinator for the start data of a successor. Returns whether it has answered."""
         try:
             launch, listener = take_over(self._directory, ANSWER_WITHIN)
         except OSError:
@@ -509,7 +509,7 @@ class DetachedSupervisor:
 
 
 class PoolLink:
-    """A connection, and what else shows that the process at its other end has ended.
+    """Connection, with other signs that the process at its far end has ended.
 
     Args:
         sock: The connection.

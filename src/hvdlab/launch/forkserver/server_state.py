@@ -1,6 +1,6 @@
-"""Which children the fork server has and what to do about them: pure logic, no I/O.
+"""The fork server's children and the decisions about them: pure logic, no I/O.
 
-``handle(event, now)`` takes what happened and returns what to do; :mod:`hvdlab.launch.forkserver.server` does it.
+``handle(event, now)`` receives an event and returns actions; :mod:`hvdlab.launch.forkserver.server` does it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ChildWrote:
 
 @dataclass(frozen=True, slots=True)
 class ControllerListens:
-    """The controller said that it is up."""
+    """Record that the controller has reported to be up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class SendToPool:
 
 @dataclass(frozen=True, slots=True)
 class TellController:
-    """Tell the controller that a rank is an engine now, or has ended."""
+    """Report to the controller that a rank is an engine now, or has ended."""
 
     rank: int
     joined: bool

@@ -1,6 +1,6 @@
 """``python -m hvdlab.launch.host_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
 
-It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
+It receives orders on standard input and reports on standard output. When its input ends, however the launcher
 ended, it ends its ranks with everything they started. It has one thread, so that it can fork children safely; with a
 fork server (:mod:`~hvdlab.launch.host_agent.forked`), which forks them in its place, another thread listens to that. A zygote
 (:mod:`~hvdlab.launch.host_agent.zygote`) forks programs that become the agent's own children.
@@ -68,7 +68,7 @@ class Agent:
         self._directory: Path | None = None
 
     def run(self) -> None:
-        """Serve until the launcher is gone, then end what is left."""
+        """Serve until the launcher is gone, then end the remaining ranks."""
         wakeup = self._wakeup = _catch_signals()
         os.set_blocking(self._reports, False)
         os.set_blocking(self._orders, False)
@@ -93,7 +93,7 @@ class Agent:
         self._out += wire.encode(message)
 
     def _flush(self) -> None:
-        """Write what can be written; watch for room if something is left."""
+        """Write as much as the pipe accepts; watch for room if bytes are left."""
         watched = self._reports in self._selector.get_map()
         with contextlib.suppress(BlockingIOError):
             while self._out:
@@ -194,7 +194,7 @@ class Agent:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def _hear(self, forked: ForkedRanks) -> None:
-        """Pass on what the fork server reports; end the agent if there is no fork server any more."""
+        """Pass on the fork server's reports; end the agent if the fork server is lost."""
         lost = forked.lost  # read before the reports: if it is set, no report can come after those
         for report in forked.reports():
             self._send(report)
@@ -243,7 +243,7 @@ class Agent:
         self._send(wire.RankStarted(child.rank, child.pid))
 
     def _hear_zygote(self, zygote: Zygote, *, ended: bool = False) -> None:
-        """Take what the zygote has answered; if it has ended, execute the command for the ranks that it did not fork."""
+        """Handle the zygote's answers; if it has ended, execute the command for the ranks that it did not fork."""
         answers = zygote.receive()
         for answer in answers or ():
             match answer:

@@ -26,7 +26,7 @@ _EXIT_CODE = re.compile(r"srun: (?:error: )?\S+: tasks? \S+: (?:Exited|Killed|Te
 
 
 class AgentConnection(Protocol):
-    """The pipes to an agent, and what keeps them open.
+    """Pipes to an agent, with the process or connection that keeps them open.
 
     Attributes:
         inbox, outbox: Descriptors to read from and to write to.
@@ -36,14 +36,14 @@ class AgentConnection(Protocol):
     outbox: int
 
     def end_text(self, host: str, greeted: bool) -> str:
-        """In words, why the agent of a host is lost, and what to do; ``greeted`` says whether it ever came up."""
+        """Return in words why the agent of a host is lost, and the remedy; ``greeted`` is whether it ever came up."""
         ...
 
     def hang_up(self) -> None:
         """Close the agent's input, which makes it end. Idempotent."""
 
     def kill(self) -> None:
-        """End what keeps the pipes open, which may hang: the agent is lost then, and ends its ranks."""
+        """End the process or connection that keeps the pipes open, which can hang: the agent is lost then, and ends its ranks."""
 
     def close(self, timeout: float) -> None:
         """Hang up, wait so long for the agent's end, then kill. Idempotent."""
@@ -118,7 +118,7 @@ class ProgramConnection:
         kept: Descriptors that it inherits.
         errors: A file that its standard error goes to; closed with this.
         environment: Its environment; ``None`` for this process's own.
-        called: What errors call it; its name if empty.
+        called: Its name in errors; by default the command's name.
 
     Raises:
         OSError: It can't be run.
@@ -276,7 +276,7 @@ class AgentLink:
         self.outgoing += wire.encode(message)
 
     def flush(self) -> None:
-        """Write what can be written now. The loss of an agent is noticed by :meth:`receive`."""
+        """Write as much as the pipe accepts now. The loss of an agent is noticed by :meth:`receive`."""
         try:
             while self.outgoing:
                 del self.outgoing[: os.write(self.outbox, self.outgoing[: wire.PIECE])]

@@ -1,4 +1,4 @@
-"""A fork server of an agent's host: it imports what the host's ranks share, once, and forks them."""
+"""A fork server of an agent's host: it imports the modules that the host's ranks share, once, and forks the ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ForkedRanks:
     the fork server dies alone, another one takes its place around the ranks.
 
     Args:
-        program: What ranks run, as ``module:attribute``.
+        program: The ranks' program, as ``module:attribute``.
 
     Attributes:
         descriptor: Readable when there is something in :meth:`reports`, or :attr:`lost` has changed.
-        lost: Why there is no fork server any more, once there will be none; else empty.
+        lost: Why there is no fork server any more, once it is lost; otherwise empty.
 
     Raises:
         StartError: The fork server can't be started.

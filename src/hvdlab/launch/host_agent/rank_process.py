@@ -17,7 +17,7 @@ STDOUT, STDERR = 1, 2
 
 
 class SpawnError(Exception):
-    """The command can't be run; ``code`` is what a shell would exit with."""
+    """The command can't be run; ``code`` is a shell's exit code for it."""
 
     def __init__(self, code: int, text: str) -> None:
         self.code = code
@@ -56,7 +56,7 @@ class Child:
     def reap(self) -> tuple[int, int]:
         """Exit code and signal of the process, which has ended.
 
-        If it was reaped before this process knew of it, as happens to one that was killed while a zygote told of it, that
+        If it was reaped before this process knew of it, as happens to one that was killed while a zygote reported it, that
         counts as SIGKILL.
         """
         try:
@@ -130,7 +130,7 @@ class RankDescriptors:
         return [self.stdin, self.out[1], self.err[1], *((self.call, self.memory) if self.call >= 0 else ())]
 
     def child(self, rank: int, pid: int) -> Child:
-        """The process that has them now; what only the rank needs is closed here."""
+        """Return the process that has them now; descriptors that only the rank needs are closed here."""
         child = Child(rank, pid, self.out[0], self.err[0], self.memory)
         for descriptor in (self.stdin, self.out[1], self.err[1], self.call):
             if descriptor >= 0:

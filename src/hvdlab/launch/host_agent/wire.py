@@ -1,5 +1,5 @@
 """The messages between the launcher and the agent of a host: msgspec structs in frames, over the agent's stdin and
-stdout. The launcher skips what comes before :data:`GREETING`, since a shell's profile may print."""
+stdout. The launcher skips all output before :data:`GREETING`, since a shell's profile may print."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AgentMessage(
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of what messages are made of."""
+    """Base of the parts of messages."""
 
 
 class RankSpec(Part, frozen=True):
@@ -112,7 +112,7 @@ class Output(AgentMessage, frozen=True):
 
 
 class ResultPiece(AgentMessage, frozen=True):
-    """The next part of what a rank's function returned; comes before :class:`RankExited`."""
+    """Next part of the result of a rank's function; comes before :class:`RankExited`."""
 
     rank: int
     data: bytes

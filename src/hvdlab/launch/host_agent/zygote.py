@@ -1,8 +1,8 @@
-"""A zygote, as its agent sees it: an interpreter that has imported what ranks need, and forks itself to be ranks.
+"""A zygote, as its agent sees it: an interpreter that has imported the ranks' modules, and forks itself to be ranks.
 
-Ranks that are forked by it run the job's command line as if they were started anew, without the time that imports take and
+Ranks that are forked by it run the job's command line as newly started ranks do, without the time that imports take and
 with the memory of the imported modules shared. The agent becomes the ranks' parent, so it watches, signals and reaps them as
-those that it started itself. Nothing depends on a zygote: without one, ranks are started anew.
+those that it started itself. Nothing depends on a zygote: without one, each rank starts an interpreter.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ENDS_WITHIN = 2.0
 
 
 class ZygoteError(Exception):
-    """There can be no zygote; the text says why."""
+    """A zygote is impossible; the message names the reason."""
 
 
 class Zygote:
     """The process, and the ranks that were ordered from it. Belongs to the agent's one thread.
 
     Args:
-        start: What ranks run, and what is imported before.
+        start: The ranks' command, and the modules that are imported before it.
 
     Attributes:
         pid: The zygote's process.
@@ -107,7 +107,7 @@ class Zygote:
     def receive(self) -> list[Child | wire.RankNotStarted | wire.Preloaded] | None:
         """Return the zygote's answers; ``None`` once it has ended. Never blocks.
 
-        One that sends something else than answers, or answers for a rank that was not ordered, is killed.
+        One that sends other messages than answers, or answers for a rank that was not ordered, is killed.
         """
         found: list[Child | wire.RankNotStarted | wire.Preloaded] = []
         while True:

@@ -1,6 +1,6 @@
 """``python -m hvdlab.launch.host_agent.zygote_process SOCKET AGENT MODULES -- COMMAND``: imports, then forks itself to be ranks.
 
-``SOCKET`` is the number of an inherited socket to the agent, ``AGENT`` the agent's process id, ``MODULES`` what is imported, with
+``SOCKET`` is the number of an inherited socket to the agent, ``AGENT`` the agent's process id, ``MODULES`` the imported modules, with
 commas between the names, and ``COMMAND`` the command line that ranks run: its interpreter, with its options, is this one.
 
 A rank is a grandchild whose parent ends at once, so that it becomes a child of the agent, which adopts orphans. It
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _serve(sock: socket.socket) -> tuple[wire.RankSpec, Sequence[int]]:
-    """Fork ranks, and end the process once the agent is gone. Returns in a rank: what it is, and its further descriptors."""
+    """Fork ranks, and end the process once the agent is gone. Returns in a rank: its order, and its further descriptors."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(sock, LARGEST, DESCRIPTORS)
         if not data:

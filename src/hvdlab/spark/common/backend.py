@@ -21,7 +21,7 @@ class Backend(ABC):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on each rank and return what it returned, by rank."""
+        """Call ``fn(*args, **kwargs)`` on each rank and return its results, by rank."""
 
     @abstractmethod
     def num_processes(self) -> int:

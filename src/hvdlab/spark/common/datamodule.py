@@ -123,7 +123,7 @@ class Batches:
         seed: Shuffle row groups and the rows in each, differently in each pass; ``None`` keeps their order.
         transform: Called with a pandas frame of each row group, and returns one; its columns may be others.
         shapes: The shapes of columns.
-        cached: Whether what was read stays in memory.
+        cached: Whether rows that were read stay in memory.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class DataModule(ABC):
         schema_fields: Columns to read.
         storage_options: Goes to fsspec.
         steps_per_epoch_train, steps_per_epoch_val: Batches of an epoch.
-        verbose: Whether to say what is read.
+        verbose: Whether to print which files are read.
         kwargs: ``dataset``: a function that gives the Arrow data set of a path; ``shapes`` of columns; ``random_seed``.
     """
 

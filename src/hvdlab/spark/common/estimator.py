@@ -35,7 +35,7 @@ from hvdlab.spark.common.util import (
 
 
 class _Saved(MLReadable, MLWritable):  # type: ignore[misc]  # pyspark is not there where types are checked
-    """Saves parameters as pickles: they are modules, functions and stores. Loading runs what is in them."""
+    """Writer of parameters as pickles: they are modules, functions and stores. Loading runs code in them."""
 
     def write(self) -> Any:
         return _Writer(self)
@@ -108,7 +108,7 @@ class HorovodEstimator(Estimator, EstimatorParams, _Saved):  # type: ignore[misc
 
         Raises:
             ValueError: Parameters or data make no sense; nothing was started.
-            RankFailedError: A rank failed; also an instance of what it raised.
+            RankFailedError: A rank failed; also an instance of the class of its exception.
         """
         estimator = self.copy(params) if params else self
         backend = estimator._checked(None)

@@ -28,10 +28,10 @@ class TrainingPlan:
         compression: Of gradients.
         callbacks: As the framework understands them.
         store, remote: Where data and the run are.
-        data_module, data_options: What reads the rows, and its further arguments.
+        data_module, data_options: The data module that reads the rows, and its further arguments.
         seed: Of the framework's random numbers.
         use_gpu: Whether GPUs are used where there are some.
-        verbose: How much is said.
+        verbose: How much is printed.
     """
 
     features: Sequence[str]

@@ -34,7 +34,7 @@ class Store(ABC):
 
         Args:
             prefix_path: ``hdfs://…`` gives a :class:`HDFSStore`; on Databricks, ``dbfs:/…``, ``/dbfs/…`` and ``file:/dbfs/…``
-                give a :class:`DBFSLocalStore`; anything else a :class:`FilesystemStore`.
+                give a :class:`DBFSLocalStore`; any other path a :class:`FilesystemStore`.
             args, kwargs: Go to its constructor.
         """
         if HDFSStore.matches(prefix_path):
@@ -53,7 +53,7 @@ class Store(ABC):
 
     @abstractmethod
     def get_train_data_path(self, idx: int | str | None = None) -> str:
-        """Where the rows to train on are; ``idx`` tells data sets apart."""
+        """Where the rows to train on are; ``idx`` distinguishes data sets."""
 
     @abstractmethod
     def get_val_data_path(self, idx: int | str | None = None) -> str:
@@ -117,7 +117,7 @@ class Store(ABC):
 
     @abstractmethod
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies what is in a local directory into the run's."""
+        """Return a function that copies the contents of a local directory into the run's."""
 
     def check_writable(self) -> None:  # noqa: B027  # a store that can't know lets the writing itself fail
         """Raise :class:`InvalidRequestError` if nothing can be written here. Estimators ask before they start anything."""
@@ -151,7 +151,7 @@ class RemoteStore:
 
     Attributes:
         get_local_output_dir: Gives a temporary directory, as a context manager.
-        sync: Copies what is in a local directory into the run's.
+        sync: Copies the contents of a local directory into the run's.
     """
 
     train_data_path: str
@@ -341,7 +341,7 @@ class _Sync:
 
 
 class FilesystemStore(AbstractFilesystemStore):
-    """A store in whatever fsspec knows: plain paths, ``file://``, ``s3://``, ``gs://``, ``abfs://``, ``memory://``.
+    """Store in any file system that fsspec knows: plain paths, ``file://``, ``s3://``, ``gs://``, ``abfs://``, ``memory://``.
 
     Its arguments are those of :class:`AbstractFilesystemStore`. The library of a protocol (s3fs, gcsfs, adlfs) is needed in the driver
     and the executors, and Spark needs its own for the same protocol.
@@ -380,10 +380,10 @@ class HDFSStore(AbstractFilesystemStore):
 
     Args:
         prefix_path: ``hdfs://host:port/path``, ``hdfs:///path`` or a plain path.
-        host, port: The name node; by default the URL's, else Hadoop's default.
+        host, port: The name node; by default the URL's, or without one Hadoop's default.
         user: The user to connect as; by default this process's user.
         kerb_ticket: Path of a Kerberos ticket cache.
-        driver: ``libhdfs``; nothing else is there any more.
+        driver: ``libhdfs``, the only driver that still exists.
         extra_conf: Hadoop properties.
         args, kwargs: Those of :class:`AbstractFilesystemStore`.
 

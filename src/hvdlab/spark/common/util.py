@@ -1,4 +1,4 @@
-"""From a data frame to Parquet in a store, and what is known of it."""
+"""From a data frame to Parquet in a store, and its metadata."""
 
 from __future__ import annotations
 

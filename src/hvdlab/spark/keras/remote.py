@@ -200,7 +200,7 @@ class _Fit:
         return model, model.optimizer
 
     def ended(self, epoch: int, logs: dict[str, Any], saved: Path) -> None:
-        """Keep what is known after an epoch. On rank 0."""
+        """Store the results of an epoch. On rank 0."""
         for name, value in logs.items():
             self.history.setdefault(name, []).append(float(value))
         job = self.job
@@ -304,7 +304,7 @@ def pack(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
     """A value that may hold models, optimizers, losses and metrics of Keras.
 
     Args:
-        value: The value; what in it is Keras' is saved as Keras does, all else is pickled.
+        value: The value; Keras' objects in it are saved as Keras does, all others are pickled.
         custom_objects: The user's classes and functions in it, by name.
     """
     with keras.utils.custom_object_scope(custom_objects or {}):

@@ -195,7 +195,7 @@ class _Trainer:
         return str(file), int(found["epoch"]) + 1
 
     def ended(self, trainer: Any, place: str) -> None:
-        """Keep what is known after an epoch."""
+        """Store the results of an epoch."""
         values = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -223,7 +223,7 @@ class _Trainer:
 
 
 def _loggers(package: Any, place: str, subdirectory: str) -> list[Any]:
-    """The loggers of a user who has given none: a CSV file, and TensorBoard's files where one of the packages that write them is there."""
+    """Return the default loggers, for a user without own ones: a CSV file, and TensorBoard's files where one of the packages that write them is there."""
     loggers = [package.loggers.CSVLogger(place, name=subdirectory, version="")]
     if any(find_spec(name) is not None for name in ("tensorboard", "tensorboardX")):
         loggers.append(package.loggers.TensorBoardLogger(place, name=subdirectory, version=""))
@@ -289,7 +289,7 @@ def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:
 
 
 def _keeper(package: Any, owner: _Trainer, place: str) -> Any:
-    """A callback that reports the end of each epoch; what it knows is in checkpoints."""
+    """Return a callback that reports the end of each epoch; its state is in checkpoints."""
 
     class Keeper(package.Callback):  # type: ignore[misc]
         state_key = "hvdlab.spark"
@@ -327,7 +327,7 @@ def strategy_class(package: Any) -> type:
     from_rank_zero = package.utilities.rank_zero.rank_zero_only
 
     class HvdlabStrategy(package.strategies.SingleDeviceStrategy):  # type: ignore[misc]
-        """Reduces gradients over all ranks before an optimizer's step, and what is logged with ``sync_dist=True``.
+        """Strategy that reduces gradients over all ranks before an optimizer's step, and values logged with ``sync_dist=True``.
 
         Args:
             device: This rank's device.

@@ -143,12 +143,12 @@ class TorchEstimator(ModuleEstimator):
 
 
 class TorchModel(HorovodModel):
-    """A trained module; ``transform`` adds a column for each label, ``<label>__output`` unless ``output_cols`` says otherwise.
+    """Trained module; ``transform`` adds a column for each label, ``<label>__output`` unless ``output_cols`` names others.
 
     An output of one number is a double; one of several is a vector.
 
     Args:
-        kwargs: ``model``, ``feature_columns``, ``label_columns``, and what else there is of ``history``, ``optimizer``, ``input_shapes``,
+        kwargs: ``model``, ``feature_columns``, ``label_columns``, and any of ``history``, ``optimizer``, ``input_shapes``,
             ``loss``, ``loss_constructors``, ``output_cols``, ``run_id``, ``metadata``.
     """
 

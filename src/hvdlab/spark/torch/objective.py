@@ -57,7 +57,7 @@ class Objective:
     def parts(
         self, batch: dict[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
-        """Inputs, labels and the rows' weights of what :meth:`tensors` made."""
+        """Return inputs, labels and the rows' weights of a result of :meth:`tensors`."""
         plan = self._plan
         weights = batch[plan.weight].to(self._dtype) if plan.weight else None
         return [batch[name] for name in plan.features], [batch[name] for name in plan.labels], weights

@@ -200,7 +200,7 @@ class _Totals:
             self._fold()
 
     def _fold(self) -> None:
-        """Add up what was kept: a few operations for many batches."""
+        """Add up the kept values: a few operations for many batches."""
         if not self._rows:
             return
         rows = torch.tensor(self._rows, dtype=torch.float64)

@@ -125,7 +125,7 @@ def DistributedOptimizer(
         name: Beginning of the collectives' names; by default ``Distributed`` and the name of the optimizer's class.
         device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
         device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
-        compression: Applied to gradients that are sent, and undone on what is received.
+        compression: Applied to gradients that are sent, and undone on received ones.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
             of ranks over this number.
@@ -191,7 +191,7 @@ def PartialDistributedOptimizer(
             must be built.
 
     Raises:
-        InvalidRequestError, UnsupportedError: As by :func:`DistributedOptimizer`, or ``local_layers`` has something else than layers.
+        InvalidRequestError, UnsupportedError: As by :func:`DistributedOptimizer`, or ``local_layers`` has other objects than layers.
     """
     made = DistributedOptimizer(
         optimizer,

@@ -157,7 +157,7 @@ def _measuring_samples(original: Any) -> Any:
 
 
 def _batch_size(x: Any) -> int | None:
-    """The batch size of data that the user gave to ``fit`` without one: Keras' default for arrays, a dataset's own; else ``None``."""
+    """Return the batch size of data that the user gave to ``fit`` without one: Keras' default for arrays, a dataset's own; otherwise ``None``."""
     if isinstance(x, tf.data.Dataset):
         while x is not None:
             size = getattr(x, "_batch_size", None)

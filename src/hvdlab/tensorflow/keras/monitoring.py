@@ -303,7 +303,7 @@ def watch(
 ) -> KerasWatch:
     """Record metrics of the training on this rank: step time, learning rate, norm of the gradients, loss scale.
 
-    ``docs/reference/metrics.md`` has the names and what each costs. For a distributed optimizer ``fit`` records the first two without
+    ``docs/reference/metrics.md`` has the names and the cost of each. For a distributed optimizer ``fit`` records the first two without
     this call, too. ``fit`` counts its steps itself; in a loop of your own, call the watch's ``step_ended()`` after each step. A
     ``tf.function`` of your own must be traced after this call. Calling it again for the same optimizer replaces the earlier watch, so
     a cell may be run twice.
@@ -524,7 +524,7 @@ class KerasRecord(StepRecord):
         return _observing(reducer_of(optimizer), observe)
 
     def close(self) -> None:
-        """Stop recording and forget what was recorded. Idempotent."""
+        """Stop recording and forget all records. Idempotent."""
         self._closed = True
         super().close()
         model, self._model = self._model, None
@@ -584,7 +584,7 @@ def _as_rewritten(function: Any) -> Any:
 
 
 def _placeholder(value: Any) -> Any:
-    """A value's placeholder in a structure: for a sparse or ragged tensor, which has several tensors, its type; else ``None``."""
+    """Return a value's placeholder in a structure: for a sparse or ragged tensor, which has several tensors, its type; otherwise ``None``."""
     return tf.type_spec_from_value(value) if isinstance(value, tf.__internal__.CompositeTensor) else None
 
 

@@ -65,7 +65,7 @@ class Distributed(DistributedGradients):
         return self.hvdlab_helper
 
     def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any] | None) -> list[Any]:
-        """Return the gradients that a pass applies: reduced, or with several passes per step as the helper says.
+        """Return the gradients that a pass applies: reduced, or with several passes per step as the helper decides.
 
         Packages replace this method of Horovod's optimizers, and :meth:`_allreduce_grads`, on an instance: every reduction goes
         through both.
@@ -126,7 +126,7 @@ class Distributed(DistributedGradients):
             args, kwargs: Further arguments of the plain optimizer's method.
 
         Returns:
-            What the plain optimizer returns.
+            The plain optimizer's result.
 
         Raises:
             MismatchError, AbortedError: As for ``hvd.allreduce``; the variables are unchanged.
@@ -627,7 +627,7 @@ def load_model(
 
 
 def _build(optimizer: Any, variables: Any) -> None:
-    """Build an optimizer anew that Keras 3 has built without variables, as for an ``.h5`` file: it could not train the model."""
+    """Build an optimizer again that Keras 3 has built without variables, as for an ``.h5`` file: it could not train the model."""
     if (
         getattr(optimizer, "built", False)
         and variables

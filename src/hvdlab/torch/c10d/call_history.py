@@ -1,7 +1,7 @@
 """The last calls of each group, to find out whether a call can't complete because a rank has skipped an earlier one.
 
-The coordinator can't tell two calls of one kind, shape and dtype apart: if a rank skips one, its later calls are matched with the
-others' earlier ones, and nothing fails before that rank makes no more calls. So each rank remembers the lines of its last calls,
+The coordinator can't distinguish two calls of one kind, shape and dtype: if a rank skips one, its later calls are matched with the
+others' earlier ones, and no call fails before that rank makes no more. So each rank remembers the lines of its last calls,
 and how many steps its optimizers had taken by then, since all calls of DDP's backward pass come from one line. A rank whose call
 can't complete asks the missing ranks for their last calls, and compares.
 
@@ -109,7 +109,7 @@ def find_shift(own: CallHistoryMessage, other: CallHistoryMessage) -> Shift | No
     Lines that differ for another reason, such as those of a root and of other ranks, are no shift.
 
     Returns:
-        The shift; ``None`` if there is none in what both ranks remember.
+        The shift; ``None`` if the calls that both ranks remember show none.
     """
     first = max(own.first, other.first)
     ours, theirs = own.calls[first - own.first :], other.calls[first - other.first :]
@@ -163,7 +163,7 @@ def find_drift(own: CallHistoryMessage, other: CallHistoryMessage) -> Drift | No
     remember does not count, nor one that comes and goes.
 
     Returns:
-        The drift; ``None`` if there is none in what both ranks remember.
+        The drift; ``None`` if the calls that both ranks remember show none.
     """
     first = max(own.first, other.first)
     pairs = list(zip(own.calls[first - own.first :], other.calls[first - other.first :], strict=False))
@@ -176,7 +176,7 @@ def find_drift(own: CallHistoryMessage, other: CallHistoryMessage) -> Drift | No
 
 
 def _alike(some: Sequence[CallRecord], others: Sequence[CallRecord]) -> int:
-    """The number of pairs of calls, if both calls of every pair are alike; else 0."""
+    """Return the number of pairs of calls, if both calls of every pair are alike; otherwise 0."""
     pairs = list(zip(some, others, strict=False))
     return len(pairs) if all(one.is_like(other) for one, other in pairs) else 0
 
@@ -237,7 +237,7 @@ class Histories:
             self._sources.pop(group, None)
 
     def explain(self, group: str, epoch: int, missing: Sequence[int]) -> str:
-        """Ask the missing ranks for their calls in this epoch, and say which rank, of these or this one, has skipped calls.
+        """Ask the missing ranks for their calls in this epoch, and return which rank, of these or this one, has skipped calls.
 
         Returns:
             A sentence; empty if no rank has, as far as the ranks answer within :data:`PATIENCE`.
@@ -317,7 +317,7 @@ def keep_errors() -> None:
     """Let ``backward()`` and ``torch.autograd.grad`` raise hvdlab's own errors, from now on in this process.
 
     C++ keeps nothing of an error but its text. The one function of torch's through which all Python code runs the engine is replaced by one that
-    puts the error back. Where torch has no such function (before 2.3), only what ends a cell or a program is put back.
+    puts the error back. Where torch has no such function (before 2.3), only errors that end a cell or a program are put back.
     """
     graph: Any = torch.autograd.graph
     original = getattr(graph, "_engine_run_backward", None)

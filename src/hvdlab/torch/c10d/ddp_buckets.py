@@ -4,9 +4,9 @@ DDP's reducer calls the group from C++ with nothing but a tensor, and holds its 
 But the group sees all that is needed:
 
 * The wrapper is on the stack when it compares and broadcasts the parameters of a model that is being wrapped, and when it makes its
-  buckets anew.
+  buckets again.
 * A function of torch's computes the first buckets, and computes the same ones when this module calls it again.
-* After the first pass DDP makes the buckets anew, in the order in which gradients became ready. Rank 0 broadcasts them, so that all
+* After the first pass DDP makes the buckets again, in the order in which gradients became ready. Rank 0 broadcasts them, so that all
   ranks have the same: first the index of each parameter, bucket by bucket, and then the number of parameters of each bucket.
 * DDP reduces the buckets of a pass in order. A pass is one run of the autograd engine, which knows the parameter whose gradient it
   has just computed. And a bucket's tensor stays at the same address.
@@ -74,7 +74,7 @@ class Layout:
 
     Attributes:
         buckets: The buckets in the order in which DDP reduces them.
-        certain: Whether DDP reduces all of them in each pass; if not, only a bucket of a size that no other has can be told.
+        certain: Whether DDP reduces all of them in each pass; if not, only a bucket of a size that no other has can be identified.
         run: The number of the autograd engine's run that is the present pass; unknown as long as only nested runs have reduced
             buckets.
         next: Index of the first bucket that this pass has not reduced yet.
@@ -88,7 +88,7 @@ class Layout:
     places: dict[int, int] = field(default_factory=dict)
 
     def find(self, tensor: torch.Tensor, run: int) -> int | None:
-        """The index of the bucket that this tensor is; ``None`` if it is none of them, or can't be told."""
+        """Return the index of the bucket that this tensor is; ``None`` if it is none of them, or is ambiguous."""
         count = tensor.numel()
         known = self.places.get(_address(tensor))
         if known is not None and self.buckets[known].count == count:
@@ -193,7 +193,7 @@ class _Wrapper:
 
 
 def _announced_buckets(indices: torch.Tensor, sizes: torch.Tensor, parameters: int) -> list[list[int]] | None:
-    """The buckets that two broadcast tensors describe; ``None`` if the tensors were something else."""
+    """Return the buckets that two broadcast tensors describe; ``None`` if the tensors are no such description."""
     order, counts = indices.tolist(), sizes.tolist()
     if len(order) != parameters + 1 or order[-1] != len(counts) or sum(counts) != parameters:
         return None
@@ -234,7 +234,7 @@ class Buckets:
             frame = frame.f_back
 
     def text_of(self, tensor: torch.Tensor | None, caller: FrameType | None) -> str:
-        """The name, for errors, of the bucket that an operation is for; empty if it is for none, or for one that can't be told.
+        """Return the name, for errors, of the bucket that an operation is for; empty if it is for none, or for an ambiguous one.
 
         Args:
             tensor: The tensor of an all_reduce; ``None`` for other operations, which only hooks call for a bucket.

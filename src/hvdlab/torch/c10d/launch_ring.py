@@ -166,8 +166,8 @@ class Verdict(NamedTuple):
         waited: The ranks that have launched it.
         sites: Their lines of code.
         missing: The ranks that have not, or do not answer.
-        parties: The different requests, if the ranks that have launched it disagree; else empty.
-        note: A sentence on a rank that has skipped or added a call before, if the ranks' lines show one; else empty.
+        parties: The different requests, if the ranks that have launched it disagree; otherwise empty.
+        note: A sentence on a rank that has skipped or added a call before, if the ranks' lines show one; otherwise empty.
     """
 
     waited: tuple[int, ...]

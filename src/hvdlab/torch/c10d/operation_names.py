@@ -25,7 +25,7 @@ class ModelPart(NamedTuple):
 
     Attributes:
         name: Its name in recordings, such as ``layers.3``.
-        about: What errors and stall lines add to the operation's name, such as `` for layers.3``.
+        about: The text that errors and stall lines add to the operation's name, such as `` for layers.3``.
     """
 
     name: str = ""
@@ -45,7 +45,7 @@ def is_local(name: str) -> bool:
 
 
 def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
-    """A group's name for users: the description that they gave it, else torch's name, or its ranks if that is a hash.
+    """Return a group's name for users: the description that they gave it, or torch's name, or its ranks if that is a hash.
 
     Args:
         name: Torch's name, such as ``0``.
@@ -96,7 +96,7 @@ def renamed(error: Exception, operation: str, why: str = "", about: str = "") ->
     Args:
         error: As a handle raised it. Errors that name no collective are returned as they are.
         operation: Its name, such as ``all_reduce #17 of group dp``. The number is counted by the rank on which the error is raised.
-        why: What else is known of the error's cause, in a sentence.
+        why: Further facts about the error's cause, in a sentence.
         about: The part of a model that ``operation`` ends with; it is taken off the call sites, where it would stand again.
     """
     if type(error) is AbortedError:

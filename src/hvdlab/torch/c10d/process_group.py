@@ -81,7 +81,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group on hvdlab's core. Made by ``dist.init_process_group("hvdlab")`` and ``dist.new_group``.
 
-    A failure raises one of hvdlab's errors on all ranks, and the group can be used afterwards. ``abort`` gives up what is
+    A failure raises one of hvdlab's errors on all ranks, and the group can be used afterwards. ``abort`` gives up all operations
     in flight, and does not end the group.
 
     Args:
@@ -148,11 +148,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.sequence
 
     def abort(self) -> None:
-        """Give up what is in flight, on all ranks; the group goes on."""
+        """Give up the operations in flight, on all ranks; the group goes on."""
         self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._calls.process_set)
 
     def shutdown(self) -> None:
-        """Take no more operations. The process set stays, for later groups of the same ranks."""
+        """Refuse further operations. The process set stays, for later groups of the same ranks."""
         self._calls.close()
 
     def has_its_ranks(self) -> bool:
@@ -310,7 +310,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.add(request, copy)
 
     def _device(self, request: Request, *tensors: torch.Tensor) -> str:
-        """The device class in whose memory a request is executed: that of its tensors if the group has a data plane that can do it, else the host's."""
+        """Return the device class in whose memory a request is executed: its tensors' class if the group has a data plane that can do it, otherwise the host's."""
         device = CUDA_TENSORS.device(tensors[0])
         if device == HOST or any(tensor.device != tensors[0].device for tensor in tensors[1:]):
             return HOST

@@ -2,7 +2,7 @@
 
 The ranks of the default group meet in the world that is already there.
 
-They meet by a collective, so that whatever ends a collective ends this wait, too: an error names a rank that fails, ends its cell or
+They meet by a collective, so that each event that ends a collective ends this wait, too: an error names a rank that fails, ends its cell or
 dies without coming, and Ctrl-C has an effect at once.
 """
 
@@ -90,7 +90,7 @@ def _is_ours(given: dict[str, Any], backend: str) -> bool:
 
 
 def _is_wanted_for_cpu() -> bool:
-    """Whether the user wants hvdlab's groups in place of Gloo's, by ``HVDLAB_C10D=1``.
+    """Return whether the user asks for hvdlab's groups in place of Gloo's, by ``HVDLAB_C10D=1``.
 
     Not on a machine with an accelerator, where torch's default group is for the accelerator's tensors, too.
     """

@@ -25,7 +25,7 @@ class Agreement:
 
     Attributes:
         sources: For each rank of the group that got values, the rank that they came from.
-        tensors: Names of what differed: parameters, buffers, and ``optimizer: 0.weight.exp_avg``.
+        tensors: Names of the differing values: parameters, buffers, and ``optimizer: 0.weight.exp_avg``.
         steps: Steps that each rank's optimizer had taken, by rank; ``None`` where it does not count them.
     """
 
@@ -106,7 +106,7 @@ def agree(
         group: The ranks that train together; by default all.
 
     Returns:
-        What was found and done. In a notebook it is shown as a sentence.
+        The differences and the copies. A notebook shows it as a sentence.
 
     Raises:
         InvalidRequestError: The models have different parameters, or a rank that is behind has shards that no rank ahead has.
@@ -188,7 +188,7 @@ def _make_reducer(wrapper: Any) -> None:
     """Give a ``DistributedDataParallel`` a new reducer, as when the model was wrapped.
 
     After a failed pass the old reducer may still wait for gradients, and its buckets may differ from those of other ranks: DDP
-    orders the buckets anew in its second pass, and a rank that was stopped there still has the old ones. The next pass would
+    orders the buckets again in its second pass, and a rank that was stopped there still has the old ones. The next pass would
     then add up gradients of different parameters.
     """
     wrapper.reducer._remove_autograd_hooks()
@@ -263,7 +263,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class _Transfer:
-    """Copies values between ranks: by broadcasts if one rank's values go to all others, else by messages.
+    """Transfer of values between ranks: by broadcasts if one rank's values go to all others, otherwise by messages.
 
     Args:
         agreement: Which rank gets the values of which other rank.

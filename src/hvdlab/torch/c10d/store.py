@@ -34,7 +34,7 @@ class KeeperRequest(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         number: The asking rank's count of its requests; the answer has the same.
         space: The values that it is about: each default group has a space of its own.
-        operation: What to do: ``open``, ``set``, ``get``, ``add``, ``compare``, ``append``, ``wait``, ``check``, ``delete``,
+        operation: Name of the operation: ``open``, ``set``, ``get``, ``add``, ``compare``, ``append``, ``wait``, ``check``, ``delete``,
             ``count``, ``list``, or ``forget``, which withdraws the request with the number ``amount``.
         keys: The keys.
         values: Their values; for ``compare`` the expected and the desired one.
@@ -52,7 +52,7 @@ class KeeperRequest(msgspec.Struct, frozen=True, array_like=True):
 class KeeperAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The keeper's answer to a :class:`KeeperRequest`, with the fields that its operation returns.
 
-    ``gone`` means that the values no longer exist, since the default group was made anew.
+    ``gone`` means that the values no longer exist, since the default group was made again.
     """
 
     number: int
@@ -79,7 +79,7 @@ class StoreState:
         self._answered: dict[int, OrderedDict[int, KeeperAnswer]] = {}
 
     def handle(self, sender: int, request: KeeperRequest) -> list[tuple[int, KeeperAnswer]]:
-        """Do what a rank asks; returns the answers to send now, each with its rank: also those to earlier requests that waited."""
+        """Carry out a rank's request; returns the answers to send now, each with its rank: also those to earlier requests that waited."""
         known = self._answered.setdefault(sender, OrderedDict())
         if request.number in known:
             return [(sender, known[request.number])]
@@ -134,7 +134,7 @@ class StoreState:
         return [(rank, self._answer(request)) for rank, request in ready]
 
     def _answer(self, request: KeeperRequest) -> KeeperAnswer:
-        """Do what is asked; the keys that it needs are set."""
+        """Carry out a request; the keys that it needs are set."""
         values, number = self._spaces[request.space], request.number
         key = request.keys[0] if request.keys else ""
         match request.operation:
@@ -201,7 +201,7 @@ class StoreLink:
             what: Further fields of :class:`KeeperRequest`.
 
         Raises:
-            AbortedError: A rank died or left, or the default group was made anew.
+            AbortedError: A rank died or left, or the default group was made again.
             DistStoreError: The keys were not set in time.
             NotInitializedError: hvdlab was shut down meanwhile.
             KeyboardInterrupt: The user interrupted.
@@ -284,7 +284,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
 
     C++ code, such as that of the Gloo backend, may use it, too, but does not keep it alive: Python has to.
 
-    All methods that ask the keeper raise ``AbortedError`` if a rank dies or leaves meanwhile or the default group is made anew,
+    All methods that ask the keeper raise ``AbortedError`` if a rank dies or leaves meanwhile or the default group is made again,
     and ``DistStoreError`` after the timeout.
 
     Args:

@@ -61,7 +61,7 @@ class Submission:
 
     Attributes:
         requests: The requests for the core.
-        copies: For each request, what copies its result to the user's tensor; ``None`` if the core writes there itself.
+        copies: For each request, the function that copies its result to the user's tensor; ``None`` if the core writes there itself.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Calls:
             )
 
     def close(self) -> None:
-        """Take no more operations. The process set stays, for later groups of the same ranks."""
+        """Refuse further operations. The process set stays, for later groups of the same ranks."""
         self.closed = True
         self.world.histories.forget(self.name_in_mail)
 
@@ -190,7 +190,7 @@ class Calls:
             submission: Its requests for the core.
             name: The core's name for a message; by default the group's, for collectives, which all members call in one order.
             source: The sender's number in the group, for a receive; ``None`` for one from any rank.
-            opts: Torch's options. If they say that the caller waits at once, it is that wait that announces the operation, which is
+            opts: Torch's options. If the caller waits at once according to them, that wait announces the operation, which is
                 quicker.
             inputs: The tensors that profilers show, if not the outputs.
 
@@ -315,7 +315,7 @@ class Calls:
         return ModelPart(bucket, f", {bucket}") if bucket else WHOLE
 
     def explain(self, epoch: int, error: HvdlabError) -> str:
-        """A sentence on the rank that has skipped an earlier call, if this may be why an operation failed; else empty."""
+        """Return a sentence on the rank that has skipped an earlier call, if this can be why an operation failed; otherwise empty."""
         if isinstance(error, AbortedError) and error.cause.kind in _MAY_BE_SHIFTED:
             asked = error.pending.missing
         elif isinstance(error, MismatchError):
@@ -356,7 +356,7 @@ class Messages:
         return self._submit("recv", [single("recv", tensors)], source, self._rank, tag)
 
     def receive_from_any(self, tensors: Any, tag: int) -> HvdlabWork:
-        """Receive the next message with this tag from any rank; the work's ``source_rank()`` says which, once it is there."""
+        """Receive the next message with this tag from any rank; the work's ``source_rank()`` is that rank, once the message has arrived."""
         require_tag("recv", tag)
         given = [single("recv", tensors)]
         submission = self._moved(given, None, self._rank, tag)

@@ -1,4 +1,4 @@
-"""Torch's tensors as memory of the core: their own memory if the core can read and write it, else a copy, or bytes.
+"""Torch's tensors as memory of the core: their own memory if the core can read and write it, otherwise a copy, or bytes.
 
 Checks of arguments that a rank can make by itself are here, too. Their errors use the words of torch's own backends, so that code
 that looks for these words in an error finds them.
@@ -208,7 +208,7 @@ def writable(
         shape: Of the memory, with -1 for one extent that follows from the others; by default the tensor's.
 
     Returns:
-        The memory, and what copies the result to the tensor if the memory is not the tensor's own.
+        The memory, and a function that copies the result to the tensor if the memory is not the tensor's own.
 
     Raises:
         UnsupportedError: ``reducing``, and the core does not know the dtype.
@@ -229,7 +229,7 @@ def writable(
 
 
 def scatter_into(outputs: Iterable[torch.Tensor], gathered: torch.Tensor, result: Result) -> None:
-    """Copy what was received to the outputs, one after the other."""
+    """Copy received tensors to the outputs, one after the other."""
     start = 0
     for output in outputs:
         stop = start + output.numel()

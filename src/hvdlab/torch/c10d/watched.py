@@ -1,13 +1,13 @@
 """Watched groups: each operation is handed over to an inner group of torch's own, and the ranks compare their launches only when one is late.
 
-Nothing is agreed before an operation. A rank records what it launches in a ring, and looks at times for a launch that has not ended. One that
+Nothing is agreed before an operation. A rank records its launches in a ring, and searches it at times for a launch that has not ended. One that
 is late, or that torch's backend has failed, it reports to the lowest living rank of the group, the *comparer*, which asks the others for their
 rings and sends all of them its verdict. The control threads do that, so no rank's user has to be free for it.
 
 * The ranks have launched different operations: the comparer has the coordinator end the epoch of the group's process set.
 * Some have not launched it: those that have now wait for them in the core, by a barrier that stands for the launch (its *stand-in*). The core
   ends this wait as it ends any other: the missing rank comes, fails, ends its cell, dies, or is interrupted; and it reports the stall.
-* All have launched it: it takes long.
+* All have launched it: it is slow.
 
 The end of an epoch ends the inner group on each rank. Once all ranks have reported that, they make the next one. All decisions are made on
 the control thread, between two messages of the coordinator.
@@ -228,7 +228,7 @@ class WatchedGroup(HvdlabProcessGroup):
     # -- the inner group ----------------------------------------------------------------------------------------------
 
     def _make(self, generation: Generation) -> None:
-        """Make the inner group of a generation, unless that was begun. A user's thread for the first, else a thread of its own."""
+        """Make the inner group of a generation, unless that was begun. A user's thread for the first, otherwise a thread of its own."""
         with generation.lock:
             begun, generation.begun = generation.begun, True
         if begun:
@@ -313,7 +313,7 @@ class WatchedGroup(HvdlabProcessGroup):
             inner.close()
 
     def shutdown(self) -> None:
-        """Take no more operations, and end the inner group."""
+        """Refuse further operations, and end the inner group."""
         super().shutdown()
         self._watch.remove(self._name_in_mail)
         generation = self._generation
@@ -652,12 +652,12 @@ class WatchedGroup(HvdlabProcessGroup):
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def give_up(self, work: WatchedWork, seconds: float) -> None:
-        """Have all ranks give up what is in flight, since a wait has exceeded its limit."""
+        """Have all ranks give up the launches in flight, since a wait has exceeded its limit."""
         text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
         self._engine.withdraw(text, self.process_set, CauseKind.TIMEOUT)
 
     def withdraw_interrupted(self) -> None:
-        """Have all ranks give up what is in flight, since the user interrupts this rank."""
+        """Have all ranks give up the launches in flight, since the user interrupts this rank."""
         self._engine.withdraw(
             f"rank {self._engine.rank} was interrupted", self.process_set, CauseKind.INTERRUPTED
         )
@@ -668,7 +668,7 @@ class WatchedGroup(HvdlabProcessGroup):
             self.withdraw_interrupted()
 
     def future_asked_for(self) -> None:
-        """Give up what is in flight if an interrupt is held: C++ may wait for a future from now on."""
+        """Give up the launches in flight if an interrupt is held: C++ may wait for a future from now on."""
         if self._engine.interrupt_is_held():
             self.withdraw_interrupted()
 

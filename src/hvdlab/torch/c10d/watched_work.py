@@ -34,17 +34,17 @@ class WorkSupervisor(Protocol):
         """Have the ranks compare their launches, since torch's backend has failed one. Any thread."""
 
     def give_up(self, work: WatchedWork, seconds: float, /) -> None:
-        """Have all ranks give up what is in flight, since a wait has exceeded its limit."""
+        """Have all ranks give up the launches in flight, since a wait has exceeded its limit."""
 
     def withdraw_interrupted(self) -> None:
-        """Have all ranks give up what is in flight, since the user interrupts this rank."""
+        """Have all ranks give up the launches in flight, since the user interrupts this rank."""
 
     def error_of(self, work: WatchedWork, /) -> Exception:
         """Return the error with which a work of an inner group that has ended ends."""
         ...
 
     def future_asked_for(self) -> None:
-        """Give up what is in flight if an interrupt is held."""
+        """Give up the launches in flight if an interrupt is held."""
 
     def passed_to_native(self, error: CollectiveError, /) -> None:
         """Keep an error that native code gets."""
@@ -60,7 +60,7 @@ class Generation:
         made: Set once it is made, could not be made, or has ended.
         error: Why it could not be made, or ``None``.
         counts: How many launches there were, by channel.
-        flying: Launches that had not ended when last looked at, in order.
+        flying: Launches that had not ended at the last inspection, in order.
         wanted: For each channel the number up to which launches get a stand-in.
         stand_ins: The stand-ins' handles, by channel and number.
         verdicts: The last verdict on each launch.
@@ -150,7 +150,7 @@ class WatchedWork(dist.Work):
             self._end()
 
     def failed(self, error: Exception) -> None:
-        """Record that torch's backend has failed it. The work ends with the inner group, whose end says why."""
+        """Record that torch's backend has failed it. The work ends with the inner group, whose end has the reason."""
         self.failure = str(error).partition("\n")[0] or type(error).__name__
         if self.generation.ended is not None:
             self._end()

@@ -140,7 +140,7 @@ class World:
     def _let_others_ask(self, ranks: tuple[int, ...]) -> None:
         """Wait until all other ranks of the world have requested this set: the core adds it once all ranks have.
 
-        Their control threads do so when this rank's mail comes, whatever their users are doing. This rank requests the set only
+        Their control threads do so when this rank's mail comes, regardless of their users' work. This rank requests the set only
         after that: the coordinator would fail its request while a rank whose cell has ended is missing.
         """
         engine = self.engine
@@ -285,9 +285,9 @@ def _has_launcher(settings: Settings) -> bool:
 
 
 def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
-    """Join a new world: rank 0 starts its coordinator, and tells the others where its card is.
+    """Join a new world: rank 0 starts its coordinator, and gives the others the place of its card.
 
-    Torch's store is open to all users of the host, which can change what is in it. So it has only the random name of a file that
+    Torch's store is open to all users of the host, which can change its contents. So it has only the random name of a file that
     none but this user can make or read; the card in that file has the coordinator's address and secret.
     """
     require_long_token(settings.token)

@@ -105,7 +105,7 @@ class TorchState(HandledState):
 
     Each argument becomes an attribute. Models, optimizers, :class:`~hvdlab.torch.elastic.ElasticSampler`, schedulers and
     gradient scalers stay the objects that they are, and their state is saved, restored and synchronized; assigning to such an
-    attribute replaces the object. Anything else is a value, which is copied and pickled.
+    attribute replaces the object. Any other object is a value, which is copied and pickled.
 
     Args:
         model: The model; ``None`` if it is passed under another name, or assigned later.

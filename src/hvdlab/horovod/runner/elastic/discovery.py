@@ -153,7 +153,7 @@ class HostManager:
         """Ask the source.
 
         Returns:
-            What has changed: a :class:`~hvdlab.collectives.elastic.HostUpdateResult`, or several of them.
+            The change: a :class:`~hvdlab.collectives.elastic.HostUpdateResult`, or several of them.
         """
         found = dict(self._discovery.find_available_hosts_and_slots())
         with self._lock:

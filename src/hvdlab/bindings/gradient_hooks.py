@@ -46,7 +46,7 @@ class HookInstaller(Protocol[P_contra]):
         ...
 
     def registered(self, parameter: P_contra) -> Iterable[object]:
-        """The hooks of a parameter's gradient; hooks that are not hvdlab's may be among them."""
+        """Return the hooks of a parameter's gradient; hooks that are not hvdlab's may be among them."""
         ...
 
 
@@ -116,7 +116,7 @@ class BackwardPassCounter(ABC, Generic[P]):
             self._hooks.append(self._registry.register(parameter, GradientHook(self)))
 
     def _watcher_of(self, parameter: P) -> BackwardPassCounter[Any] | None:
-        """The watcher of this parameter's gradient so far."""
+        """Return the watcher of this parameter's gradient so far."""
         hooks = self._registry.registered(parameter)
         found = (hook.watcher for hook in hooks if isinstance(hook, GradientHook))
         return next((watcher for watcher in found if watcher is not None), None)
@@ -151,7 +151,7 @@ class BackwardPassCounter(ABC, Generic[P]):
         return self._touched
 
     def accumulated(self, parameter: P) -> None:
-        """A backward pass has added to the parameter's gradient. Called by the hook.
+        """Count an accumulation that a backward pass made in the parameter's gradient. Called by the hook.
 
         Raises:
             AssertionError: Backward passes have done so more often than ``passes`` since the last step.
@@ -173,7 +173,7 @@ class BackwardPassCounter(ABC, Generic[P]):
 
     @abstractmethod
     def complete(self, parameter: P) -> None:
-        """A parameter's gradient has been accumulated often enough."""
+        """Start work on a parameter whose gradient has been accumulated often enough."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -193,7 +193,7 @@ class BackwardPassCounter(ABC, Generic[P]):
         self._left = dict.fromkeys(self._left, self.passes)
 
     def _drop_what_was_given_up(self) -> None:
-        """A step that a failed cell left half done, or that was interrupted while it was synchronized, is void."""
+        """Drop a step that a failed cell left half done, or that was interrupted while it was synchronized."""
         if self._unfinished or (self._touched and self._failed_cells != context.engine().failed_cells):
             self.drop()
 
@@ -256,7 +256,7 @@ def bucketed(
 
 
 def _even(parameters: Sequence[P], count: int) -> list[list[P]]:
-    """``count`` runs of neighbours whose lengths differ by at most one."""
+    """Return ``count`` runs of neighbours whose lengths differ by at most one."""
     if count < 0:
         raise InvalidRequestError(f"groups= takes a number of groups, not {count}.")
     count = min(count, len(parameters))

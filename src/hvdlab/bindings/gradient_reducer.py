@@ -64,7 +64,7 @@ class Announcer:
         self._waiting = False
 
     def hold(self, nbytes: int) -> None:
-        """``nbytes`` more are held: announce now, or at the end of the backward pass at the latest.
+        """Count ``nbytes`` more held bytes, and announce them now, or by the end of the backward pass.
 
         Outside a backward pass the thread that waits for them announces them.
         """
@@ -84,7 +84,7 @@ class Announcer:
             context.engine().flush()
 
     def end(self) -> None:
-        """The backward pass ends: submit the rest, and announce it once all that share the backward pass have submitted theirs.
+        """Submit the rest at the end of the backward pass, and announce it once all announcers of that pass have submitted theirs.
 
         Two of them may have used one name. That is found on every rank alike if nothing is executed in between.
         """
@@ -136,7 +136,7 @@ class ReductionSettings:
     process_set: ProcessSet
 
     def operation(self) -> Operation:
-        """The allreduce of a bucket; for an average the division is split around the sum."""
+        """Return the allreduce of a bucket; for an average the division is split around the sum."""
         before, after = (1.0 / self.predivide, self.predivide) if self.op is Average else (1.0, 1.0)
         return Operation(OpKind.ALLREDUCE, self.op, before, after, process_set=set_id(self.process_set))
 
@@ -155,7 +155,7 @@ class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, 
     def names_twice(self) -> str: ...
 
     def untracked(self) -> AbstractContextManager[object]:
-        """Within it nothing is recorded for differentiation."""
+        """Return a context within which no operation is recorded for differentiation."""
         ...
 
     def gradient(self, parameter: P_contra) -> T:
@@ -167,7 +167,7 @@ class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, 
         ...
 
     def is_sparse(self, gradient: T) -> bool:
-        """Whether it is reduced by :meth:`reduce_sparse`."""
+        """Return whether it is reduced by :meth:`reduce_sparse`."""
         ...
 
     def reduce_sparse(self, gradient: T, name: str, settings: ReductionSettings) -> Handle:
@@ -175,11 +175,11 @@ class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, 
         ...
 
     def as_sent(self, parameters: Sequence[P_contra], tensors: Sequence[T]) -> Sequence[T]:
-        """Views of tensors that the core can work on without copies, if they lie in memory as their parameters do."""
+        """Return views of tensors that the core can work on without copies, if they lie in memory as their parameters do."""
         ...
 
     def nbytes(self, tensors: Sequence[T]) -> int:
-        """The size of these together, in bytes."""
+        """Return the size of these together, in bytes."""
         ...
 
     def install(self, parameter: P_contra, reduced: T) -> None:

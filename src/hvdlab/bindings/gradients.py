@@ -45,23 +45,23 @@ class Differentiation(Protocol[T]):
         ...
 
     def rows(self, tensor: T, start: int, count: int, shape: tuple[int, ...]) -> T:
-        """``count`` rows (of dimension 0) from ``start``, in this shape."""
+        """Return ``count`` rows (of dimension 0) from ``start``, in this shape."""
         ...
 
     def zeros_like(self, tensor: T) -> T:
-        """A tensor of zeros."""
+        """Return a tensor of zeros."""
         ...
 
     def scaled(self, tensor: T, factor: float) -> T:
-        """The tensor times a number."""
+        """Return the tensor times a number."""
         ...
 
     def as_row(self, tensor: T) -> T:
-        """The tensor with a dimension of 1 in front."""
+        """Return the tensor with a dimension of 1 in front."""
         ...
 
     def derivative(self, operation: Operation, stacked: T, gradient: T, mine: int, count: int) -> T:
-        """The gradient of a reduction that is no sum.
+        """Return the gradient of a reduction that is no sum.
 
         Args:
             operation: The reduction.
@@ -101,7 +101,7 @@ class ForwardPass:
 
     @property
     def gradient_name(self) -> str | None:
-        """Name of the collectives on its gradients."""
+        """Return the name of the collectives on its gradients."""
         return None if self.name is None else f"{self.name}.gradient"
 
 
@@ -166,7 +166,7 @@ class Differentiable(Generic[T]):
         return output, self._binding.received_splits(result)
 
     def backward(self, forward: ForwardPass, tensors: Sequence[T], gradients: Sequence[T]) -> Sequence[T]:
-        """The gradients of the tensors from those of the outputs; ``tensors`` may be empty if ``forward.linear``."""
+        """Return the gradients of the tensors from those of the outputs; ``tensors`` may be empty if ``forward.linear``."""
         if forward.linear:
             return _RULES[forward.operation.kind](self, forward, gradients)
         return self._of_nonlinear(forward, tensors, gradients)
@@ -211,7 +211,7 @@ class Differentiable(Generic[T]):
     def _of_nonlinear(
         self, forward: ForwardPass, tensors: Sequence[T], gradients: Sequence[T]
     ) -> Sequence[T]:
-        """The gradient of a reduction that is no sum, from all ranks' tensors and the sum of their gradients."""
+        """Return the gradient of a reduction that is no sum, from all ranks' tensors and the sum of their gradients."""
         operation = forward.operation
         whole = _SUM if operation.kind is OpKind.ALLREDUCE else _GATHER
         summed = self._on_gradients(forward, whole, gradients)
@@ -229,7 +229,7 @@ def _keep_rows(forward: ForwardPass, tables: Sequence[tuple[tuple[int, ...], ...
 
 
 def own_rows(tables: Sequence[tuple[tuple[int, ...], ...]], process_set: int) -> list[tuple[int, int]]:
-    """Where this rank's rows begin in the output of an allgather, and how many they are.
+    """Return where this rank's rows begin in the output of an allgather, and how many they are.
 
     Args:
         tables: For each tensor each member's announcement, as a handle has it when it is done.

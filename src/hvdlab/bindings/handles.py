@@ -40,11 +40,11 @@ class CoreHandle(Protocol):
         ...
 
     def tell_blocked(self, seconds: float) -> None:
-        """The user's code has waited for it for ``seconds``, on a thread that does not call :meth:`wait`."""
+        """Record that the user's code has waited for it for ``seconds``, on a thread that does not call :meth:`wait`."""
         ...
 
     def tell_unblocked(self) -> None:
-        """The user's code waits no more."""
+        """Record that the user's code waits no more."""
         ...
 
 
@@ -67,7 +67,7 @@ class OutputAllocator(Generic[T]):
 
     @property
     def allocated(self) -> T:
-        """The output; only after the collective is complete."""
+        """Return the output; only after the collective is complete."""
         assert self._tensor is not None, "the core completed a collective without asking for its output"
         return self._tensor
 
@@ -90,12 +90,12 @@ class Part(Generic[T]):
 
     @property
     def result(self) -> Result:
-        """The core's result; only after :meth:`wait`."""
+        """Return the core's result; only after :meth:`wait`."""
         assert self._result is not None
         return self._result
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, without waiting for another rank."""
+        """Return whether :meth:`wait` would return, or raise, without waiting for another rank."""
         return self._core.done()
 
     def add_hook(self, hook: CompletionHook) -> bool:
@@ -112,14 +112,14 @@ class Part(Generic[T]):
         self._result = self._core.wait(timeout)
 
     def delivered(self) -> T:
-        """The output, delivered to where the user expects it; only after :meth:`wait`, and by one thread at a time."""
+        """Return the output, delivered to where the user expects it; only after :meth:`wait`, and by one thread at a time."""
         if self._delivered is None:
             self._delivered = (delivered(self._output, self._deliver),)
         return self._delivered[0]
 
 
 def delivered(output: T | OutputAllocator[T], deliver: Deliver[T] | None) -> T:
-    """The output of a collective that is complete, where the user expects it."""
+    """Return the output of a collective that is complete, where the user expects it."""
     tensor: Any = output.allocated if isinstance(output, OutputAllocator) else output
     given: T = tensor if deliver is None else deliver(tensor)
     return given
@@ -155,7 +155,7 @@ class Handle:
         self._completion: _Completion | None = None
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return (or raise) at once."""
+        """Return whether :meth:`wait` would return (or raise) at once."""
         return self._settled or all(part.done() for part in self._parts)
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -269,7 +269,7 @@ class _Completion:
         _call(callback, handle)
 
     def __call__(self, result: Result | None, error: Exception | None, /) -> None:
-        """A part has ended; the last one has the callbacks called."""
+        """Count a part that has ended; after the last one, have the callbacks called."""
         with self._lock:
             self._left -= 1
             if self._left:
@@ -324,7 +324,7 @@ def wait_for_all(handles: Sequence[Handle]) -> list[Any]:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether ``synchronize(handle)`` would return, or raise, without waiting.
+    """Return whether ``synchronize(handle)`` would return, or raise, without waiting.
 
     Raises:
         InvalidRequestError: ``handle`` is no handle of an ``*_async`` function.

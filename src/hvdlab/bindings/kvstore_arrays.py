@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 def _is(module: str, *names: str) -> Any:
-    """Whether an object is of one of these classes of a module, which is never imported here."""
+    """Return whether an object is of one of these classes of a module, which is never imported here."""
 
     def matches(value: Any) -> bool:
         found = sys.modules.get(module)
@@ -71,7 +71,7 @@ def _wrap_tensorflow(array: Array) -> Any:
 
 
 def mxnet_memory(array: Any) -> Array:
-    """The memory of a dense NDArray on the CPU, which MXNet 1.9.1 gives by no protocol.
+    """Return the memory of a dense NDArray on the CPU, which MXNet 1.9.1 gives by no protocol.
 
     The caller has waited for the operations on it that are in flight. The view keeps the array alive.
     """

@@ -44,7 +44,7 @@ class TrainingWatch(ABC):
 
     @property
     def batch_size(self) -> float | None:
-        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
+        """Return the number of samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
 
         Raises:
             InvalidRequestError: Set to a number that is not positive and finite.
@@ -58,7 +58,7 @@ class TrainingWatch(ABC):
 
     @property
     def step(self) -> int:
-        """Steps that the optimizer has taken. Set it to continue the count of an earlier training."""
+        """Return the number of steps that the optimizer has taken. Set it to continue the count of an earlier training."""
         return self._meter.count
 
     @step.setter
@@ -67,7 +67,7 @@ class TrainingWatch(ABC):
         self._step_set()
 
     def _step_set(self) -> None:  # noqa: B027  (nothing depends on it in most frameworks)
-        """The user has set the number of steps."""
+        """Adapt to a number of steps that the user has set."""
 
     @abstractmethod
     def close(self) -> None:
@@ -235,7 +235,7 @@ def raise_divergence(
 
 
 def _since(samples: Sequence[dict[int, bytes]], step: int) -> int | None:
-    """The first step at which the samples differ; 0 if no step was taken, None if no step common to all ranks differs."""
+    """Return the first step at which the samples differ; 0 if no step was taken, None if no step common to all ranks differs."""
     if step == 0:
         return 0
     common = sorted(set(samples[0]).intersection(*samples[1:]))

@@ -133,7 +133,7 @@ class Binding(Generic[T]):
     def _request(
         self, operation: Operation, given: Any, in_place: bool
     ) -> tuple[Request, T | OutputAllocator[T], Deliver[T] | None]:
-        """A request without a name, the tensor or allocator of its output, and how the output gets to the user."""
+        """Return a request without a name, the tensor or allocator of its output, and how the output gets to the user."""
         adapter, kind = self.adapter, operation.kind
         tensor = adapter.check(given, kind, in_place)
         dtype = adapter.dtype(tensor)
@@ -186,14 +186,14 @@ class Binding(Generic[T]):
         return HOST if wide else device
 
     def _placing(self, direct: bool, device: str, tensor: T) -> Deliver[T] | None:
-        """The function that takes an output to where the user expects it; ``None`` if it is there already."""
+        """Return the function that takes an output to where the user expects it; ``None`` if it is there already."""
         if device != HOST:
             assert self._devices is not None
             return self._devices.received
         return None if direct else partial(self.adapter.placed, like=tensor)
 
     def _broadcast_buffer(self, memory: HostMemory[T] | DeviceMemory[T], tensor: T, root: int) -> T:
-        """The tensor that a broadcast works on if it must not change its argument: read at the root, written elsewhere."""
+        """Return the tensor that a broadcast works on if it must not change its argument: read at the root, written elsewhere."""
         if context.engine("broadcast").rank == root:
             return memory.stage(tensor)
         return memory.empty_like(tensor)

@@ -47,7 +47,7 @@ class Sample(Protocol):
         ...
 
     def digest(self) -> bytes:
-        """A fingerprint of the elements that are kept."""
+        """Return a fingerprint of the elements that are kept."""
         ...
 
 
@@ -55,7 +55,7 @@ class RandomState(Protocol):
     """The state of a framework's random numbers before a step."""
 
     def restored(self, model: Any) -> AbstractContextManager[object]:
-        """In this context a call of ``model`` gets the same random numbers; afterwards they go on as before."""
+        """Return a context in which a call of ``model`` gets the same random numbers; afterwards they continue as before."""
         ...
 
 
@@ -97,7 +97,7 @@ class Step:
 
     @property
     def wrong(self) -> str:
-        """The first thing about it that is not finite: ``inputs``, ``loss`` or ``gradients``; empty if all is."""
+        """Return the first thing about it that is not finite: ``inputs``, ``loss`` or ``gradients``; empty if all is."""
         if not all(one.sample.finite for one in self.inputs):
             return "inputs"
         for value, name in ((self.loss, "loss"), (self.norm, "gradients")):
@@ -172,7 +172,7 @@ class StepRecord:
         nbytes: int,
         generator: RandomState,
     ) -> None:
-        """A step begins. Its batch is kept as far as there is room; batches of older steps are dropped for it."""
+        """Begin a step. Its batch is kept as far as memory permits; batches of older steps are dropped for it."""
         with self._lock:
             self._count += 1
             self.steps.append(Step(self._count, time.monotonic_ns(), inputs, batch, nbytes, generator))
@@ -185,13 +185,13 @@ class StepRecord:
                     step.batch = None
 
     def set_loss(self, value: Any) -> None:
-        """The loss of the step that runs."""
+        """Record the loss of the running step."""
         with self._lock:
             if self.steps:
                 self.steps[-1].loss = value
 
     def set_norm(self, value: Any) -> None:
-        """The norm of the gradients of the step that runs."""
+        """Record the norm of the running step's gradients."""
         with self._lock:
             if self.steps:
                 self.steps[-1].norm = value
@@ -212,7 +212,7 @@ class StepRecord:
 
     @property
     def first_wrong(self) -> Step | None:
-        """The first step with something that is not finite, unless all was well again later on."""
+        """Return the first step with a value that is not finite, unless all later values were finite again."""
         found = None
         for step in reversed(self._all()):
             if step.wrong:
@@ -228,7 +228,7 @@ class StepRecord:
             return list(self.steps)
 
     def lines(self) -> list[str]:
-        """The last steps, and the first that is not finite, a line each."""
+        """Return the last steps, and the first that is not finite, a line each."""
         wrong, last = self.first_wrong, self._all()[-SHOWN:]
         if wrong is None:
             return [str(step) for step in last]
@@ -238,7 +238,7 @@ class StepRecord:
         return [mark if step is wrong else str(step) for step in last]
 
     def replay(self, step: int | None = None) -> Replay:
-        """A recorded step, for another process.
+        """Return a recorded step, for another process.
 
         Args:
             step: Its number; by default the first step that is not finite, or, without one, the last.
@@ -270,7 +270,7 @@ class StepRecord:
 def tensors(
     value: Any, is_tensor: Callable[[Any], bool], path: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """The tensors in a batch, also in mappings and sequences of it, each with the path to it."""
+    """Yield the tensors in a batch, also in mappings and sequences of it, each with the path to it."""
     if is_tensor(value):
         yield path or "input", value
     elif depth < DEEPEST and isinstance(value, Mapping):
@@ -285,13 +285,13 @@ def tensors(
 
 
 def newest() -> StepRecord | None:
-    """The record on this rank that has recorded a step last; ``None`` if there is none with steps."""
+    """Return the record on this rank that has recorded a step last; ``None`` if there is none with steps."""
     with_steps = [one for one in _records if one.steps]
     return max(with_steps, key=lambda one: one.steps[-1].began, default=None)
 
 
 def recent() -> tuple[tuple[str, ...], str]:
-    """The lines to be shown with an error, and the one about the first step that is not finite."""
+    """Return the lines to be shown with an error, and the one about the first step that is not finite."""
     found = newest()
     if found is None:
         return (), ""
@@ -316,7 +316,7 @@ def suspects() -> tuple[int, int, str] | None:
 
 
 def replay(step: int | None = None) -> Replay:
-    """:meth:`StepRecord.replay` of the :func:`newest` record. Raises ``LookupError`` if there is none."""
+    """Return :meth:`StepRecord.replay` of the :func:`newest` record. Raises ``LookupError`` if there is none."""
     found = newest()
     if found is None:
         raise LookupError("nothing was recorded; hvd.record(model) before the training does")

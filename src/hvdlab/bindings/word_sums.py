@@ -36,7 +36,7 @@ LEAST = 256 << 10
 
 @cache
 def weights(rows: int, columns: int) -> Integers:
-    """For each set the weights of a row's words, then those of the lower and of the higher halves of all rows' sums. The same in all processes.
+    """Return for each set the weights of a row's words, then those of the lower and of the higher halves of all rows' sums. The same in all processes.
 
     Args:
         rows: Rows of a block.
@@ -52,7 +52,7 @@ def weights(rows: int, columns: int) -> Integers:
 
 
 def fingerprints(sums: npt.NDArray[Any]) -> bytes:
-    """The fingerprints of blocks, one behind the other, out of a row of ``SETS`` numbers for each."""
+    """Return the fingerprints of blocks, one behind the other, out of a row of ``SETS`` numbers for each."""
     import numpy as np
 
     return b"".join(fingerprint(row.tobytes()) for row in np.ascontiguousarray(sums, "<i8"))

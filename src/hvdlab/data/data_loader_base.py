@@ -95,11 +95,11 @@ class BaseDataLoader:
     """Base of loaders that iterate over batches; a subclass defines which."""
 
     def __len__(self) -> int:
-        """Number of batches of one iteration."""
+        """Return the number of batches of one iteration."""
         raise NotImplementedError
 
     def _iterate(self) -> Iterable[Any]:
-        """The batches, as they are loaded."""
+        """Return the batches, as they are loaded."""
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:

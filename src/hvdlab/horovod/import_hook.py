@@ -127,7 +127,7 @@ def offer(environ: Mapping[str, str] | None = None) -> None:
 
 
 def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, str]:
-    """Variables to set for a Python process in which ``import horovod`` is to mean hvdlab.
+    """Return the variables to set for a Python process in which ``import horovod`` is to mean hvdlab.
 
     Args:
         environ: The environment that the process would have otherwise.
@@ -163,7 +163,7 @@ def stand_in() -> None:
 
 
 def installed() -> ModuleSpec | None:
-    """The Horovod that is installed beside hvdlab, if there is one."""
+    """Return the Horovod that is installed beside hvdlab, if there is one."""
     path = [entry for entry in sys.path if entry != SHIM]
     for finder in sys.meta_path:
         if isinstance(finder, HorovodFinder):
@@ -200,7 +200,7 @@ def _of_horovod(name: str) -> bool:
 
 
 def _imported() -> ModuleType | None:
-    """A module of Horovod itself."""
+    """Return a module of Horovod itself that is imported; ``None`` if none is."""
     names = [name for name in sys.modules if name == ROOT or name.startswith(ROOT + ".")]
     return next((sys.modules[name] for name in sorted(names) if not is_ours(sys.modules[name])), None)
 
@@ -240,7 +240,7 @@ class SameModule(InspectLoader):
         return spec.loader
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For ``python -m``."""
+        """Return the module's code, for ``python -m``."""
         return self._loader().get_code(self._name)
 
     def get_source(self, fullname: str) -> str | None:
@@ -263,7 +263,7 @@ class HorovodFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target_module: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """The specification of one of Horovod's modules; ``None`` for all others.
+        """Return the specification of one of Horovod's modules; ``None`` for all others.
 
         Raises:
             ModuleNotFoundError: hvdlab does not have this module; the message names the replacement.
@@ -297,5 +297,5 @@ class HorovodFinder(MetaPathFinder):
 
 
 def is_ours(module: ModuleType) -> bool:
-    """Whether a module that goes by one of Horovod's names is one of hvdlab's."""
+    """Return whether a module that goes by one of Horovod's names is one of hvdlab's."""
     return getattr(module, "__name__", "").startswith(OWN.partition(".")[0] + ".")

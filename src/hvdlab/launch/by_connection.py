@@ -51,7 +51,7 @@ class MembershipRanks:
                     os.kill(member.pid, number)
 
     def end_all(self, size: int, reason: str, tail: str = "") -> None:
-        """The program that started the ranks of a job of ``size`` has ended: so have they, and none will come any more."""
+        """Report the end of the program that started the ranks of a job of ``size``: they have ended too, and none will follow."""
         with self._lock:
             left = [(rank, self._pids.pop(rank, 0)) for rank in range(size) if rank not in self._ended]
             self._ended.update(rank for rank, _ in left)

@@ -72,7 +72,7 @@ class DaskLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` if hosts are named, ``StartError`` without a Dask cluster."""
+        """Raise ``InvalidRequestError`` if hosts are named, ``StartError`` without a Dask cluster."""
         if hosts:
             raise InvalidRequestError(
                 "the launcher `dask` has its workers from Dask: name no hosts, but start workers where ranks are to be."
@@ -80,7 +80,7 @@ class DaskLauncher:
         self._connected()
 
     def is_far(self, hosts: str) -> bool:
-        """Unless the cluster is this host."""
+        """Return True unless the cluster is this host."""
         room = Room(self._connected())
         return not all(is_local(worker.machine) for worker in room.workers())
 
@@ -96,7 +96,7 @@ class DaskLauncher:
         )
 
     def source(self) -> HostSource:
-        """The workers as hosts of an elastic job."""
+        """Return the workers as hosts of an elastic job."""
         return _Workers(Room(self._connected()))
 
     def _connected(self) -> Any:
@@ -116,7 +116,7 @@ class _Workers(HostSource):
 
 
 def connect() -> Any:
-    """This process's client, or a new one. Raises ``StartError`` if there is no cluster, or a client that can't be waited for."""
+    """Return this process's client, or a new one. Raises ``StartError`` if there is no cluster, or a client that can't be waited for."""
     try:
         import dask.config  # pyright: ignore[reportMissingImports]
         import distributed  # pyright: ignore[reportMissingImports]
@@ -179,7 +179,7 @@ class Room:
         self.client, self._per_worker = client, per_worker
 
     def workers(self) -> list[DaskWorker]:
-        """Those that run; workers of a machine follow each other.
+        """Return the running workers; workers of a machine follow each other.
 
         Raises:
             StartError: The scheduler does not answer.
@@ -203,7 +203,7 @@ class Room:
 
 
 def _host_name(name: str, address: str) -> str:
-    """A name that a host may have: ``worker-0`` for the worker 0, and the address without its protocol for one that is named by it."""
+    """Return a name that a host may have: ``worker-0`` for the worker 0, and the address without its protocol for one that is named by it."""
     if name.isdigit():
         return f"worker-{name}"
     return re.sub(r"[^\w.-]", "-", address.partition("://")[2] if "://" in name else name)
@@ -222,22 +222,22 @@ class WorkerReach:
         self.known: Mapping[str, DaskWorker] = {}
 
     def is_here(self, host: str) -> bool:
-        """Always False: a process of another parent is not the worker's."""
+        """Return False always: a process of another parent is not the worker's."""
         return False
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> ActorConnection:
-        """By an actor on the worker."""
+        """Connect by an actor on the worker."""
         if errors is not None:
             errors.close()
         return ActorConnection(self._room.client, self.known[host].address, python)
 
     def machine(self, host: str) -> str:
-        """The worker's machine."""
+        """Return the worker's machine."""
         worker = self.known.get(host)
         return worker.machine if worker is not None else host
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """None: a worker's environment is the cluster's business."""
+        """Return no variables: the cluster decides on a worker's environment."""
         return {}
 
 
@@ -265,7 +265,7 @@ class DaskStarter(RoomStarter):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """As :meth:`start`, on a worker that :meth:`DaskLauncher.source` has named, regardless of its room.
+        """Start a rank as :meth:`start` does, on a worker that :meth:`DaskLauncher.source` has named, regardless of its room.
 
         Raises:
             InvalidRequestError: This was closed.
@@ -478,7 +478,7 @@ class ActorConnection:
 
 
 async def _read_pipe(pipe: Any) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
-    """A reader of a pipe's file, and the transport whose end closes the file."""
+    """Return a reader of a pipe's file, and the transport whose end closes the file."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader, loop=loop), pipe)
@@ -489,7 +489,7 @@ async def _read_pipe(pipe: Any) -> tuple[asyncio.StreamReader, asyncio.BaseTrans
 async def _closing_pipes(
     readable: int, writable: int
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """The ends of two pipes as streams, which are closed in the end."""
+    """Provide the ends of two pipes as streams, which are closed in the end."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         reader, reading = await _read_pipe(stack.enter_context(os.fdopen(readable, "rb", 0)))

@@ -27,7 +27,7 @@ class HostSource:
     """
 
     def find(self) -> Mapping[str, int]:
-        """The hosts that can be used now, by name, each with its number of slots.
+        """Return the hosts that can be used now, by name, each with its number of slots.
 
         Any exception of this is reported once, and the hosts that were known before stay until it answers again.
         """
@@ -40,7 +40,7 @@ class HostDiscovery(HostSource):
     """Horovod's base class of host sources: derive from it, and override :meth:`find_available_hosts_and_slots`."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """The hosts that can be used now, by name, each with its number of slots."""
+        """Return the hosts that can be used now, by name, each with its number of slots."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say which hosts there are: override find_available_hosts_and_slots()"
         )
@@ -175,7 +175,7 @@ class _Duck(HostSource):
 
 
 def as_host_source(given: object, slots: int | None = None) -> HostSource:
-    """The source of hosts for anything that a user may give as one.
+    """Return the source of hosts for anything that a user may give as one.
 
     Args:
         given: A :class:`HostSource` (a :class:`HostDiscovery`); an object with ``find`` or

@@ -125,7 +125,7 @@ class Cooldown:
         self.failures = 0
 
     def begin(self, now: float) -> float:
-        """The host has failed. Returns for how many seconds it is put aside; a cooldown that runs is not prolonged."""
+        """Put a failed host aside. Returns for how many seconds it is put aside; a cooldown that runs is not prolonged."""
         if self.until is not None and now < self.until:
             return self.until - now
         seconds = min(self.longest, self.shortest * 2.0 ** min(self.failures, 64))
@@ -134,12 +134,12 @@ class Cooldown:
         return seconds
 
     def is_running(self, now: float) -> bool:
-        """Whether the host is put aside."""
+        """Return whether the host is put aside."""
         return self.until is not None and now < self.until
 
 
 def check_cooldown(shortest: float, longest: float) -> None:
-    """Raises ``InvalidRequestError`` unless these are the ends of a range of seconds."""
+    """Raise ``InvalidRequestError`` unless these are the ends of a range of seconds."""
     if not 0 < shortest <= longest:
         raise InvalidRequestError(
             f"--blacklist-cooldown-range {shortest:g} {longest:g}: give two numbers of seconds above 0, the smaller one "
@@ -188,12 +188,12 @@ class HostTable:
 
     @property
     def usable(self) -> dict[str, int]:
-        """Slots of the hosts that can be used, by name; those that were found first come first."""
+        """Return the slots of the hosts that can be used, by name; those that were found first come first."""
         return dict(self._usable)
 
     @property
     def deadline(self) -> float | None:
-        """When :class:`HostTick` is due, or ``None``."""
+        """Return when :class:`HostTick` is due, or ``None``."""
         times = [e.cooldown.until for e in self._hosts.values() if e.aside and e.cooldown.until is not None]
         if self._asked is not None and self._failed is None:
             times.append(self._asked + LATE)

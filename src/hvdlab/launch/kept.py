@@ -98,7 +98,7 @@ class HeldJob(Protocol):
 
     @property
     def lost(self) -> str:
-        """Why this process uses the job no more although it did not let go of it; empty as long as it does."""
+        """Return why this process uses the job no more although it did not let go of it; empty as long as it does."""
         ...
 
     def starter(self) -> Starter:
@@ -109,7 +109,7 @@ class HeldJob(Protocol):
         """Report the ranks' events from :attr:`access` on; ``lost`` is called once with :attr:`lost`. Call it once."""
 
     def coordinator_ended(self) -> str:
-        """How the coordinator ended that this process was connected to; empty if it runs. Raises ``StartError`` if the job is gone."""
+        """Return how the coordinator ended that this process was connected to; empty if it runs. Raises ``StartError`` if the job is gone."""
         ...
 
     def replace_coordinator(self, timeout: float) -> None:
@@ -129,11 +129,11 @@ class JobKeeper(Protocol):
     """Keeps jobs of one launcher."""
 
     def reachable(self) -> bool:
-        """Whether the place where jobs are kept is known to this process, so that they can be listed without a search."""
+        """Return whether the place where jobs are kept is known to this process, so that they can be listed without a search."""
         ...
 
     def all(self) -> list[KeptJob]:
-        """The jobs that live. Raises ``StartError`` if the place where they are kept can't be reached."""
+        """Return the jobs that live. Raises ``StartError`` if the place where they are kept can't be reached."""
         ...
 
     def begin(self, request: KeepRequest, timeout: float) -> HeldJob:
@@ -159,7 +159,7 @@ class JobKeeper(Protocol):
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """This name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
+    """Return this name, or a default one; raises ``InvalidRequestError`` if it is in use or no name."""
     if not name:
         number = 1
         while (name := DEFAULT if number == 1 else f"{DEFAULT}-{number}") in taken:
@@ -177,7 +177,7 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 
 def none_there(name: str, names: Sequence[str]) -> str:
-    """That there is no pool of this name, and which there are."""
+    """Return a text that no pool has this name, with the names of those that exist."""
     known = ", ".join(f"`{each}`" for each in names)
     return f"there is no pool `{name}`; {f'there is {known}' if known else 'none is kept here'}"
 

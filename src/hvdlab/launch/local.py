@@ -45,11 +45,11 @@ class LocalLauncher:
     forks = True
 
     def options(self) -> Sequence[Option]:
-        """None: ranks have the notebook's own interpreter and environment."""
+        """Return no options: ranks have the notebook's own interpreter and environment."""
         return ()
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` if this host lacks memory or descriptors for so many, or others are named."""
+        """Raise ``InvalidRequestError`` if this host lacks memory or descriptors for so many, or others are named."""
         if hosts:
             raise InvalidRequestError(
                 f"hosts={hosts!r} needs a launcher that reaches other hosts, such as launcher='ssh' or 'mpi'."
@@ -57,7 +57,7 @@ class LocalLauncher:
         check_room(size, already)
 
     def is_far(self, hosts: str) -> bool:
-        """Always False."""
+        """Return False."""
         return False
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> LocalStarter | ExecStarter:
@@ -100,11 +100,11 @@ class LocalStarter:
         self._fork_server.send(Signal(rank, number))
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """None: all are on this host."""
+        """Return None: all are on this host."""
         return None
 
     def close(self, timeout: float) -> None:
-        """Nothing to do: the owner of the fork server ends it, and the ranks with it."""
+        """Do nothing: the owner of the fork server ends it, and the ranks with it."""
 
     def hear(self, event: FromServer) -> None:
         """Take a message of the fork server; ignores those that are not about ranks."""
@@ -142,7 +142,7 @@ def check_room(np: int, already: int = 0, available: int | None = None) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be used without swapping."""
+    """Return the bytes that can be used without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

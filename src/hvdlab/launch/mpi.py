@@ -50,7 +50,7 @@ def program() -> str | None:
 
 
 def why_unavailable() -> str:
-    """Why ranks can't be started by MPI, or an empty text."""
+    """Return why ranks can't be started by MPI, or an empty text."""
     if program() is None:
         return "`mpiexec` is neither in this Python environment nor on the PATH"
     if importlib.util.find_spec("mpi4py") is None:
@@ -68,17 +68,17 @@ def version(mpiexec: str) -> str:
 
 
 def is_open_mpi(version: str) -> bool:
-    """Whether this version is one of Open MPI."""
+    """Return whether this version is one of Open MPI."""
     return any(word in version for word in ("Open MPI", "OpenRTE", "PRRTE"))
 
 
 def open_mpi_options() -> list[str]:
-    """Options by which Open MPI accepts root, and more ranks than cores."""
+    """Return the options by which Open MPI accepts root, and more ranks than cores."""
     return [*(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--oversubscribe"]
 
 
 def arguments(mpiexec: str, hosts: Sequence[Host], variables: Iterable[str]) -> list[str]:
-    """The arguments that this mpiexec needs beside the number of ranks and their program.
+    """Return the arguments that this mpiexec needs beside the number of ranks and their program.
 
     Args:
         mpiexec: Its path.
@@ -111,7 +111,7 @@ class MpiLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        """Options for the started program, and its start."""
+        """Return the options for the started program, and its start."""
         return (
             Option("python", "interpreter of the ranks (default: the path of the notebook's)"),
             Option("mpi_args", "further arguments of mpiexec", OptionKind.WORDS),
@@ -123,17 +123,17 @@ class MpiLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``StartError`` without mpiexec, ``InvalidRequestError`` for hosts that can't be read or lack slots."""
+        """Raise ``StartError`` without mpiexec, ``InvalidRequestError`` for hosts that can't be read or lack slots."""
         _program()
         if hosts:
             assign(parse_hosts(hosts), size)
 
     def is_far(self, hosts: str) -> bool:
-        """True if hosts are named, unless all of them are this one."""
+        """Return True if hosts are named, unless all of them are this one."""
         return bool(hosts) and not all(is_local(host.name) for host in parse_hosts(hosts))
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> MpiStarter:
-        """The starter of a pool's ranks. Raises ``StartError`` without mpiexec."""
+        """Return the starter of a pool's ranks. Raises ``StartError`` without mpiexec."""
         return MpiStarter(request, ranks, _program())
 
 
@@ -217,7 +217,7 @@ class MpiStarter:
         self._connected.signal(rank, number)
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """None: a rank learns its place from MPI's environment."""
+        """Return None: a rank learns its place from MPI's environment."""
         return None
 
     def close(self, timeout: float) -> None:
@@ -343,7 +343,7 @@ class _LastOutput:
         self._tail.add(data)
 
     def returned(self, rank: int, data: bytes) -> None:
-        """A program returns nothing."""
+        """Do nothing: a program returns no result."""
 
     def text(self) -> str:
         return self._tail.text()

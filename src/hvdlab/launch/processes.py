@@ -24,20 +24,20 @@ _WANT_EXIT = 1 << 3
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks since the boot; 0 if there is no such process."""
+    """Return when the process started, in clock ticks since the boot; 0 if there is no such process."""
     fields = process_status(pid)
     return int(fields[START_TIME]) if fields else 0
 
 
 def started_at(pid: int) -> float:
-    """When the process started, in seconds since 1970; now, if there is no such process."""
+    """Return when the process started, in seconds since 1970; now, if there is no such process."""
     ticks, now = start_time(pid), time.time()
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
     return now - since_boot + ticks / os.sysconf("SC_CLK_TCK") if ticks else now
 
 
 def open_process(pid: int, started: int) -> int:
-    """A descriptor that becomes readable when this very process ends; -1 if it has ended."""
+    """Return a descriptor that becomes readable when this very process ends; -1 if it has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except (ProcessLookupError, OverflowError, OSError) as error:
@@ -60,7 +60,7 @@ def readable(descriptor: int, timeout: float | None) -> bool:
 
 
 def exit_status(pidfd: int, pid: int) -> int | None:
-    """How a process ended that need not be our child, as a status of ``waitpid``; ``None`` if that is unknown."""
+    """Return how a process ended that need not be our child, as a status of ``waitpid``; ``None`` if that is unknown."""
     answer = bytearray(_INFO.size)
     struct.pack_into("=Q", answer, 0, _WANT_EXIT)
     with contextlib.suppress(OSError):  # Linux before 6.15
@@ -73,7 +73,7 @@ def exit_status(pidfd: int, pid: int) -> int | None:
 
 
 def peak_memory(pid: int) -> int:
-    """The most memory that a process has had resident so far, in bytes; 0 once it has ended."""
+    """Return the most memory that a process has had resident so far, in bytes; 0 once it has ended."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -116,14 +116,14 @@ TAIL_LINES = 100
 
 
 def describe(event: Exited) -> str:
-    """``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, …"""
+    """Return a text such as ``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, …"""
     if event.out_of_memory:
         return "out of memory, killed by the kernel"
     return describe_exit(event.code, event.signal)
 
 
 def describe_exit(code: int, number: int) -> str:
-    """The same for an exit code (-1 if it is unknown) and the number of a signal (0 for none)."""
+    """Return such a text for an exit code (-1 if it is unknown) and the number of a signal (0 for none)."""
     if number:
         return describe_signal(number)
     return f"exit code {code}" if code >= 0 else "exit status unknown"
@@ -139,7 +139,7 @@ def detail(event: Exited) -> str:
 
 
 def describe_signal(number: int) -> str:
-    """A signal that ended a process, in words."""
+    """Return a signal that ended a process, in words."""
     try:
         known = signal.Signals(number)
     except ValueError:
@@ -171,7 +171,7 @@ class ExitStatus:
         return 128 + self.signal if self.signal else self.code
 
     def __str__(self) -> str:
-        """For an operator: with the name of the signal, also where it has a meaning in words."""
+        """Return a text for an operator: with the name of the signal, also where it has a meaning in words."""
         if self.text:
             return self.text
         if not self.signal:
@@ -189,7 +189,7 @@ def _memory(size: int) -> str:
 
 
 def last_lines(text: str) -> str:
-    """The end of a text of any length, as it is reported."""
+    """Return the end of a text of any length, as it is reported."""
     return "\n".join(text[-TAIL_BYTES:].strip("\n").rstrip().splitlines()[-TAIL_LINES:])
 
 
@@ -209,7 +209,7 @@ class OutputTail:
 
     @property
     def data(self) -> bytes:
-        """The last bytes, at most ``TAIL_BYTES``."""
+        """Return the last bytes, at most ``TAIL_BYTES``."""
         return b"".join(self._pieces)[-TAIL_BYTES:]
 
     def text(self) -> str:
@@ -229,7 +229,7 @@ class OutOfMemoryCounter:
         self._last = self._read()
 
     def increased(self) -> bool:
-        """Whether there was a kill since the last call (or since construction)."""
+        """Return whether there was a kill since the last call (or since construction)."""
         count = self._read()
         increased = count > self._last
         self._last = count

@@ -72,7 +72,7 @@ class PythonCommand:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The whole command line."""
+        """Return the whole command line."""
         what = {"script": (), "module": ("-m",), "code": ("-c",)}[self.kind]
         return (self.interpreter, *self.options, *what, self.what, *self.arguments)
 

@@ -66,7 +66,7 @@ class Capabilities:
 
     @classmethod
     def all_but(cls, lacks: Mapping[Capability, str]) -> Capabilities:
-        """Everything but these."""
+        """Return all capabilities but these."""
         return cls(frozenset(set(Capability) - set(lacks)), dict(lacks))
 
     def __contains__(self, capability: Capability) -> bool:
@@ -151,7 +151,7 @@ class RankObserver(Protocol):
     """Observer of a starter's reports."""
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Something happened to a rank. Called on any thread; must not block."""
+        """Receive an event of a rank. Called on any thread; must not block."""
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class ProgramOutput(Protocol):
     """Observer of the output and results of a program's ranks. Called on any thread."""
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """A rank wrote to stdout (1) or stderr (2). May wait until there is room, and so hold up the rank."""
+        """Receive a rank's output to stdout (1) or stderr (2). May wait for room, and so hold up the rank."""
 
     def returned(self, rank: int, data: bytes) -> None:
         """Receive the next piece of a rank's result; all pieces come before the rank's end."""
@@ -225,27 +225,27 @@ class StartRequest(Protocol):
 
     @property
     def world(self) -> WorldEnvironment:
-        """As there."""
+        """Return :attr:`LaunchRequest.world`."""
         ...
 
     @property
     def module(self) -> str:
-        """As there."""
+        """Return :attr:`LaunchRequest.module`."""
         ...
 
     @property
     def forked(self) -> str:
-        """As there."""
+        """Return :attr:`LaunchRequest.forked`."""
         ...
 
     @property
     def program(self) -> Program | None:
-        """As there."""
+        """Return :attr:`LaunchRequest.program`."""
         ...
 
     @property
     def options(self) -> Mapping[str, object]:
-        """As there."""
+        """Return :attr:`LaunchRequest.options`."""
         ...
 
 
@@ -264,7 +264,7 @@ class Starter(Protocol):
         """Send a signal to a rank's process; does nothing if it has ended, or this launcher can't reach it."""
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """Where a rank is in a job of ``size``; ``None`` if all are on this host, or only the launcher knows."""
+        """Return where a rank is in a job of ``size``; ``None`` if all are on this host, or only the launcher knows."""
         ...
 
     def close(self, timeout: float) -> None:
@@ -276,7 +276,7 @@ class PlacingStarter(Starter, Protocol):
     """A starter whose caller can choose the host of ranks, also a host that the starter did not know when it was made."""
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """As :meth:`start`, on the host of this name."""
+        """Start a rank as :meth:`start` does, on the host of this name."""
 
     def give_up(self, host: str) -> None:
         """End the processes that were started on a host; its ranks are reported as not started, or ended."""
@@ -302,7 +302,7 @@ class Launcher(Protocol):
     forks: bool
 
     def options(self) -> Sequence[Option]:
-        """The options that the launcher takes."""
+        """Return the options that the launcher accepts."""
         ...
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
@@ -319,7 +319,7 @@ class Launcher(Protocol):
         """
 
     def is_far(self, hosts: str) -> bool:
-        """Whether ranks may run on other hosts, so that the coordinator has to listen on the network."""
+        """Return whether ranks may run on other hosts, so that the coordinator has to listen on the network."""
         ...
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> Starter:

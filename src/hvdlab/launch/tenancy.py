@@ -115,12 +115,12 @@ class Tenancy:
         self.tenant: Tenant | None = None
 
     def holds(self, number: int) -> bool:
-        """Whether the tenancy of this number goes on."""
+        """Return whether the tenancy of this number goes on."""
         return self.tenant is not None and number == self._number
 
     @property
     def next_at(self) -> float:
-        """When :class:`LeaseTick` has an effect, unless something happens before."""
+        """Return when :class:`LeaseTick` has an effect, unless something happens before."""
         if self.tenant is not None:
             return self._since + self._lease
         return self._since + (self._unused_for if self._number else max(self._lease, self._unused_for))

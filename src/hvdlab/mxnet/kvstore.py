@@ -81,7 +81,7 @@ class _OneProcessStore(_StatesOfMXNet, mx.kvstore.KVStore):  # type: ignore[misc
     """A store of hvdlab's that MXNet takes for one of its own; it has none of MXNet's inside."""
 
     def __del__(self) -> None:
-        """There is no handle of MXNet's to free."""
+        """Do nothing: MXNet has no handle to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Update the stored values by pushed values; see :meth:`hvdlab.kvstore.KVStore.set_optimizer`.
@@ -100,7 +100,7 @@ class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # t
     """A store of several workers that MXNet takes for one of its own."""
 
     def __del__(self) -> None:
-        """There is no handle of MXNet's to free."""
+        """Do nothing: MXNet has no handle to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Update the stored values by pushed values; see :func:`hvdlab.kvstore.create`.
@@ -121,7 +121,7 @@ class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MX
     """A store on parameter servers that MXNet takes for one of its own."""
 
     def __del__(self) -> None:
-        """There is no handle of MXNet's to free."""
+        """Do nothing: MXNet has no handle to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Update the stored values on the servers by pushed values; see :func:`hvdlab.kvstore.create`.
@@ -140,7 +140,7 @@ class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MX
 
 
 def _ours(theirs: Any) -> kvstore.optimizer.Optimizer:
-    """hvdlab's optimizer with the arithmetic and the settings of one of MXNet's."""
+    """Return hvdlab's optimizer with the arithmetic and the settings of one of MXNet's."""
     name = type(theirs).__name__
     if name not in _ON_SERVERS or getattr(mx.optimizer, name) is not type(theirs):
         raise kvstore.KVStoreError(

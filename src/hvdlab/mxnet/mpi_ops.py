@@ -138,7 +138,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     op: ReduceOp | int | None = None,
 ) -> Sequence[NDArray]:
-    """:func:`allreduce` of several arrays, executed together. An empty list is returned as it is."""
+    """Reduce several arrays as by :func:`allreduce`, executed together. An empty list is returned as it is."""
     operation = _reducing(average, op, prescale_factor, postscale_factor, process_set)
     return _grouped(operation, tensors, name)
 
@@ -154,7 +154,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     op: ReduceOp | int | None = None,
 ) -> Sequence[NDArray]:
-    """:func:`allreduce_` of several arrays, executed together; returns the list that was given."""
+    """Reduce several arrays as by :func:`allreduce_`, executed together; returns the list that was given."""
     operation = _reducing(average, op, prescale_factor, postscale_factor, process_set)
     _grouped(operation, tensors, name, in_place=True)
     return tensors
@@ -178,7 +178,7 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[NDArray]:
-    """:func:`allgather` of several arrays, executed together. An empty list is returned as it is."""
+    """Gather several arrays as by :func:`allgather`, executed together. An empty list is returned as it is."""
     return _grouped(arguments.gathering(set_id(process_set)), tensors, name)
 
 
@@ -250,7 +250,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Sequence[NDArray]:
-    """:func:`reducescatter` of several arrays, executed together. An empty list is returned as it is."""
+    """Reduce and divide several arrays as by :func:`reducescatter`, executed together. An empty list is returned as it is."""
     listed = arguments.tensor_list(ADAPTER, tensors)
     operation = _scattering(listed, op, prescale_factor, postscale_factor, process_set)
     return _grouped(operation, tensors, name)

@@ -143,11 +143,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXN
             setattr(self._optimizer, name, value)
 
     def create_state(self, index: Any, weight: NDArray) -> Any:
-        """The wrapped optimizer's state for one weight."""
+        """Return the wrapped optimizer's state for one weight."""
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: NDArray) -> Any:
-        """The wrapped optimizer's state for one weight, with a float32 copy if it uses that."""
+        """Return the wrapped optimizer's state for one weight, with a float32 copy if it uses that."""
         return self._optimizer.create_state_multi_precision(index, weight)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -156,7 +156,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXN
         self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As :meth:`update`, for states of :meth:`create_state_multi_precision`."""
+        """Update a weight as :meth:`update` does, for states of :meth:`create_state_multi_precision`."""
         self._add_up(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 

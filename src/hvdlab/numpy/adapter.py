@@ -75,7 +75,7 @@ class NumpyAdapter:
         return like.from_host(output) if isinstance(like, DeviceArray) else output
 
     def mark_written(self, tensor: AnyArray) -> None:
-        """Arrays are not differentiated."""
+        """Do nothing: arrays are not differentiated."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
         return False

@@ -12,7 +12,7 @@ START_TIMEOUT = 300.0
 
 
 def start_timeout(settings: Any) -> float:
-    """Seconds within which workers must have joined: of Horovod's settings, or hvdlab's."""
+    """Return the seconds within which workers must have joined: of Horovod's settings, or hvdlab's."""
     found = getattr(settings, "start_timeout", None)
     if not isinstance(found, int | float):
         found = getattr(settings, "timeout_s", None)
@@ -20,7 +20,7 @@ def start_timeout(settings: Any) -> float:
 
 
 def interfaces(settings: Any) -> list[str]:
-    """The interfaces of the driver that the settings name."""
+    """Return the interfaces of the driver that the settings name."""
     nics = getattr(settings, "nics", None)
     return [nics] if isinstance(nics, str) else sorted(nics or ())
 

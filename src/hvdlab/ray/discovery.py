@@ -22,7 +22,7 @@ class RayHostDiscovery(HostDiscovery):
         self.use_gpu, self.cpus_per_slot, self.gpus_per_slot = use_gpu, cpus_per_slot, gpus_per_slot
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Hosts with room for a rank at least.
+        """Return the hosts with room for a rank at least.
 
         Raises:
             StartError: Ray is missing.
@@ -64,7 +64,7 @@ class RayNodes(HostDiscovery):
         self._cpus, self._gpus = cpus_per_worker, gpus_per_worker
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Nodes with room for a rank at least, whether or not it is free."""
+        """Return the nodes with room for a rank at least, whether or not it is free."""
         names = {node: name for name, node in node_names().items()}
         hosts = {}
         for node in imported().nodes():

@@ -73,7 +73,7 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """Settings for an executor.
+        """Return settings for an executor.
 
         Args:
             min_num_proc: With so many ranks a call begins and goes on.

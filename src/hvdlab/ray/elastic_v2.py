@@ -205,12 +205,12 @@ class ElasticAdapter(Adapter):
         )
 
     def shutdown(self) -> None:
-        """Nothing runs between calls."""
+        """Do nothing: nothing runs between calls."""
         self._source = None
 
 
 def _with_executable(call: bytes) -> Any:
-    """On a rank: make the executable, and call the function with it."""
+    """Make the executable, on a rank, and call the function with it."""
     function, wanted = cloudpickle.loads(call)
     executable = None
     if wanted is not None:

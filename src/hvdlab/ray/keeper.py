@@ -32,12 +32,12 @@ class RayKeeper:
     """Keeps the pools of the launcher ``ray`` in detached actors of the cluster that this process is connected to, or can find."""
 
     def reachable(self) -> bool:
-        """Whether this process is connected to a cluster, or ``RAY_ADDRESS`` names one."""
+        """Return whether this process is connected to a cluster, or ``RAY_ADDRESS`` names one."""
         ray = sys.modules.get("ray")
         return bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
 
     def all(self) -> list[KeptJob]:
-        """The pools of the cluster. Raises ``StartError`` if there is no cluster."""
+        """Return the pools of the cluster. Raises ``StartError`` if there is no cluster."""
         ray = connect()
         asked = {
             entry["name"]: _call(ray.get_actor(entry["name"], NAMESPACE).describe)
@@ -137,7 +137,7 @@ class RayHeldPool:
         self._thread.start()
 
     def coordinator_ended(self) -> str:
-        """How the coordinator ended; empty if it runs. Raises ``StartError`` if the actor is gone."""
+        """Return how the coordinator ended; empty if it runs. Raises ``StartError`` if the actor is gone."""
         return str(_answer(_call(self._actor.coordinator_ended, self._generation), _ANSWER_WITHIN))
 
     def replace_coordinator(self, timeout: float) -> None:
@@ -218,7 +218,7 @@ class HeldStarter:
             _order(self._actor.signal, self._number, rank, int(signal.Signals(number)))
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: Ray places ranks."""
+        """Return ``None``: Ray places ranks."""
         return None
 
     def close(self, timeout: float) -> None:
@@ -241,7 +241,7 @@ def _has_ended(tenant: Tenant, here: str) -> bool:
 
 
 def _call(method: Any, *arguments: object) -> Any:
-    """Ray's reference to the answer of a call. Raises ``StartError`` if Ray is gone."""
+    """Return Ray's reference to the answer of a call. Raises ``StartError`` if Ray is gone."""
     return _sent(method, "calls", arguments)
 
 

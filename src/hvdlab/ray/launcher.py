@@ -109,7 +109,7 @@ class RayLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` if hosts are named, ``StartError`` without Ray."""
+        """Raise ``InvalidRequestError`` if hosts are named, ``StartError`` without Ray."""
         if hosts:
             raise InvalidRequestError(
                 "the launcher `ray` finds its nodes itself: name no hosts; options say what each rank takes."
@@ -117,7 +117,7 @@ class RayLauncher:
         connect()
 
     def is_far(self, hosts: str) -> bool:
-        """Unless the cluster is this host."""
+        """Return True unless the cluster is this host."""
         ray = connect()
         return not all(is_local(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
 
@@ -128,7 +128,7 @@ class RayLauncher:
 
 
 def connected_here() -> Any:
-    """Ray's module. Raises ``StartError`` if this process is not connected to it as one of the cluster's own."""
+    """Return Ray's module. Raises ``StartError`` if this process is not connected to it as one of the cluster's own."""
     ray = imported()
     if ray.util.client.ray.is_connected():
         raise StartError(
@@ -141,7 +141,7 @@ def connected_here() -> Any:
 
 
 def connect() -> Any:
-    """Ray's module, connected. Raises ``StartError`` if that can't be."""
+    """Return Ray's module, connected. Raises ``StartError`` if that can't be."""
     ray = imported()
     if not ray.is_initialized():
         try:
@@ -191,7 +191,7 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Those of this process."""
+        """Return the surroundings of this process."""
         variables = exported(os.environ).items()
         return cls(
             os.getcwd(),
@@ -212,21 +212,21 @@ class NodeTransport:
         self.nodes: dict[str, str] = {}
 
     def is_here(self, host: str) -> bool:
-        """Always False: ranks end with an actor."""
+        """Return False always: ranks end with an actor."""
         return False
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> NodeConnection:
-        """By an actor on the node, in the interpreter of Ray's workers there."""
+        """Connect by an actor on the node, in the interpreter of Ray's workers there."""
         if errors is not None:
             errors.close()
         return NodeConnection(self.nodes[host])
 
     def machine(self, host: str) -> str:
-        """The node."""
+        """Return the node."""
         return self.nodes.get(host, host)
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """The surroundings, and a variable by which a node counts as a host."""
+        """Return the surroundings, and a variable by which a node counts as a host."""
         return {**self._surroundings.environment, HOST_VARIABLE: f"{host} {self.nodes[host]}"}
 
 
@@ -368,7 +368,7 @@ class RayStarter(RoomStarter):
         self._exec.give_up(host)
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: Ray places ranks."""
+        """Return ``None``: Ray places ranks."""
         return None
 
     def handle(self, event: Started | Ended | Waiting) -> None:

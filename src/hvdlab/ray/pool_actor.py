@@ -186,7 +186,7 @@ class PoolActor:
                 self._size = size
 
     def coordinator_ended(self, generation: int) -> str:
-        """How the coordinator of this generation has ended; empty if it lives. It has a moment to end."""
+        """Return how the coordinator of this generation has ended; empty if it lives. It has a moment to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._generation > generation, _END_WITHIN)
             return self._ending if self._generation > generation else self._coordinator.ending()
@@ -199,7 +199,7 @@ class PoolActor:
             return self._generation
 
     def let_go(self, number: int) -> None:
-        """The notebook uses the pool no more."""
+        """Release the pool, which the notebook uses no more."""
         with self._changed:
             self._step(LeaseReleased(number))
 
@@ -221,7 +221,7 @@ class PoolActor:
     # -- what the starter reports ---------------------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Something happened to a rank. Any thread."""
+        """Handle an event of a rank. Any thread."""
         if isinstance(event, Waiting):
             return
         with self._changed:
@@ -298,7 +298,7 @@ class PoolActor:
         self._changed.notify_all()
 
     def _begin_saying_vacant(self) -> None:
-        """The lock is held."""
+        """Start a thread that reports the vacancy. The caller holds the lock."""
         ranks = tuple(self._living)
         threading.Thread(target=self._say_vacant, args=(ranks,), name="hvdlab-vacant", daemon=True).start()
 
@@ -317,7 +317,7 @@ class PoolActor:
                         client.flush(_END_WITHIN, events=False)
 
     def _begin_end(self) -> None:
-        """The lock is held."""
+        """Start a thread that ends the pool. The caller holds the lock."""
         if not self._over:
             self._over = True
             threading.Thread(target=self._end, args=(LEAVE_WITHIN,), name="hvdlab-end", daemon=True).start()

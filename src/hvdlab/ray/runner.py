@@ -72,7 +72,7 @@ class MiniSettings:
 
     @property
     def start_timeout(self) -> float:
-        """Seconds within which workers must have joined."""
+        """Return the seconds within which workers must have joined."""
         return self.timeout_s
 
 
@@ -143,7 +143,7 @@ class RayExecutor:
         placement_group_timeout_s: float = GROUP_TIMEOUT,
         nics: Collection[str] | str | None = None,
     ) -> MiniSettings:
-        """Settings for an executor.
+        """Return settings for an executor.
 
         Args:
             timeout_s: Seconds within which workers must have joined, once they have been placed.
@@ -406,7 +406,7 @@ class StaticAdapter(Adapter):
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(found))}
 
     def _address(self) -> str:
-        """Where the other nodes reach the coordinator."""
+        """Return where the other nodes reach the coordinator."""
         if nics := interfaces(self.settings):
             return system.interface_address(nics)
         return system.chosen_address(os.environ) or system.outward_address(
@@ -418,7 +418,7 @@ class StaticAdapter(Adapter):
         return start_timeout(self.settings)
 
     def _wait(self, references: list[Any], timeout: float, what: str) -> list[Any]:
-        """The values, by rank."""
+        """Wait for the references and return the values, by rank."""
         ray = imported()
         ready, _ = ray.wait(references, num_returns=len(references), timeout=timeout)
         values, late = [], []

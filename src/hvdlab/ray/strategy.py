@@ -14,7 +14,7 @@ GROUP_TIMEOUT = 100.0
 
 
 def imported() -> Any:
-    """Ray's module. Raises ``StartError`` if it is missing."""
+    """Return Ray's module. Raises ``StartError`` if it is missing."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -70,7 +70,7 @@ def free_resources() -> str:
 
 
 def death_reason(error: BaseException) -> str:
-    """Why an actor is gone, on one line: Ray explains it on many, with ids that mean nothing to users."""
+    """Return why an actor is gone, on one line: Ray explains it on many, with ids that mean nothing to users."""
     lines = [line.strip() for line in str(error).splitlines()]
     reasons = [line for line in lines if line and ":" not in line.split(" ", 1)[0]]
     return " ".join(reasons) or type(error).__name__
@@ -95,7 +95,7 @@ class BaseStrategy(ABC):
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
 
     @abstractmethod
     def create_workers(self) -> tuple[list[Any], list[Any]]:
@@ -110,7 +110,7 @@ class BaseStrategy(ABC):
 
     @property
     def timeout(self) -> float:
-        """Seconds within which there must be room."""
+        """Return the seconds within which the cluster must have room."""
         return float(getattr(self.settings, "placement_group_timeout_s", None) or GROUP_TIMEOUT)
 
     def _resources(self, workers: int) -> dict[str, float]:
@@ -133,7 +133,7 @@ class BaseStrategy(ABC):
         )
 
     def _nodes_of_bundles(self) -> list[str]:
-        """The node of each bundle of a group that is placed."""
+        """Return the node of each bundle of a group that is placed."""
         table = imported().util.placement_group_table(self.placement_group)["bundles_to_node_id"]
         return [table[bundle] for bundle in sorted(table)]
 

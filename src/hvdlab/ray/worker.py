@@ -94,17 +94,17 @@ class BaseHorovodWorker:
         return f"rank {self.world_rank}"
 
     def hostname(self) -> str:
-        """The host's name."""
+        """Return the host's name."""
         return socket.gethostname()
 
     def node_id(self) -> str:
-        """The Ray node's id, in hexadecimal."""
+        """Return the Ray node's id, in hexadecimal."""
         import ray  # pyright: ignore[reportMissingImports]
 
         return str(ray.get_runtime_context().get_node_id())
 
     def get_gpu_ids(self) -> list[Any]:
-        """The GPUs that Ray gave to this worker."""
+        """Return the GPUs that Ray gave to this worker."""
         import ray  # pyright: ignore[reportMissingImports]
 
         return list(ray.get_gpu_ids())
@@ -114,7 +114,7 @@ class BaseHorovodWorker:
         os.environ.update({str(name): str(value) for name, value in env_vars.items()})
 
     def env_vars(self) -> dict[str, str]:
-        """The variables of this process."""
+        """Return the variables of this process."""
         return dict(os.environ)
 
     def start_executable(
@@ -134,7 +134,7 @@ class BaseHorovodWorker:
     # -- what an executor calls ---------------------------------------------------------------------------------------
 
     def card(self) -> WorkerInfo:
-        """Where this worker runs."""
+        """Return the place of this worker."""
         import ray  # pyright: ignore[reportMissingImports]
 
         address = str(ray.util.get_node_ip_address())
@@ -166,7 +166,7 @@ class BaseHorovodWorker:
             engine.on_interrupt(lambda: self._on_interrupt(ident))
 
     def _on_interrupt(self, main: int) -> None:
-        """On the engine's thread."""
+        """Send the main thread an interrupt, on the engine's thread."""
         self._interrupts += 1
         signal.pthread_kill(main, signal.SIGINT)
 

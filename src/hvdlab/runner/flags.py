@@ -66,11 +66,11 @@ class Flag:
 
     @property
     def ineffective(self) -> str:
-        """Why it has no effect here, or an empty text."""
+        """Return why it has no effect here, or an empty text."""
         return self.idle or _IDLE_VARIABLES.get(self.variable, "")
 
     def value_of_variable(self, value: object) -> str:
-        """The variable's text for a value of this flag."""
+        """Return the variable's text for a value of this flag."""
         if self.kind is FlagKind.SWITCH:
             return "1" if bool(value) != self.inverted else "0"
         if self.kind is FlagKind.NUMBER and self.scale != 1 and isinstance(value, int):
@@ -166,7 +166,7 @@ _TAKES = {
 
 
 def tables() -> str:
-    """A table for each group of flags."""
+    """Return a table for each group of flags."""
     parts = []
     for group in dict.fromkeys(flag.group for flag in FLAGS):
         rows = [_row(flag) for flag in FLAGS if flag.group == group]
@@ -186,7 +186,7 @@ def _row(flag: Flag) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its tables as they ought to be. Raises ``ValueError`` if it has no place for them."""
+    """Return the page with its tables as they ought to be. Raises ``ValueError`` if it has no place for them."""
     before, found, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not (found and closed):

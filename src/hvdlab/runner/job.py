@@ -495,7 +495,7 @@ class EventQueue:
                     self._room.notify_all()
 
     def stop(self) -> None:
-        """The loop takes nothing any more: wake the threads that wait in :meth:`write`, and let none wait again."""
+        """Stop accepting events: wake the threads that wait in :meth:`write`, and let none wait again."""
         with self._room:
             self._closed = True
             self._room.notify_all()
@@ -513,7 +513,7 @@ class EventQueue:
         client.on_stall(lambda stall: self.post(stall_line(stall)))
 
     def coordinator_lost(self, reason: str) -> None:
-        """There is no coordinator any more, and there will be none."""
+        """Post that the coordinator is lost, without a successor."""
         self.post(e.CoordinatorLost(reason))
 
     def _on_membership(self, membership: Membership) -> None:

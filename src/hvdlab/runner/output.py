@@ -20,13 +20,13 @@ class Sink(Protocol):
     """Takes the bytes of all ranks."""
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """A rank wrote to stdout (1) or stderr (2)."""
+        """Show a rank's output to stdout (1) or stderr (2)."""
 
     def ended(self, rank: int) -> None:
-        """A rank has ended; nothing more comes from it."""
+        """Record a rank's end; no more output follows from it."""
 
     def close(self) -> None:
-        """The job is over."""
+        """Finish the output at the job's end."""
 
 
 class Writer:
@@ -68,7 +68,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def speaker(err: Writer) -> Callable[[str], None]:
-    """A function that writes the launcher's own lines, with ``hvdlab:`` in front."""
+    """Return a function that writes the launcher's own lines, with ``hvdlab:`` in front."""
 
     def say(text: str) -> None:
         err.line(f"hvdlab: {visible_coloured(text)}".encode(), False)
@@ -238,7 +238,7 @@ def _visible(line: bytes) -> bytes:
 
 
 def prefix(rank: int, stream: int, timestamp: str = "") -> bytes:
-    """``[3]<stdout>:`` as horovodrun writes it."""
+    """Return ``[3]<stdout>:`` as horovodrun writes it."""
     return f"{timestamp}[{rank}]<{'stdout' if stream == 1 else 'stderr'}>:".encode()
 
 
@@ -247,7 +247,7 @@ MOST_LINES = 20
 
 
 def failure_lines(failure: FailureReport, tails: Mapping[int, OutputTail], host: str = "") -> list[str]:
-    """The report: which rank failed first, how, its last lines on stderr, and which ranks failed because of it.
+    """Return the report: which rank failed first, how, its last lines on stderr, and which ranks failed because of it.
 
     Args:
         failure: The supervisor's account of the failure.
@@ -284,7 +284,7 @@ def shown_lines(data: bytes, most: int) -> list[str]:
 
 
 def stall_line(stall: Stall) -> str:
-    """The line on a collective that has been waiting for long."""
+    """Return the line on a collective that has been waiting for long."""
     call = call_name(OpKind(stall.kind).label, stall.name)
     site = f" ({visible(stall.sites[0])})" if stall.sites else ""
     return (

@@ -216,7 +216,7 @@ def _error(done: JobResult, rank: int, found: FunctionReturned | FunctionRaised 
 
 
 def _like(original: BaseException | None, text: str) -> RankFailedError:
-    """An error that ``except`` clauses for ``original``'s class catch, as do those for :class:`RankFailedError`."""
+    """Return an error that ``except`` clauses for ``original``'s class catch, as do those for :class:`RankFailedError`."""
     if isinstance(original, Exception) and not isinstance(original, RankFailedError):
         kind = type(original)
         try:
@@ -239,5 +239,5 @@ def _like(original: BaseException | None, text: str) -> RankFailedError:
 
 
 def _text(error: BaseException) -> str:
-    """The error's text. Of the escape sequences that a rank wrote only colours are left."""
+    """Return the error's text. Of the escape sequences that a rank wrote only colours are left."""
     return visible_coloured(str(error.args[0]))

@@ -124,7 +124,7 @@ class SupervisedRank:
 
     @property
     def times(self) -> tuple[float | None, ...]:
-        """When something is due."""
+        """Return the times at which an action is due."""
         return self.deadline, self.start_by, self.init_deadline, self.release_deadline
 
 
@@ -169,17 +169,17 @@ class Supervisor:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that have not ended."""
+        """Return the ranks that have not ended."""
         return tuple(rank for rank, state in enumerate(self.ranks) if state.outcome is None)
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """Those of them that were not given up: ranks that the world is made of."""
+        """Return the ranks of :attr:`living` that were not given up: the world's ranks."""
         return tuple(rank for rank in self.living if not self.ranks[rank].abandoned)
 
     @property
     def deadline(self) -> float | None:
-        """When :class:`~hvdlab.runner.events.JobTick` is due, or ``None``."""
+        """Return when :class:`~hvdlab.runner.events.JobTick` is due, or ``None``."""
         if self.phase is JobPhase.DONE:
             return None
         if self.phase is JobPhase.ENDING:
@@ -366,14 +366,14 @@ class Supervisor:
         return True
 
     def _well(self) -> int:
-        """How many ranks there are to go on with: those that live and those whose program has ended well."""
+        """Return how many ranks can continue: those that live and those whose program has ended well."""
         well = [state for state in self.ranks if state.outcome is None or state.outcome.ok]
         return sum(not state.abandoned for state in well)
 
     # -- ranks that do not come -----------------------------------------------------------------------------------
 
     def _named(self, ranks: Sequence[int]) -> str:
-        """These ranks, and the hosts where they were to be."""
+        """Return these ranks, and the hosts where they were to be."""
         hosts = [self.ranks[rank].host for rank in ranks]
         where = ", ".join(dict.fromkeys(host for host in hosts if host not in ("", LOCALHOST)))
         return format_ranks(list(ranks)) + (f" on {where}" if where else "")
@@ -464,13 +464,13 @@ class Supervisor:
         return True
 
     def _too_few(self, stay: int, least: int) -> str:
-        """Why the job ends with the loss of a rank once the restarts are spent."""
+        """Return why the job ends with the loss of a rank once the restarts are spent."""
         number = f"{stay} rank" + (" stays" if stay == 1 else "s stay")
         limit = self.policy.reset_limit
         return f"{number}, --min-np is {least}, and no rank is started anew any more (--reset-limit {limit})"
 
     def _failed_to_join(self, rank: int, host: str, outcome: ExitStatus) -> None:
-        """A rank has ended on this host before it had joined. Once that may be by chance, as when its cable is pulled just then."""
+        """Count a rank that ended on this host before it had joined. Once that can be chance, as when its cable is pulled just then."""
         if (rank, host) in self._unjoined:
             self._put_aside(host, f"rank {rank} failed there twice before it had joined ({outcome})")
         self._unjoined.add((rank, host))
@@ -598,7 +598,7 @@ class Supervisor:
         return bool(with_finished) and rank not in with_finished
 
     def _with_finished(self) -> set[int]:
-        """Ranks that were there together with one on which the program has ended, or with one of those, and so on."""
+        """Return the ranks that lived together with one on which the program has ended, or with one of those, and so on."""
         spans = {
             rank: (state.joined_at, self._events if state.left_at is None else state.left_at)
             for rank, state in enumerate(self.ranks)
@@ -615,7 +615,7 @@ class Supervisor:
 
     @staticmethod
     def _has_finished(state: SupervisedRank) -> bool:
-        """Whether the program has ended on a rank that neither left nor was given up."""
+        """Return whether the program has ended on a rank that neither left nor was given up."""
         ended = state.outcome is not None and state.outcome.ok
         return ended and not (state.releasing or state.abandoned)
 
@@ -742,7 +742,7 @@ class Supervisor:
         return not state.outcome.ok
 
     def _early(self, rank: int) -> tuple[int, ...]:
-        """Ranks that ended well (exit code 0) and thereby made this one fail."""
+        """Return the ranks that ended well (exit code 0) and so made this one fail."""
         report = self.ranks[rank].report
         if (
             report is None and self.ranks[rank].joined

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def is_dynamic(context: Any) -> bool:
-    """Whether Spark adds and removes executors of this SparkContext by itself."""
+    """Return whether Spark adds and removes executors of this SparkContext by itself."""
     local = context.master == "local" or context.master.startswith("local[")
     return (
         not local and str(context.getConf().get("spark.dynamicAllocation.enabled", "false")).lower() == "true"

@@ -71,11 +71,11 @@ class SparkLauncher:
         self._demand: Demand | None = None
 
     def options(self) -> Sequence[Option]:
-        """Which interpreter ranks run in."""
+        """Return the option for the ranks' interpreter."""
         return (Option("python", "the ranks' interpreter on the executors (default: that of Spark's tasks)"),)
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` if hosts are named or tasks are too few, ``StartError`` without a SparkContext."""
+        """Raise ``InvalidRequestError`` if hosts are named or tasks are too few, ``StartError`` without a SparkContext."""
         if hosts:
             raise InvalidRequestError(
                 "the launcher `spark` has Spark choose the executors: name no hosts; Spark's own settings say where its tasks run."
@@ -87,7 +87,7 @@ class SparkLauncher:
             )
 
     def is_far(self, hosts: str) -> bool:
-        """Unless Spark's tasks run in this process's own host."""
+        """Return True unless Spark's tasks run in this process's own host."""
         return not is_local(active_context())
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> SparkStarter:
@@ -96,7 +96,7 @@ class SparkLauncher:
         return self._starter
 
     def source(self) -> HostSource:
-        """The task slots as hosts of an elastic job, of which each takes one rank."""
+        """Return the task slots as hosts of an elastic job, of which each accepts one rank."""
         return _Slots(self)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class SparkLauncher:
             self._demand.close(_CANCELLED_WITHIN)
 
     def free_and_taken(self) -> dict[str, int]:
-        """The slots of living ranks under the names that they have, and as many others as Spark has room for.
+        """Return the slots of living ranks under the names that they have, and as many others as Spark has room for.
 
         If ranks have all slots and there may be more ranks, dynamic allocation learns that slots are lacking.
         """
@@ -173,7 +173,7 @@ class SparkStarter(RoomStarter):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """As :meth:`start`, under the name of a slot; Spark chooses the executor.
+        """Start a rank as :meth:`start` does, under the name of a slot; Spark chooses the executor.
 
         Raises:
             InvalidRequestError: This was closed.
@@ -196,7 +196,7 @@ class SparkStarter(RoomStarter):
         return thread
 
     def taken(self) -> set[str]:
-        """The names of slots whose ranks have not ended."""
+        """Return the names of slots whose ranks have not ended."""
         with self._changed:
             return {seat.host for seat in self._seats.values()}
 
@@ -208,7 +208,7 @@ class SparkStarter(RoomStarter):
             self._cancel(seat, f"{host} was given up")
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: Spark places ranks."""
+        """Return ``None``: Spark places ranks."""
         return None
 
     def _signal_placed(self, rank: int, number: int) -> None:
@@ -291,7 +291,7 @@ class SparkStarter(RoomStarter):
     # -- the coordinator's client's thread ------------------------------------------------------------------------------
 
     def _on_membership(self, membership: Membership) -> None:
-        """Ranks are known to run once they have connected."""
+        """Record that ranks run, once they have connected."""
         started = []
         with self._changed:
             for member in membership.members:

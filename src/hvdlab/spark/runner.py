@@ -241,7 +241,7 @@ class SparkJob:
         return error
 
     def done(self) -> JobResult:
-        """The job's end as ``hvdlab.run`` has it."""
+        """Return the job's end as ``hvdlab.run`` has it."""
         bad = [end.rank for end in self.ends if not end.outcome.ok]
         first = next((rank for rank in self._failed if rank in bad), bad[0] if bad else None)
         done = JobResult()
@@ -262,7 +262,7 @@ def _blamed(end: RankEnd) -> tuple[int, ...]:
 
 
 def chosen_timeout(start_timeout: float | None) -> float:
-    """Seconds that Spark has to start the tasks."""
+    """Return the seconds that Spark has to start the tasks."""
     return float(start_timeout or os.environ.get("HOROVOD_SPARK_START_TIMEOUT") or START_TIMEOUT)
 
 
@@ -291,7 +291,7 @@ def wait_for_slots(context: Any, size: int, deadline: float, timeout: float) -> 
 
 
 def slots(context: Any) -> int:
-    """How many tasks of one processor Spark can run at once, free or not."""
+    """Return how many tasks of one processor Spark can run at once, free or not."""
     scala = context._jsc.sc()
     return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
 
@@ -303,7 +303,7 @@ def said_by_spark(error: Exception) -> str:
 
 
 def active_context() -> Any:
-    """The SparkContext of this process. Raises ``StartError`` without one."""
+    """Return the SparkContext of this process. Raises ``StartError`` without one."""
     try:
         from pyspark import SparkContext  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -320,7 +320,7 @@ def active_context() -> Any:
 
 
 def _driver_address(context: Any, nics: Collection[str] | str | None) -> str | None:
-    """Where executors reach the coordinator; ``None`` if all of them are this process's."""
+    """Return where executors reach the coordinator; ``None`` if all of them are this process's."""
     if nics:
         return system.interface_address([nics] if isinstance(nics, str) else sorted(nics))
     if is_local(context):
@@ -331,7 +331,7 @@ def _driver_address(context: Any, nics: Collection[str] | str | None) -> str | N
 
 
 def is_local(context: Any) -> bool:
-    """Whether the tasks run on this host, in slots that are there from the start; not so for ``local-cluster[…]``."""
+    """Return whether the tasks run on this host, in slots that are there from the start; not so for ``local-cluster[…]``."""
     return bool(context.master == "local" or context.master.startswith("local["))
 
 

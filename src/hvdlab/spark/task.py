@@ -155,7 +155,7 @@ def _hold(start: wire.Start, spec: wire.RankSpec, *, captured: bool) -> tuple[Ra
 
 
 def get_available_devices() -> list[str]:
-    """The addresses of the GPUs that Spark gave to this task; none outside of a task."""
+    """Return the addresses of the GPUs that Spark gave to this task; none outside of a task."""
     from pyspark import TaskContext  # pyright: ignore[reportMissingImports]
 
     context = TaskContext.get()
@@ -164,7 +164,7 @@ def get_available_devices() -> list[str]:
 
 
 def _host() -> str:
-    """A YARN container counts as a host of its own, as for Horovod."""
+    """Return the host's key: a YARN container counts as a host of its own, as for Horovod."""
     container = os.environ.get("CONTAINER_ID", "")
     return f"{host_key()} {container}".strip()
 
@@ -175,7 +175,7 @@ def _reason(end: RankEnd) -> str:
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[int]:
-    """The task of each rank: tasks of one host get consecutive ranks, and the host of task 0 comes first.
+    """Return the task of each rank: tasks of one host get consecutive ranks, and the host of task 0 comes first.
 
     >>> ranks_by_host(["b", "a", "b"])
     [0, 2, 1]

@@ -100,7 +100,7 @@ class TensorFlowAdapter:
 
 @lru_cache(maxsize=1024)
 def _shape_tensor(shape: tuple[int, ...]) -> Any:
-    """A shape as a tensor. TensorFlow would make such a tensor of a tuple each time, which takes longer than the allocation."""
+    """Return a shape as a tensor. TensorFlow would make such a tensor of a tuple each time, which takes longer than the allocation."""
     return tf.constant(shape, tf.int32)
 
 
@@ -125,7 +125,7 @@ def as_tensor(value: Any, kind: OpKind) -> Any:
 
 
 def core_dtype(tensor: Any) -> DType:
-    """The core's element type; raises ``UnsupportedError`` if there is none for this dtype (complex, strings, quantised, ...)."""
+    """Return the core's element type; raises ``UnsupportedError`` if there is none for this dtype (complex, strings, quantised, ...)."""
     try:
         return _DTYPES[tensor.dtype]
     except KeyError:

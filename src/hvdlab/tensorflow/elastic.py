@@ -78,7 +78,7 @@ class _Variables:
 
     @property
     def session(self) -> Any:
-        """The session that has the values; ``None`` outside of TensorFlow 1."""
+        """Return the session that has the values; ``None`` outside of TensorFlow 1."""
         return self._get_session()
 
     def read(self) -> list[Any]:

@@ -48,13 +48,13 @@ def broadcast_variables(
 
 
 def plain_variable(variable: Any) -> Any:
-    """TensorFlow's variable behind one of Keras 3; any other variable itself."""
+    """Return TensorFlow's variable behind one of Keras 3; any other variable itself."""
     inner = getattr(variable, "_value", None)
     return inner if hasattr(inner, "assign") else variable
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """The variables that an optimizer of Keras has made by now; an empty list for ``None``."""
+    """Return the variables that an optimizer of Keras has made by now; an empty list for ``None``."""
     if not hasattr(optimizer, "variables"):
         return []
     listed: Any = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
@@ -70,7 +70,7 @@ def make_optimizer_variables(optimizer: Any, variables: Iterable[Any]) -> None:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """For TensorFlow 1: make an operation that assigns ``root_rank``'s values to all global variables on every rank.
+    """Make, for TensorFlow 1, an operation that assigns ``root_rank``'s values to all global variables on every rank.
 
     Args:
         root_rank: The rank whose values all get.
@@ -194,14 +194,14 @@ def _executing_eagerly() -> bool:
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """References to variables, which can be keys of a dictionary: ``variable.ref()`` of each; lists become tuples of these."""
+    """Return references to variables, which can be keys of a dictionary: ``variable.ref()`` of each; lists become tuples of these."""
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(each) for each in vars)
     return vars.ref() if hasattr(vars, "ref") else _ById(vars)
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables behind the references that :func:`vars_to_refs` returned; tuples become lists."""
+    """Return the variables behind the references that :func:`vars_to_refs` returned; tuples become lists."""
     if isinstance(refs, list | tuple):
         return [refs_to_vars(each) for each in refs]
     return refs.deref() if hasattr(refs, "deref") else refs

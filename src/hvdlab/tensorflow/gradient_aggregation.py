@@ -210,5 +210,5 @@ class LocalGradientAggregationHelper:
 
 
 def _in_graph(operation: Any) -> list[Any]:
-    """A list with the operation as a control dependency; empty in eager mode, where it has run already."""
+    """Return a list with the operation as a control dependency; empty in eager mode, where it has run already."""
     return [] if operation is None or tf.executing_eagerly() else [operation]

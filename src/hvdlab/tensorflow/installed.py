@@ -36,7 +36,7 @@ tf: Any = _imported()
 
 
 def internal(name: str) -> Any:
-    """A module of TensorFlow's that is not public, such as ``eager.core`` for ``tensorflow.python.eager.core``."""
+    """Return a module of TensorFlow's that is not public, such as ``eager.core`` for ``tensorflow.python.eager.core``."""
     return importlib.import_module(f"tensorflow.python.{name}")
 
 

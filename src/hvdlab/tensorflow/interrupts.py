@@ -75,7 +75,7 @@ class _Watch:
             self._expected += 1
 
     def started(self, handle: Handle, process_set: int) -> None:
-        """Remember that a kernel waits for this handle."""
+        """Record that a kernel waits for this handle."""
         with self._lock:
             self._pending[handle] = process_set
             self._expected -= 1
@@ -92,7 +92,7 @@ class _Watch:
             self._pending.pop(handle, None)
 
     def idle(self) -> bool:
-        """Whether no kernel waits now; another one may a moment later."""
+        """Return whether no kernel waits now; another one may a moment later."""
         return not self._pending
 
     def _look(self) -> None:
@@ -161,7 +161,7 @@ class _Watch:
 
 
 def _main_thread_is_stuck(watch: _Watch) -> bool:
-    """Whether the main thread stays at one place in TensorFlow for :data:`_GRACE` seconds while collectives are pending."""
+    """Return whether the main thread stays at one place in TensorFlow for :data:`_GRACE` seconds while collectives are pending."""
     before = _place()
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline:
@@ -173,7 +173,7 @@ def _main_thread_is_stuck(watch: _Watch) -> bool:
 
 
 def _place() -> tuple[int, int] | None:
-    """The frame and instruction at which the main thread is; ``None`` if that is in no module of TensorFlow's."""
+    """Return the frame and instruction at which the main thread is; ``None`` if that is in no module of TensorFlow's."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or -1)
     if frame is None or not os.path.abspath(frame.f_code.co_filename).startswith(_HOME):
         return None

@@ -132,7 +132,7 @@ _clone_or_destroy = CFUNCTYPE(c_bool, c_void_p, c_void_p, c_int)
 
 @cache
 def _manager(address: int) -> Any:
-    """A manager as a Python function. TensorFlow's executor has only a few, so all of them are kept."""
+    """Return a manager as a Python function. TensorFlow's executor has only a few, so all of them are kept."""
     return _clone_or_destroy(address)
 
 
@@ -162,7 +162,7 @@ class KernelDone:
 
 
 def is_function(pointer: int) -> bool:
-    """Whether there are pointers to code at this address where libstdc++'s ``std::function`` has them."""
+    """Return whether there are pointers to code at this address where libstdc++'s ``std::function`` has them."""
     found = (ctypes.c_uint64 * (_FUNCTION_BYTES // 8)).from_address(pointer)
     addresses = [found[_MANAGER // 8], found[_INVOKER // 8]]
     with open("/proc/self/maps") as maps:
@@ -190,13 +190,13 @@ class Call(NamedTuple):
     site: str
 
     def encoded(self) -> bytes:
-        """The call as the value of the operation's attribute."""
+        """Return the call as the value of the operation's attribute."""
         operation = [*self.operation[:-1]]  # splits are an input
         return msgspec.json.encode([operation, self.name, self.grouped, self.site])
 
 
 def decoded(value: bytes | str) -> Call:
-    """The call in a value that :meth:`Call.encoded` made."""
+    """Return the call in a value that :meth:`Call.encoded` made."""
     (kind, op, prescale, postscale, root, process_set), name, grouped, site = msgspec.json.decode(value)
     operation = Operation(OpKind(kind), ReduceOp(op), float(prescale), float(postscale), root, process_set)
     return Call(operation, name, grouped, site)
@@ -328,7 +328,7 @@ class Execution:
         self._lock = threading.Lock()
 
     def inputs(self) -> list[KernelTensor]:
-        """All inputs, as views of TensorFlow's memory."""
+        """Return all inputs, as views of TensorFlow's memory."""
         api = self._api
         found = []
         for place in range(api.num_inputs(self._context)):
@@ -466,7 +466,7 @@ def _members(process_set: int) -> tuple[int, ...]:
 
 
 def asked(what: str, process_set: int) -> int:
-    """A number about the world or a process set: ``size``, ``rank``, ``local_size``, ``local_rank`` or ``included`` (0 or 1).
+    """Return a number about the world or a process set: ``size``, ``rank``, ``local_size``, ``local_rank`` or ``included`` (0 or 1).
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -556,7 +556,7 @@ class _Kernels:
             execution.end(error)
 
     def _echo(self, execution: Execution) -> None:
-        """For the self-test: copy the input to the output, and end on another thread, after this callback has returned."""
+        """Copy the input to the output for the self-test, and end on another thread, after this callback has returned."""
         (tensor,) = execution.inputs()
 
         def finish() -> None:
@@ -673,7 +673,7 @@ class Registered:
         return module
 
     def works(self) -> bool:
-        """Whether an operation runs and ends as it should. The first call runs one, as a self-test."""
+        """Return whether an operation runs and ends as it should. The first call runs one, as a self-test."""
         if self._kernels.tested is None:
             try:
                 with tf.init_scope(), tf.Graph().as_default(), tf.device("CPU"):

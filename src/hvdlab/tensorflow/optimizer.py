@@ -63,7 +63,7 @@ class _DistributedOptimizer(DistributedGradients, _Wrapping):
             self._agg_helper.register_local_var(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Pairs of reduced gradients and variables; the arguments are those of the wrapped optimizer's method."""
+        """Return pairs of reduced gradients and variables; the arguments are those of the wrapped optimizer's method."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         if self._agg_helper is not None:
@@ -109,7 +109,7 @@ class _DistributedAdasumOptimizer(_Wrapping):
         self._counter: Any = None
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Pairs of this rank's own gradients and variables; the arguments are those of the wrapped optimizer's method."""
+        """Return pairs of this rank's own gradients and variables; the arguments are those of the wrapped optimizer's method."""
         return self._optimizer.compute_gradients(*args, **kwargs)
 
     def _prepare(self, variables: Sequence[Any]) -> None:
@@ -171,7 +171,7 @@ class _DistributedAdasumOptimizer(_Wrapping):
 
 
 def _graph_only(operations: list[Any]) -> list[Any]:
-    """The operations as control dependencies; none in eager mode, where they have run already."""
+    """Return the operations as control dependencies; none in eager mode, where they have run already."""
     return [] if tf.executing_eagerly() else [each for each in operations if each is not None]
 
 
@@ -184,7 +184,7 @@ def DistributedAdasumOptimizer(
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """An optimizer that combines the ranks' steps by Adasum, as ``DistributedOptimizer(op=hvd.Adasum)`` makes one.
+    """Return an optimizer that combines the ranks' steps by Adasum, as ``DistributedOptimizer(op=hvd.Adasum)`` makes one.
 
     Args:
         optimizer: An optimizer of ``tf.compat.v1.train``, which takes each rank's step.
@@ -220,7 +220,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer that reduces gradients over all ranks before it applies them.
+    """Return an optimizer that reduces gradients over all ranks before it applies them.
 
     Args:
         optimizer: One of ``tf.compat.v1.train``, of Keras 3 or of Keras 2 (``tf_keras``).

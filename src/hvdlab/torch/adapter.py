@@ -53,7 +53,7 @@ class TorchAdapter:
         return isinstance(value, torch.Tensor)
 
     def dtype(self, tensor: torch.Tensor) -> DType:
-        """The core's element type; raises ``UnsupportedError`` if the core has none for this dtype (complex, quantised, ...)."""
+        """Return the core's element type; raises ``UnsupportedError`` if the core has none for this dtype (complex, quantised, ...)."""
         try:
             return DTYPES[tensor.dtype]
         except KeyError:
@@ -79,7 +79,7 @@ class TorchAdapter:
         return tensor.numpy(force=True)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy in host memory (page-locked for a CUDA tensor, which makes its transfer fast).
+        """Return a contiguous copy in host memory (page-locked for a CUDA tensor, which makes its transfer fast).
 
         Raises ``UnsupportedError`` for tensors without plain elements: sparse ones and those on the meta device.
         """
@@ -189,7 +189,7 @@ BINDING = Binding(ADAPTER, CUDA_TENSORS)
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous view of a tensor whose elements fill its memory in another order, such as ``channels_last``.
+    """Return a contiguous view of a tensor whose elements fill its memory in another order, such as ``channels_last``.
 
     The view has a further dimension of extent 1 at its end, so that its shape differs from that of every contiguous tensor of
     the same number of dimensions: the coordinator then finds that ranks with different memory orders disagree, instead of the

@@ -198,7 +198,7 @@ class TorchGradients:
     def as_sent(
         self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """The tensors, as views that need no copy where their elements lie in memory in another order than C's.
+        """Return the tensors, as views that need no copy where their elements lie in memory in another order than C's.
 
         Only a tensor with its parameter's strides is sent in its own order: parameters have the same order on all ranks, while
         gradients in any other order may differ from rank to rank.
@@ -229,7 +229,7 @@ class TorchGradients:
 
 
 def nothing_of(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
-    """A sparse gradient of this parameter without entries."""
+    """Return a sparse gradient of this parameter without entries."""
     values = parameter.new_empty((0, *parameter.shape[sparse_dims:]), requires_grad=False)
     indices = torch.empty((sparse_dims, 0), dtype=torch.long, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
@@ -238,7 +238,7 @@ def nothing_of(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
 def checked_names(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None, param_groups: Sequence[dict[str, Any]]
 ) -> dict[torch.Tensor, str]:
-    """The names that a user gave to parameters; empty if the user gave none.
+    """Return the names that a user gave to parameters; empty if the user gave none.
 
     Raises:
         InvalidRequestError: These are no (name, parameter) pairs, a name comes twice, or a parameter of the
@@ -270,7 +270,7 @@ def checked_names(
 def parameter_names(
     param_groups: Sequence[dict[str, Any]], names: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """The given names, and for a parameter of the optimizer without one its place there, such as ``group0.param3``."""
+    """Return the given names, and for a parameter of the optimizer without one its place there, such as ``group0.param3``."""
     places = {
         parameter: f"group{g}.param{i}"
         for g, group in enumerate(param_groups)
@@ -282,7 +282,7 @@ def parameter_names(
 def gradient_names(
     param_groups: Sequence[dict[str, Any]], names: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """The name in the core of each parameter's gradient: ``grad.`` and the parameter's name or place."""
+    """Return the name in the core of each parameter's gradient: ``grad.`` and the parameter's name or place."""
     every = parameter_names(param_groups, names)
     return {parameter: f"grad.{every[parameter]}" for group in param_groups for parameter in group["params"]}
 
@@ -313,7 +313,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """After how many backward passes gradients are reduced. Assign it between steps."""
+        """Return after how many backward passes gradients are reduced. Assign it between steps."""
         return self._watcher.passes
 
     @backward_passes_per_step.setter
@@ -322,7 +322,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def op(self) -> ReduceOp:
-        """``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``; the last one can't be set, nor be exchanged for another one."""
+        """Return ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``; the last one can't be set, nor be exchanged for another one."""
         return self._settings.op
 
     @op.setter
@@ -331,7 +331,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """The number that gradients are divided by before the sum, as a part of an average's division; 1.0 by default."""
+        """Return the number that gradients are divided by before the sum, as a part of an average's division; 1.0 by default."""
         return self._settings.predivide
 
     @gradient_predivide_factor.setter
@@ -349,7 +349,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def process_set(self) -> ProcessSet:
-        """The ranks that train together."""
+        """Return the ranks that train together."""
         return self._settings.process_set
 
     @process_set.setter
@@ -487,7 +487,7 @@ class DistributedMixin(DistributedBase):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within this context ``step`` uses the gradients as they are, without reducing them."""
+        """Let ``step``, within this context, use the gradients as they are, without reducing them."""
         self._synchronizing = False
         try:
             yield
@@ -538,7 +538,7 @@ class DistributedMixin(DistributedBase):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, as of any optimizer.
+        """Return the parameter groups, as of any optimizer.
 
         A ``torch.amp.GradScaler`` reads them before ``step``, to divide the gradients and look for infinities in them. The
         gradients are reduced at that moment, so that all ranks find the same infinities, and skip a step together.
@@ -557,7 +557,7 @@ class DistributedMixin(DistributedBase):
 
 
 def checked_passes(passes: int) -> int:
-    """``backward_passes_per_step`` as given; raises ``InvalidRequestError`` if it is less than 1."""
+    """Return ``backward_passes_per_step`` as given; raises ``InvalidRequestError`` if it is less than 1."""
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1, not {passes}.")
     return passes
@@ -604,7 +604,7 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
         self._buckets.append((name, bucket))
 
     def complete(self, parameter: torch.Tensor) -> None:
-        """Does nothing: changes can be combined only after the rank's optimizer has taken its step."""
+        """Do nothing: changes can be combined only after the rank's optimizer has taken its step."""
 
     def drop(self) -> None:
         self.reset()
@@ -668,10 +668,10 @@ class AdasumMixin(DistributedBase):
         return ChangeReducer(settings.compression, settings.process_set, self._watcher.passes)
 
     def synchronize(self) -> None:
-        """Does nothing: there is nothing to reduce before :meth:`step`."""
+        """Do nothing: no change can be reduced before :meth:`step`."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Not with Adasum, as in Horovod: raises ``AssertionError``."""
+        """Raise ``AssertionError``: it is not possible with Adasum, as in Horovod."""
         raise AssertionError(
             "skip_synchronize() does not go with op=hvd.Adasum, which combines the ranks' steps, not their gradients."
         )
@@ -698,7 +698,7 @@ class AdasumMixin(DistributedBase):
         return self._watcher.around(lambda: self._plain_step(own))
 
     def _counted_anew(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, with the count of backward passes set back to zero before and after each call."""
+        """Return the closure, with the count of backward passes set back to zero before and after each call."""
 
         def counted() -> Any:
             self._watcher.reset()

@@ -33,7 +33,7 @@ class Share:
     places: frozenset[int]
 
     def of_all(self) -> set[int]:
-        """The samples at these places of all ranks' shares."""
+        """Return the samples at these places of all ranks' shares."""
         turns = (place * self.replicas + rank for place in self.places for rank in range(self.replicas))
         return {self.remaining[turn % len(self.remaining)] for turn in turns}
 
@@ -87,7 +87,7 @@ class ElasticSampler:
 
     @property
     def processed_num(self) -> int:
-        """Samples of this epoch that all ranks have processed, if each processed as many as this one since :meth:`reset`."""
+        """Return the number of samples of this epoch that all ranks have processed, if each processed as many as this one since :meth:`reset`."""
         recorded, processed = self._counts
         own = len(self.processed_indices) - recorded
         return min(len(self.dataset), processed + own * self.num_replicas)
@@ -165,7 +165,7 @@ class ElasticSampler:
             self._cut()
 
     def _shuffled(self, indices: Iterable[int]) -> list[int]:
-        """In the order of this epoch, which is that of the indices if there is no shuffling."""
+        """Return the indices in the order of this epoch: their own order without shuffling."""
         order = list(indices)
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
@@ -189,19 +189,19 @@ class ElasticSampler:
 
 
 def rank() -> int:
-    """Position of this rank among the living ones, from 0."""
+    """Return the position of this rank among the living ones, from 0."""
     engine = context.engine("hvd.elastic")
     ranks = engine.ranks()
     return ranks.index(engine.rank) if engine.rank in ranks else engine.rank
 
 
 def size() -> int:
-    """Number of living ranks."""
+    """Return the number of living ranks."""
     return context.engine("hvd.elastic").size
 
 
 def first_rank() -> int:
-    """Number of the first living rank, as scripts number them; 0 before ``hvd.init()``."""
+    """Return the number of the first living rank, as scripts number them; 0 before ``hvd.init()``."""
     if not context.is_initialized():
         return 0
     engine = context.engine()
@@ -209,5 +209,5 @@ def first_rank() -> int:
 
 
 def number_of(rank: int | None) -> int:
-    """The number by which scripts know a rank of the core; of the first living rank for ``None``."""
+    """Return the number by which scripts know a rank of the core; of the first living rank for ``None``."""
     return first_rank() if rank is None else shown_number(rank)

@@ -51,7 +51,7 @@ class StateHandler(Generic[T]):
         return False
 
     def reset(self) -> None:
-        """Training begins again with other ranks."""
+        """Prepare for training that begins again with other ranks."""
 
     def overtaken(self) -> None:
         """Drop state that only this rank has, since the others have begun again without it. :meth:`sync` follows."""
@@ -63,7 +63,7 @@ class StateHandler(Generic[T]):
 
     @property
     def root_rank(self) -> int:
-        """The rank that :meth:`sync` takes the state of, as scripts number it now."""
+        """Return the rank that :meth:`sync` takes the state of, as scripts number it now."""
         return number_of(self.root)
 
 
@@ -197,7 +197,7 @@ class HandlerRegistry:
         self.entries = list(entries)
 
     def handler_for(self, value: object) -> StateHandler[Any] | None:
-        """A handler that takes care of this object; ``None`` if it is a mere value."""
+        """Return a handler that takes care of this object; ``None`` if it is a mere value."""
         for kinds, handler in self.entries:
             if isinstance(value, kinds):
                 return handler(value)

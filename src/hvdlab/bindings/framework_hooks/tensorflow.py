@@ -47,7 +47,7 @@ class TensorflowHooks(FrameworkHooks):
         )
 
     def is_all_elements(self, kind: type) -> bool:
-        """A variable's attributes are the handle of its memory, and names that each process counts for itself."""
+        """Return True for variables: their attributes are the memory's handle, and names that each process counts for itself."""
         return module_of(kind) in _PACKAGES
 
     def parts(self, value: Any) -> Iterable[Part] | None:
@@ -79,7 +79,7 @@ class TensorflowHooks(FrameworkHooks):
 
 
 def _device(name: str) -> str:
-    """``cpu`` or ``gpu:0`` of TensorFlow's long name."""
+    """Return ``cpu`` or ``gpu:0`` for TensorFlow's long name."""
     short = name.rpartition("device:")[2].lower()
     return "cpu" if short in ("", "cpu:0") else short
 

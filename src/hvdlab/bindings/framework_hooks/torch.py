@@ -248,7 +248,7 @@ class TorchHooks(FrameworkHooks):
 
 
 def _autocast_depth(torch: Any) -> int:
-    """In how many autocast contexts the calling thread is."""
+    """Return in how many autocast contexts the calling thread is."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
@@ -330,7 +330,7 @@ class TensorOnDevice:
             return work(torch.device("cpu")).numpy()
 
     def _sums(self, device: Any) -> Any:
-        """A row of sums for each block. All memory that it needs is allocated once, about 20 MiB."""
+        """Return a row of sums for each block. All memory that it needs is allocated once, about 20 MiB."""
         torch: Any = sys.modules["torch"]
         rows, columns, sets = word_sums.ROWS, word_sums.COLUMNS, word_sums.SETS
         weights = torch.from_numpy(word_sums.weights(rows, columns).copy()).to(device)
@@ -353,7 +353,7 @@ class TensorOnDevice:
         return sums
 
     def _odd(self, device: Any) -> Any:
-        """How many elements are NaN, and how many infinite."""
+        """Return how many elements are NaN, and how many infinite."""
         torch: Any = sys.modules["torch"]
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         for part in self._elements.split(max(1, fingerprint.BLOCK // self._elements.element_size())):
@@ -389,7 +389,7 @@ def _module(value: Any) -> Iterable[Part]:
 
 
 def _by_number(name: str, hooks: Any) -> list[Part]:
-    """Hooks by their order: torch counts their keys for the whole process, so equal hooks of two ranks may differ in them."""
+    """Return hooks by their order: torch counts their keys for the whole process, so equal hooks of two ranks may differ in them."""
     return [(f".{name}[{number}]", hook) for number, hook in enumerate(dict.values(hooks))]
 
 
@@ -422,12 +422,12 @@ def _sparse(value: Any) -> Iterable[Part] | None:
 
 
 def _is_its_bytes(tensor: Any) -> bool:
-    """Whether the bytes of a CPU tensor, with its type and shape, are all there is to it."""
+    """Return whether the bytes of a CPU tensor, with its type and shape, are all there is to it."""
     return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def make_tensor(raw: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
-    """The tensor whose bytes an array has; it goes on to use them. Called by pickles."""
+    """Return the tensor whose bytes an array has; it goes on to use them. Called by pickles."""
     import torch
 
     tensor = torch.from_numpy(raw).view(dtype).reshape(shape)

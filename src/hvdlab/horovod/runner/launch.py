@@ -14,7 +14,7 @@ def run_commandline() -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    """``sys.argv`` as the values of the flags; ``None`` for a flag that was not given.
+    """Return ``sys.argv`` as the values of the flags; ``None`` for a flag that was not given.
 
     Raises:
         SystemExit: The arguments can't be read (2), or the user asked for help (0).
@@ -34,7 +34,7 @@ def check_build(verbose: object) -> None:
 def is_gloo_used(
     use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None
 ) -> bool:
-    """Whether the launcher itself starts the ranks, which Horovod calls Gloo, rather than mpiexec or jsrun."""
+    """Return whether the launcher itself starts the ranks, which Horovod calls Gloo, rather than mpiexec or jsrun."""
     return bool(use_gloo) or not (use_mpi or use_jsrun)
 
 

@@ -75,7 +75,7 @@ class ChildPipes:
 
     @classmethod
     def adopt(cls, child: Forked) -> ChildPipes | None:
-        """The pipes of a process that another fork server has forked; ``None`` if it has ended."""
+        """Return the pipes of a process that another fork server has forked; ``None`` if it has ended."""
         pidfd = open_process(child.pid, child.started)
         if pidfd < 0:
             return None
@@ -103,7 +103,7 @@ class ChildPipes:
     # -- adopted processes ----------------------------------------------------------------------------------------
 
     def send_signal(self, number: int, group: bool) -> None:
-        """Raises ``ProcessLookupError`` if it has ended, even if its number belongs to another process by now."""
+        """Send a signal. Raises ``ProcessLookupError`` if it has ended, even if its number belongs to another process by now."""
         if group and os.getpgid(self.pid) == self.pid and not readable(self.pidfd, 0):
             os.killpg(self.pid, number)
         else:
@@ -122,7 +122,7 @@ class ChildPipes:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """In the fork server or in a child: close them without shutting the connection down for the other side."""
+        """Close them, in the fork server or in a child, without shutting the connection down for the other side."""
         for descriptor in (self.log, self.err, self.out, self.unsent, self.pidfd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -140,7 +140,7 @@ def _contents(pipe: int) -> Iterator[bytes]:
 
 
 def _reopen(pid: int, descriptor: int) -> int:
-    """Another process's reading end of a pipe; -1 if it can't be had."""
+    """Return another process's reading end of a pipe; -1 if it can't be had."""
     try:
         return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -184,7 +184,7 @@ class ChildTable:
         return []
 
     def next_look(self) -> float | None:
-        """Seconds until :meth:`look` is due; ``None`` for never."""
+        """Return the seconds until :meth:`look` is due; ``None`` for never."""
         if all(pipes.pidfd < 0 for pipes in self._pipes.values()):
             return None
         return max(0.0, self._looked + LOOK_EVERY - time.monotonic())
@@ -217,7 +217,7 @@ class ChildTable:
                 pipes.channel.send(line)
 
     def forget(self) -> None:
-        """In a forked child: close the pipes of the other children."""
+        """Close the pipes of the other children, in a forked child."""
         for pipes in self._pipes.values():
             pipes.close()
 
@@ -501,7 +501,7 @@ def _connect_standard_descriptors(role: Role) -> None:
 
 
 def _ignore_interrupt(number: int, frame: object) -> None:
-    """A handler in place of SIG_IGN, which programs that the rank starts would inherit."""
+    """Ignore an interrupt, in place of SIG_IGN, which programs that the rank starts would inherit."""
 
 
 def _run(role: Role, program: ForkedProgram) -> int:
@@ -521,7 +521,7 @@ def refresh_libraries(program: Preloads) -> None:
 
 
 def _size_openblas(threads: int) -> None:
-    """The fork server loads OpenBLAS with one thread, so that none runs at the fork; give the rank its own number."""
+    """Give the rank its own number of OpenBLAS threads: the fork server loads it with one, so that none runs at the fork."""
     if threads <= 1:
         return
     pattern = re.compile(r"\S*openblas\S*\.so\S*")

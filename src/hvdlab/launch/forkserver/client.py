@@ -134,16 +134,16 @@ class ForkServer:
 
     @property
     def lost(self) -> str | None:
-        """Why the fork server is gone; None as long as it is not."""
+        """Return why the fork server is gone; None as long as it is not."""
         return self._lost
 
     def children(self) -> dict[int, Forked]:
-        """Number to child, for the children that live as far as is known here."""
+        """Return number to child, for the children that live as far as this process knows."""
         with self._lock:
             return dict(self._journal.children)
 
     def guarded(self) -> tuple[str, ...]:
-        """The files that the fork server removes at its end."""
+        """Return the files that the fork server removes at its end."""
         with self._lock:
             return self._journal.guarded
 
@@ -223,7 +223,7 @@ class ForkServer:
         return self._kept.error
 
     def respawn(self) -> None:
-        """After the fork server's death: start a successor for its children. Any thread; idempotent.
+        """Start a successor for the children of a dead fork server. Any thread; idempotent.
 
         The successor looks after the children at once, and can fork when it has imported (:meth:`wait_loaded`). This
         returns at once, or after a pause if several in a row could not be started or died early; :meth:`close` ends
@@ -289,7 +289,7 @@ class ForkServer:
             self._let_go()
 
     def _claim(self) -> bool:
-        """Whether the caller is the one that ends this."""
+        """Return whether the caller is the one that ends this."""
         with self._lock:
             claimed, self._closing = not self._closing, True
             self._changed.notify_all()
@@ -437,7 +437,7 @@ class Journal:
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """The files that the fork server removes at its end."""
+        """Return the files that the fork server removes at its end."""
         return self._guard.paths if self._guard is not None else ()
 
     def forget_keeping(self) -> None:
@@ -475,7 +475,7 @@ class Journal:
         return ended
 
     def for_successor(self) -> list[ForkServerMessage]:
-        """The first messages to the successor."""
+        """Return the first messages to the successor."""
         settings = [message for message in (self._keep, self._guard) if message is not None]
         adopt = Adopt(tuple(self.children.values()))
         return [adopt, *settings, *self._orders.values(), *self._ends.values()]
@@ -609,7 +609,7 @@ class ServerHandle:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def why_ended(self, otherwise: str) -> str:
-        """How the fork server ended, with its last words; ``otherwise`` if that is unknown."""
+        """Return how the fork server ended, with its last words; ``otherwise`` if that is unknown."""
         if not self.has_ended(1.0):
             return otherwise
         if self._process is not None:
@@ -647,7 +647,7 @@ class ServerHandle:
 
 
 def _log_of(pid: int) -> IO[bytes] | None:
-    """The file that another process's standard error is written to; None if it can't be opened."""
+    """Return the file that another process's standard error is written to; None if it can't be opened."""
     try:
         return open(f"/proc/{pid}/fd/2", "rb")
     except OSError:

@@ -26,14 +26,14 @@ class Lifeline:
 
     @classmethod
     def make(cls) -> Lifeline:
-        """A new pipe."""
+        """Return a lifeline of a new pipe."""
         reader, lifeline = cls.with_reader()
         os.close(reader)
         return lifeline
 
     @classmethod
     def with_reader(cls) -> tuple[int, Lifeline]:
-        """The reading end of a new pipe, which the caller closes, and the lifeline."""
+        """Return the reading end of a new pipe, which the caller closes, and the lifeline."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         return reader, cls(writer)
 
@@ -45,7 +45,7 @@ class Lifeline:
 
 
 def depend_on(descriptor: int) -> None:
-    """In a child that leads its process group: end, with the group, when the pipe has no other writer any more.
+    """End a child that leads its process group, with the group, when the pipe loses its last other writer.
 
     Args:
         descriptor: The writing end, which is closed.

@@ -54,7 +54,7 @@ class Fork(ForkServerMessage, frozen=True):
         path: Iterable[str],
         argv: tuple[str, ...] = (),
     ) -> Self:
-        """From text as ``os.environ``, ``os.getcwd`` and ``sys.path`` have it."""
+        """Make one from text as ``os.environ``, ``os.getcwd`` and ``sys.path`` have it."""
         variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
         return cls(number, variables, os.fsencode(directory), tuple(map(os.fsencode, path)), argv)
 
@@ -218,12 +218,12 @@ _from_warm: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(
 
 
 def encode(message: ForkServerMessage) -> bytes:
-    """The whole frame of a message."""
+    """Return the whole frame of a message."""
     return encode_frame(_encoder.encode(message))
 
 
 def decode_to_server(payload: bytes | memoryview) -> ToServer:
-    """A message to the fork server. Raises ``ProtocolError`` if it is malformed."""
+    """Return a message to the fork server. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _to_warm.decode(payload)
     except MALFORMED as error:
@@ -231,7 +231,7 @@ def decode_to_server(payload: bytes | memoryview) -> ToServer:
 
 
 def decode_from_server(payload: bytes | memoryview) -> FromServer:
-    """A message of the fork server. Raises ``ProtocolError`` if it is malformed."""
+    """Return a message of the fork server. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _from_warm.decode(payload)
     except MALFORMED as error:

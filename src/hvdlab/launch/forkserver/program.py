@@ -29,7 +29,7 @@ class StdPipes:
 
     @classmethod
     def make(cls) -> StdPipes:
-        """New pipes, close-on-exec, with the reading ends non-blocking and as much capacity as the system gives."""
+        """Make new pipes, close-on-exec, with the reading ends non-blocking and as much capacity as the system gives."""
         pairs = []
         for _ in range(2):
             reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -52,14 +52,14 @@ class Preloads(Protocol):
     required: Sequence[str]
 
     def after_required(self) -> None:
-        """Called once in the fork server, after the required modules and before those that the user preloads."""
+        """Prepare the fork server; called once, after the required modules and before those that the user preloads."""
 
     def usual(self) -> Sequence[str]:
-        """The frameworks that the fork server imports, if they are installed and the user names no others."""
+        """Return the frameworks that the fork server imports, if they are installed and the user names no others."""
         ...
 
     def along_with(self, framework: str) -> Sequence[str]:
-        """The modules of hvdlab that are imported along with a framework, where they are installed."""
+        """Return the modules of hvdlab that are imported along with a framework, where they are installed."""
         ...
 
     def for_training(self) -> Sequence[str]:
@@ -88,7 +88,7 @@ class ForkedProgram(Preloads, Protocol):
     later: Sequence[str]
 
     def make_area(self) -> int:
-        """A descriptor of memory that a rank and the fork server share, close-on-exec; -1 for none.
+        """Return a descriptor of memory that a rank and the fork server share, close-on-exec; -1 for none.
 
         Raises:
             OSError: Too many files are open.
@@ -118,7 +118,7 @@ class ForkedProgram(Preloads, Protocol):
 
 
 def load_program(name: str) -> ForkedProgram:
-    """The program that ``module:attribute`` names. Raises ``ImportError`` or ``AttributeError`` if there is none."""
+    """Return the program that ``module:attribute`` names. Raises ``ImportError`` or ``AttributeError`` if there is none."""
     module, _, attribute = name.partition(":")
     return cast("ForkedProgram", getattr(importlib.import_module(module), attribute))
 

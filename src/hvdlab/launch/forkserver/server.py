@@ -275,7 +275,7 @@ class ServerShell:
     # -- the coordinator of a kept pool that no process uses ------------------------------------------------------
 
     def _ranks(self) -> int:
-        """One more than the highest rank that lives."""
+        """Return one more than the highest rank that lives."""
         return max(self._state.children(), default=-1) + 1
 
     def _look_after(self) -> None:
@@ -291,7 +291,7 @@ class ServerShell:
         return []
 
     def _leave_coordinator(self) -> None:
-        """Another process looks after the coordinator from now on."""
+        """Leave the coordinator to another process from now on."""
         if self._detached is not None:
             self._coordinator_ended()
             if self._detached.process >= 0:
@@ -349,7 +349,7 @@ class ServerShell:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """In a child: close the parent's descriptors without telling the other sides, and take signals as usual."""
+        """Close the parent's descriptors in a child, without notice to the other sides, and handle signals as usual."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -390,7 +390,7 @@ class ServerShell:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """A handler, so that the signal arrives at the wake-up descriptor."""
+    """Do nothing: any handler lets the signal arrive at the wake-up descriptor."""
 
 
 ANSWER_WITHIN = 1.0
@@ -423,7 +423,7 @@ class DetachedSupervisor:
 
     @property
     def successor(self) -> int:
-        """The process of the coordinator that was started here; 0 if there is none."""
+        """Return the process of the coordinator that was started here; 0 if there is none."""
         return self._successor.pid if self._successor is not None else 0
 
     def begin(self, ranks: int) -> None:
@@ -445,7 +445,7 @@ class DetachedSupervisor:
             self.replace(ranks)
 
     def replace(self, ranks: int) -> None:
-        """The coordinator has ended: start a successor. If that fails, the ranks end after a while."""
+        """Start a successor of an ended coordinator. If that fails, the ranks end after a while."""
         self.end()
         if self._launch is None or self._listeners is None:
             return
@@ -463,13 +463,13 @@ class DetachedSupervisor:
             return
 
     def end(self) -> None:
-        """Another process looks after the coordinator from now on."""
+        """Leave the coordinator to another process from now on."""
         descriptor, self.process = self.process, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def forget(self) -> None:
-        """In a forked child, or at the end: let go of everything. A successor that was started here stays by itself."""
+        """Close everything, in a forked child or at the end. A successor that was started here lives on by itself."""
         self.end()
         self._remember(0)
         if self._listeners is not None:
@@ -504,7 +504,7 @@ class DetachedSupervisor:
         return True
 
     def has_ended(self) -> bool:
-        """Whether the coordinator that is looked after has ended."""
+        """Return whether the supervised coordinator has ended."""
         return self.process >= 0 and readable(self.process, 0)
 
 
@@ -538,12 +538,12 @@ class PoolLink:
         return not hangup.poll(0)
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self.endpoint.close()
         self._close_signs()
 
     def forget(self) -> None:
-        """In a forked child: close it without shutting the connection down for the other side."""
+        """Close it in a forked child, without shutting the connection down for the other side."""
         if not self.endpoint.closed:
             os.close(self._sock.detach())
         self._close_signs()
@@ -578,7 +578,7 @@ class PoolListener:
             raise
 
     def accept(self) -> tuple[socket.socket, int] | None:
-        """The connection of a process that has come, and its id; ``None`` if it may not come, or has gone."""
+        """Return the connection of a process that has connected, and its id; ``None`` if it is refused, or has gone."""
         try:
             sock, _ = self.sock.accept()
         except OSError as error:
@@ -605,7 +605,7 @@ class PoolListener:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: close the descriptors."""
+        """Close the descriptors in a forked child."""
         self.sock.close()
         os.close(self._spare)
 

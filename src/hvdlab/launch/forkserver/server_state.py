@@ -255,7 +255,7 @@ class ForkServerState:
                 return self._tick(now)
 
     def next_tick(self) -> float | None:
-        """When :class:`ForkServerTick` is due, on the clock of ``now``; ``None`` for never."""
+        """Return when :class:`ForkServerTick` is due, on the clock of ``now``; ``None`` for never."""
         return self._kill_at
 
     @property
@@ -264,7 +264,7 @@ class ForkServerState:
         return self._kept and not self._stopping
 
     def children(self) -> dict[int, int]:
-        """Number to process id of the living children."""
+        """Return number to process id of the living children."""
         return {number: child.pid for number, child in self._children.items()}
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class ForkServerState:
         self._ends.pop(child.number, None)
 
     def _introduce(self) -> list[Effect]:
-        """The messages that a successor of the pool's process needs."""
+        """Return the messages that a successor of the pool's process needs."""
         loaded: list[Effect] = [SendToPool(self._loaded)] if self._loaded is not None else []
         children = tuple(child.record for child in self._children.values())
         return [

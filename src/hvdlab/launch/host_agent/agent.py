@@ -354,7 +354,7 @@ class Agent:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """The launcher is gone: SIGTERM, a moment, SIGKILL, also for processes that left their rank's process group."""
+        """End the ranks of a lost launcher: SIGTERM, a moment, SIGKILL, also for processes that left their rank's process group."""
         if self._zygote is not None:
             self._zygote.close()
         if self._forked is not None:
@@ -386,7 +386,7 @@ class Agent:
 
 
 def _address(order: wire.Start) -> str:
-    """The address of this host at which others reach its ranks."""
+    """Return the address of this host at which others reach its ranks."""
     if order.interfaces:
         return interface_address(order.interfaces)
     return data_plane_address(os.environ, order.coordinator)
@@ -402,7 +402,7 @@ def _ended_child() -> int:
 
 
 def _is_child(pid: int) -> bool:
-    """Whether a process is a child of this one that was not reaped."""
+    """Return whether a process is a child of this one that was not reaped."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -411,7 +411,7 @@ def _is_child(pid: int) -> bool:
 
 
 def _catch_signals() -> int:
-    """A descriptor that signals can be read from, as bytes."""
+    """Return a descriptor that signals can be read from, as bytes."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

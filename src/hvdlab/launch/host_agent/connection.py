@@ -53,7 +53,7 @@ class HostTransport(Protocol):
     """How agents get to their hosts."""
 
     def is_here(self, host: str) -> bool:
-        """Whether the agent is started directly, since the host is this one."""
+        """Return whether the agent is started directly, since the host is this one."""
         ...
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
@@ -74,7 +74,7 @@ class HostTransport(Protocol):
         ...
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """Variables that the ranks of a host get beside their agent's own environment."""
+        """Return the variables that the ranks of a host get beside their agent's own environment."""
         ...
 
 
@@ -91,21 +91,21 @@ class ShellReach:
     names_hosts: bool = False
 
     def is_here(self, host: str) -> bool:
-        """Whether this is our own host, by its name or one of its addresses."""
+        """Return whether this is our own host, by its name or one of its addresses."""
         return is_local(host)
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
-        """By the shell."""
+        """Connect by the shell."""
         return ProgramConnection(
             remote_command(self.shell, host, map(shlex.quote, agent_command(python))), errors=errors
         )
 
     def machine(self, host: str) -> str:
-        """The host."""
+        """Return the host."""
         return host
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """For another host all variables that it should know, since remote shells pass none on."""
+        """Return all variables that another host needs, since remote shells pass none on."""
         found = {} if self.is_here(host) else exported(os.environ)
         return {**found, HOST_VARIABLE: host} if self.names_hosts else found
 
@@ -151,7 +151,7 @@ class ProgramConnection:
         self.inbox, self.outbox = self._output.fileno(), self._input.fileno()
 
     def end_text(self, host: str, greeted: bool) -> str:
-        """With the exit code and the last words of the program."""
+        """Return a text with the exit code and the last words of the program."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -161,7 +161,7 @@ class ProgramConnection:
         return f"{self._called} for {host} ended with exit code {code}" + (f": {said}" if said else "") + hint
 
     def _last_words(self) -> str:
-        """The last line of the standard error of the agent or its shell, if that was kept."""
+        """Return the last line of the standard error of the agent or its shell, if that was kept."""
         if self._errors is None:
             return ""
         self._errors.seek(0)
@@ -286,7 +286,7 @@ class AgentLink:
             self.outgoing.clear()
 
     def receive(self) -> list[wire.FromAgent] | None:
-        """The messages that have arrived; ``None`` if the agent is gone."""
+        """Return the messages that have arrived; ``None`` if the agent is gone."""
         try:
             data = os.read(self.inbox, wire.PIECE)
         except BlockingIOError:
@@ -302,7 +302,7 @@ class AgentLink:
         return [wire.decode_from_agent(payload) for payload in self._decoder.feed(data)] if data else []
 
     def gone(self) -> str:
-        """In words, how the agent of a lost host ended."""
+        """Return in words how the agent of a lost host ended."""
         return self._connection.end_text(self.host, greeted=self._preamble is None)
 
 
@@ -317,12 +317,12 @@ def _lacking(said: str, code: int) -> str:
 
 
 def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> list[str]:
-    """The command line by which a remote shell runs these words, which it joins, on a host."""
+    """Return the command line by which a remote shell runs these words, which it joins, on a host."""
     # For ssh, what follows `--` is no option. Other programs may not know that.
     end = ["--"] if os.path.basename(shell[0]) == "ssh" else []
     return [*shell, *end, host, *words]
 
 
 def agent_command(python: str) -> list[str]:
-    """The command of an agent. ``-P``: a file in the working directory must not be imported instead of a module."""
+    """Return the command of an agent. ``-P``: a file in the working directory must not be imported instead of a module."""
     return [python, "-P", "-m", "hvdlab.launch.host_agent.agent"]

@@ -50,7 +50,7 @@ class ForkedRanks:
 
     @property
     def pid(self) -> int:
-        """The fork server's process."""
+        """Return the fork server's process."""
         return self._server.pid
 
     def fork(self, spec: wire.RankSpec) -> None:

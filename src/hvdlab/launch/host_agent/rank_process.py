@@ -67,7 +67,7 @@ class Child:
         return (code, 0) if code >= 0 else (0, -code)
 
     def result(self) -> Iterator[bytes]:
-        """The pickled outcome of this rank's function, in pieces. Call it once."""
+        """Yield the pickled outcome of this rank's function, in pieces. Call it once."""
         if self._memory < 0:
             return
         with open(self._memory, "rb", buffering=0) as file:
@@ -95,7 +95,7 @@ class RankDescriptors:
 
     @classmethod
     def make(cls, function: bytes, stdin: int) -> Self:
-        """New ones.
+        """Make new pipes.
 
         Args:
             function: The pickled call, or empty.
@@ -138,7 +138,7 @@ class RankDescriptors:
         return child
 
     def close(self) -> None:
-        """There will be no process."""
+        """Close the pipes, since no process will be started."""
         for descriptor in (self.stdin, *self.out, *self.err, self.call, self.memory):
             if descriptor >= 0:
                 os.close(descriptor)

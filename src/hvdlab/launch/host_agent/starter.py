@@ -163,7 +163,7 @@ class ExecStarter:
         self._wake()
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """Where a rank is: hosts are filled one after the other."""
+        """Return where a rank is: hosts are filled one after the other."""
         return assign(self._hosts, size)[rank].where
 
     def close(self, timeout: float) -> None:
@@ -251,7 +251,7 @@ class ExecStarter:
             self._end(rank, ENDED_WITH_JOB)
 
     def _step(self, selector: selectors.BaseSelector) -> bool:
-        """One round. Returns whether it was the last one."""
+        """Run one round. Returns whether it was the last one."""
         with self._lock:
             if self._closing:
                 return True
@@ -351,7 +351,7 @@ class ExecStarter:
                 program.output.returned(rank, data)
 
     def _lost(self, link: AgentLink, reason: str, selector: selectors.BaseSelector) -> None:
-        """An agent is gone, and its ranks with it or soon after it; another one may take its place."""
+        """Handle the loss of an agent, whose ranks end with it or soon after it; another agent may replace it."""
         for descriptor in (link.inbox, link.outbox):
             if descriptor in selector.get_map():
                 selector.unregister(descriptor)

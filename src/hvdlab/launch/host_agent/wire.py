@@ -175,17 +175,17 @@ _from_zygote: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(
 
 
 def encode(message: AgentMessage) -> bytes:
-    """The whole frame of a message."""
+    """Return the whole frame of a message."""
     return encode_frame(_encoder.encode(message))
 
 
 def encode_payload(message: AgentMessage) -> bytes:
-    """A message without a frame, for sockets that keep messages apart."""
+    """Return a message without a frame, for sockets that keep messages apart."""
     return _encoder.encode(message)
 
 
 def decode_to_agent(payload: bytes | memoryview) -> ToAgent:
-    """A message to the agent. Raises ``ProtocolError``."""
+    """Return a message to the agent. Raises ``ProtocolError``."""
     try:
         return _to_agent.decode(payload)
     except MALFORMED as error:
@@ -193,7 +193,7 @@ def decode_to_agent(payload: bytes | memoryview) -> ToAgent:
 
 
 def decode_from_agent(payload: bytes | memoryview) -> FromAgent:
-    """A message of an agent. Raises ``ProtocolError``."""
+    """Return a message of an agent. Raises ``ProtocolError``."""
     try:
         return _from_agent.decode(payload)
     except MALFORMED as error:
@@ -201,7 +201,7 @@ def decode_from_agent(payload: bytes | memoryview) -> FromAgent:
 
 
 def decode_to_zygote(payload: bytes) -> Spawn:
-    """A message to a zygote. Raises ``ProtocolError``."""
+    """Return a message to a zygote. Raises ``ProtocolError``."""
     try:
         return _to_zygote.decode(payload)
     except MALFORMED as error:
@@ -209,7 +209,7 @@ def decode_to_zygote(payload: bytes) -> Spawn:
 
 
 def decode_from_zygote(payload: bytes) -> FromZygote:
-    """A message of a zygote. Raises ``ProtocolError``."""
+    """Return a message of a zygote. Raises ``ProtocolError``."""
     try:
         return _from_zygote.decode(payload)
     except MALFORMED as error:

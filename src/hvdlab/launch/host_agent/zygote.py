@@ -151,7 +151,7 @@ class Zygote:
         return message
 
     def unborn(self) -> list[tuple[wire.RankSpec, int]]:
-        """After the zygote's end: the ranks that it has not forked, each with its standard input, which the caller closes."""
+        """Return, after the zygote's end, the ranks that it has not forked, each with its standard input, which the caller closes."""
         left = [*self._waiting, *self._ordered.values()]
         self._waiting, self._ordered = [], {}
         found = []
@@ -161,7 +161,7 @@ class Zygote:
         return found
 
     def why_ended(self) -> str:
-        """How it ended. Called once it has, or its connection has; reaps it."""
+        """Return how it ended. Called once it has, or its connection has; reaps it."""
         try:
             code = self._process.wait(ENDS_WITHIN)
         except subprocess.TimeoutExpired:

@@ -25,7 +25,7 @@ class Backend(ABC):
 
     @abstractmethod
     def num_processes(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
 
 
 class SparkBackend(Backend):

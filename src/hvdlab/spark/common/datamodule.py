@@ -37,7 +37,7 @@ class RowChunk:
 
 
 def shard(dataset: Any, rank: int, size: int) -> list[RowChunk]:
-    """The share of one rank: whole row groups except the first and last, so that shares differ by one row at most.
+    """Return the share of one rank: whole row groups except the first and last, so that shares differ by one row at most.
 
     Args:
         dataset: A ``pyarrow.dataset.Dataset`` of Parquet files.
@@ -63,7 +63,7 @@ def shard(dataset: Any, rank: int, size: int) -> list[RowChunk]:
 def arrays_of(
     table: Any, where: str, shapes: Mapping[str, Sequence[int]] | None = None, start: int = 0
 ) -> Batch:
-    """The columns of an Arrow table as numpy arrays: numbers as ``[rows]``, lists of one length as ``[rows, length]``.
+    """Return the columns of an Arrow table as numpy arrays: numbers as ``[rows]``, lists of one length as ``[rows, length]``.
 
     Args:
         table: The table.
@@ -146,7 +146,7 @@ class Batches:
 
     @property
     def rows(self) -> int:
-        """Rows of the share, before a transformation."""
+        """Return the number of rows of the share, before a transformation."""
         return sum(piece.stop - piece.start for piece in self._pieces)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -173,7 +173,7 @@ class Batches:
             yield rest
 
     def forever(self) -> Iterator[Batch]:
-        """One pass after another."""
+        """Yield the batches of one pass after another, without end."""
         while True:
             count = 0
             for batch in self:
@@ -266,11 +266,11 @@ class DataModule(ABC):
 
     @abstractmethod
     def train_data(self) -> Any:
-        """Iterates over batches of training rows, endlessly: dictionaries of arrays by column."""
+        """Iterate over batches of training rows, endlessly: dictionaries of arrays by column."""
 
     @abstractmethod
     def val_data(self) -> Any:
-        """Iterates once over batches of rows for validation; ``None`` without these."""
+        """Iterate once over batches of rows for validation; ``None`` without these."""
 
 
 class ParquetDataModule(DataModule):

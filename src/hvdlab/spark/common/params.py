@@ -55,7 +55,7 @@ def _accessors(param: Any) -> tuple[Any, Any]:
 
 
 def declared(name: str, doc: str) -> Any:
-    """A parameter, for the body of a class."""
+    """Return a parameter, for the body of a class."""
     return Param(Params._dummy(), name, doc)
 
 

@@ -177,7 +177,7 @@ class KerasModel(_KerasSaved, HorovodModel):
         self._set_given(kwargs)
 
     def getOptimizer(self) -> Any:
-        """The optimizer, with its state; ``None`` if the model has none."""
+        """Return the optimizer, with its state; ``None`` if the model has none."""
         return getattr(self.getModel(), "optimizer", None)
 
     def _get_metadata(self) -> Any:

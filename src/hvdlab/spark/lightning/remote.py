@@ -133,7 +133,7 @@ class _Trainer:
                 close()
 
     def _val_steps(self) -> int:
-        """As many batches as the rank with the fewest rows has: the module may call collectives in each."""
+        """Return as many batches as the rank with the fewest rows has: the module may call collectives in each."""
         fewest = self.job.val_rows // hvd.size()
         if not fewest:
             raise InvalidRequestError(
@@ -183,7 +183,7 @@ class _Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _resumed(self) -> tuple[str | None, int]:
-        """A file with the run's checkpoint, which rank 0 reads for all, and the epoch to go on with."""
+        """Return a file with the run's checkpoint, which rank 0 reads for all, and the epoch to go on with."""
         data = self.job.read_checkpoint() if hvd.rank() == 0 else None
         data = hvd.broadcast_object(data, 0, name="hvdlab.spark.checkpoint")
         if data is None:
@@ -246,7 +246,7 @@ class _Loader:
 
 
 def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:
-    """A LightningModule around a module of torch, its losses, metrics and optimizer."""
+    """Return a LightningModule around a module of torch, its losses, metrics and optimizer."""
 
     class Wrapped(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -320,7 +320,7 @@ def _nan_guard(package: Any) -> Any:
 
 @functools.cache
 def strategy_class(package: Any) -> type:
-    """The strategy for one of Lightning's two packages.
+    """Return the strategy for one of Lightning's two packages.
 
     It is a strategy for a single device: each rank's trainer has its own, and learns of the others only by rank, size and reductions.
     """
@@ -410,7 +410,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def package_of(model: Any) -> str | None:
-    """The package whose ``LightningModule`` a module is; ``None`` for a module of torch alone."""
+    """Return the package whose ``LightningModule`` a module is; ``None`` for a module of torch alone."""
     for kind in type(model).__mro__:
         for name in _PACKAGES:
             if kind.__name__ == "LightningModule" and kind.__module__.startswith(f"{name}."):
@@ -419,7 +419,7 @@ def package_of(model: Any) -> str | None:
 
 
 def lightning(name: str | None) -> Any:
-    """The package of this name, or whichever is installed."""
+    """Return the package of this name, or whichever is installed."""
     found: ImportError | None = None
     for each in [name] if name else _PACKAGES:
         try:

@@ -188,7 +188,7 @@ class TorchNetwork:
 
 
 def for_each_label(metrics: Sequence[Any], labels: int) -> list[list[Any]]:
-    """Metrics by label: one list is for each of them."""
+    """Return the metrics by label: one list is for each of them."""
     if metrics and isinstance(metrics[0], list | tuple):
         return [list(each) for each in to_list(metrics, labels) or ()]
     return [list(metrics) for _ in range(labels)]

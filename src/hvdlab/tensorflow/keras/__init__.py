@@ -180,7 +180,7 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
+    """Return a :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
 
     Args:
         optimizer: An optimizer of Keras 3 or of Keras 2 (``tf_keras``).

@@ -79,7 +79,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
 
 def _variables(model: Any) -> list[Any]:
-    """The variables of a model and of its optimizer, each once."""
+    """Return the variables of a model and of its optimizer, each once."""
     found = [*model.variables, *optimizer_variables(getattr(model, "optimizer", None))]
     return list({id(_plain(each)): each for each in found if hasattr(_plain(each), "assign")}.values())
 
@@ -224,7 +224,7 @@ class LearningRateScheduleCallback(Callback):
 
 
 def learning_rate(optimizer: Any) -> float:
-    """The present learning rate of an optimizer."""
+    """Return the present learning rate of an optimizer."""
     return float(tf.convert_to_tensor(_plain(optimizer.learning_rate)))
 
 

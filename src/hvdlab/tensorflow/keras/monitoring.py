@@ -369,7 +369,7 @@ class SeedStates:
 
     @contextmanager
     def restored(self, model: Any) -> Iterator[None]:
-        """In this context the layers of ``model``, one like the recorded model, have these states; afterwards their former ones."""
+        """Give the layers of ``model``, one like the recorded model, these states within this context; restore the former ones afterwards."""
         variables = _seeds(model) if len(self.states) else []
         before = [variable.numpy() for variable in variables]
         for variable, state in zip(variables, np.asarray(self.states), strict=True):
@@ -516,7 +516,7 @@ class KerasRecord(StepRecord):
         return _not_rewritten(compute_loss)
 
     def _observed(self, optimizer: Any) -> AbstractContextManager[None]:
-        """In this context, record the norm of this rank's own gradients when the optimizer's reducer gets them."""
+        """Record, in the returned context, the norm of this rank's own gradients when the optimizer's reducer gets them."""
 
         def observe(gradients: Sequence[Any]) -> None:
             self.gradients(gradients, loss_scale(optimizer))
@@ -578,7 +578,7 @@ def _not_rewritten(function: Any) -> Any:
 
 
 def _as_rewritten(function: Any) -> Any:
-    """A function of the user's, rewritten by AutoGraph if AutoGraph would have rewritten it without hvdlab."""
+    """Return a function of the user's, rewritten by AutoGraph if AutoGraph would have rewritten it without hvdlab."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
@@ -608,7 +608,7 @@ def _observing(
 
 
 def _parts(data: Any) -> tuple[Any, ...]:
-    """The inputs, targets and sample weights that ``fit`` passes to a step, as far as there are any."""
+    """Return the inputs, targets and sample weights that ``fit`` passes to a step, as far as there are any."""
     if not isinstance(data, tuple):
         return (data,)
     parts = list(data)
@@ -624,7 +624,7 @@ def _seeds(model: Any) -> list[Any]:
 
 
 def _kept(value: Any) -> Any:
-    """The value in a form that nothing changes later: a variable or an array is copied to a tensor."""
+    """Return the value in a form that nothing changes later: a variable or an array is copied to a tensor."""
     plain = plain_variable(value)
     return tf.convert_to_tensor(plain) if isinstance(plain, np.ndarray | tf.Variable) else plain
 
@@ -636,7 +636,7 @@ def _values(gradients: Sequence[Any]) -> list[Any]:
 
 
 def _dense(tensor: Any) -> Any:
-    """The elements of a tensor, also of a sparse or ragged one."""
+    """Return the elements of a tensor, also of a sparse or ragged one."""
     return tensor if isinstance(tensor, tf.Tensor) else tf.nest.flatten(tensor, expand_composites=True)[0]
 
 

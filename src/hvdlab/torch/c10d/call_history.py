@@ -91,7 +91,7 @@ class Shift(msgspec.Struct, frozen=True):
     skipped: int
 
     def sentence(self, rank: int, own: int) -> str:
-        """In words. ``rank`` is the other rank, ``own`` the rank that compares."""
+        """Return the shift in words. ``rank`` is the other rank, ``own`` the rank that compares."""
         count = abs(self.skipped)
         calls = "a call" if count == 1 else f"{count} calls"
         who, missed, instead, whom = (
@@ -144,7 +144,7 @@ class Drift(msgspec.Struct, frozen=True):
     ahead: int
 
     def sentence(self, rank: int, own: int) -> str:
-        """In words. ``rank`` is the other rank, ``own`` the rank that compares."""
+        """Return the drift in words. ``rank`` is the other rank, ``own`` the rank that compares."""
         who = rank if self.ahead > 0 else own
         return (
             f"rank {own} made {self.own} after {_steps(self.own.step)} of its optimizers, and rank {rank} made it after "
@@ -217,7 +217,7 @@ class Histories:
         engine.on_mail(_TOPIC, self._on_mail)
 
     def add(self, group: str, epoch: int, call: CallRecord) -> None:
-        """Remember a call that was submitted in this epoch of the group's process set."""
+        """Record a call that was submitted in this epoch of the group's process set."""
         with self._changed:
             record = self._records.get(group)
             if record is None or record.epoch != epoch:

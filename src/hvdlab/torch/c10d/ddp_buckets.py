@@ -43,7 +43,7 @@ _UNKNOWN = -2
 
 
 def bucket_text(index: int, names: Sequence[str]) -> str:
-    """``DDP bucket 2: layer4.weight, layer4.bias and 3 more``.
+    """Return a text such as ``DDP bucket 2: layer4.weight, layer4.bias and 3 more``.
 
     Args:
         index: The bucket's number in its model, from 0 on, as torch's ``GradBucket`` has it.
@@ -99,7 +99,7 @@ class Layout:
         return fits[0] if fits and (self.certain or len(fits) == 1) else None
 
     def reduced(self, index: int, tensor: torch.Tensor, run: int) -> None:
-        """Remember that this run has reduced the bucket with this index, and that the tensor was its memory."""
+        """Record that this run has reduced the bucket with this index, and that the tensor was its memory."""
         if run != NESTED:
             self.run = run
         elif self.next >= len(self.buckets):
@@ -134,13 +134,13 @@ class _Wrapper:
         self._announced.append(tensor)
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """A parameter's name in the model."""
+        """Return a parameter's name in the model."""
         if not self._names:
             self._read_parameters()
         return self._names.get(id(parameter))
 
     def layout(self) -> Layout | None:
-        """The buckets as they are now; ``None`` if they are not known."""
+        """Return the buckets as they are now; ``None`` if they are not known."""
         wrapper: Any = self._wrapper()
         reducer = getattr(wrapper, "reducer", None)
         if reducer is None:
@@ -164,7 +164,7 @@ class _Wrapper:
 
     @staticmethod
     def _first(wrapper: Any) -> list[list[int]]:
-        """The buckets before the first pass, as lists of parameters' indices: those that torch computes when it wraps the model."""
+        """Return the buckets before the first pass, as lists of parameters' indices: those that torch computes when it wraps the model."""
         parameters, sparse = wrapper._build_params_for_reducer()
         settings = getattr(wrapper, "_bucket_config", None)
         if settings is not None:
@@ -249,7 +249,7 @@ class Buckets:
             return "" if tensor is None else self._in_pass(tensor, NESTED if _is_nested(caller) else run)
 
     def _in_pass(self, tensor: torch.Tensor, run: int) -> str:
-        """The text for an operation that DDP's reducer, in C++, has begun in a run of the autograd engine."""
+        """Return the text for an operation that DDP's reducer, in C++, has begun in a run of the autograd engine."""
         if not (tensor.is_floating_point() or tensor.is_complex()):  # DDP's map of used parameters
             return ""
         wrappers, ready = list(self._wrappers.values()), _ready_parameter()
@@ -266,7 +266,7 @@ class Buckets:
         return texts.pop() if len(texts) == 1 else ""
 
     def _in_hook(self, caller: FrameType) -> str:
-        """The text for an operation that a hook in Python, of the user's or of torch's, has begun with a bucket."""
+        """Return the text for an operation that a hook in Python, of the user's or of torch's, has begun with a bucket."""
         frame: FrameType | None = caller
         for _ in range(_FRAMES):
             if frame is None or frame.f_code.co_name == _BACKWARD:
@@ -284,13 +284,13 @@ class Buckets:
 
 
 def _ready_parameter() -> torch.Tensor | None:
-    """The parameter whose gradient this thread's run of the autograd engine has just computed."""
+    """Return the parameter whose gradient this thread's run of the autograd engine has just computed."""
     found = getattr(torch._C._current_autograd_node(), "variable", None)
     return found if isinstance(found, torch.Tensor) else None
 
 
 def _is_nested(frame: FrameType | None) -> bool:
-    """Whether the run of the autograd engine that this frame has begun is within another run."""
+    """Return whether the run of the autograd engine that this frame has begun is within another run."""
     while frame is not None and (frame := frame.f_back) is not None:
         if frame.f_code.co_name == _BACKWARD:
             return True

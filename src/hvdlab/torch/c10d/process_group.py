@@ -136,7 +136,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> HvdlabProcessGroup:
-        """The group itself, which is its only backend, for tensors of all devices."""
+        """Return the group itself, which is its only backend, for tensors of all devices."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -156,11 +156,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls.close()
 
     def has_its_ranks(self) -> bool:
-        """Whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
+        """Return whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
         return self._calls.has_its_ranks()
 
     def _start_coalescing(self, device: object = None) -> None:
-        """From now on, until :meth:`_end_coalescing`, gather this thread's operations. Torch's ``_coalescing_manager`` calls both."""
+        """Gather this thread's operations from now on, until :meth:`_end_coalescing`. Torch's ``_coalescing_manager`` calls both."""
         self._calls.start_coalescing()
 
     def _end_coalescing(self, device: object = None) -> CoalescedWork:
@@ -168,7 +168,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.end_coalescing()
 
     def _root(self, operation: str, opts: Any) -> int:
-        """The root's number in the group, which torch passes in an object of options, or as a number."""
+        """Return the root's number in the group, which torch passes in an object of options, or as a number."""
         root = 0 if opts is None else int(getattr(opts, "rootRank", opts))
         require_member(operation, getattr(opts, "rootTensor", 0), 1, "root tensor")
         return require_member(operation, root, self.size(), "root rank")
@@ -323,7 +323,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _then_copy(submission: Submission, part: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
-        """When the last request is done and its own copy is made, copy a part of the result to ``output``."""
+        """Copy a part of the result to ``output`` when the last request is done and its own copy is made."""
         before = submission.copies[-1]
 
         def copy(result: Result) -> None:
@@ -396,7 +396,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _gather_there(
         submission: Submission, request: Request, given: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """As :meth:`_add_all_gather`, in the memory of the tensors' device."""
+        """Add an operation as :meth:`_add_all_gather` does, in the memory of the tensors' device."""
         require_dense(given, "all_gather")
         row = plain_of(given, request.device).reshape(1, -1)
         request.input = memory_of(row, request.device)
@@ -410,7 +410,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         output.detach().copy_(ordered.view(output.shape))
 
     def _ordered(self, of_members: Sequence[_T]) -> Sequence[_T]:
-        """A list with an entry for each member, in the core's order; a list of another length is returned as it is."""
+        """Return a list with an entry for each member, in the core's order; a list of another length is returned as it is."""
         return (
             [of_members[member] for member in self._order]
             if self._order and len(of_members) == len(self._order)
@@ -548,7 +548,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.submit("all_to_all", [output], submission, opts=opts, inputs=given)
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
-        """How many elements of a tensor belong to each member, from splits in rows of dimension 0."""
+        """Return how many elements of a tensor belong to each member, from splits in rows of dimension 0."""
         return [
             count * math.prod(tensor.shape[1:]) for count in split_rows(tensor, splits, which, self.size())
         ]
@@ -577,7 +577,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.submit("barrier", [], submission, opts=opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a limit.
+        """Wait at a barrier with a limit.
 
         Args:
             timeout: Limit of the wait; by default the group's timeout.
@@ -612,7 +612,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _operator(opts: Any) -> Any:
-    """The reduction operator, which torch passes in an object of options or by itself; the sum if there is none."""
+    """Return the reduction operator, which torch passes in an object of options or by itself; the sum if there is none."""
     found = getattr(opts, "reduceOp", opts)
     return found if isinstance(found, (dist.ReduceOp, _Types)) else dist.ReduceOp.SUM
 

@@ -98,7 +98,7 @@ def _is_wanted_for_cpu() -> bool:
 
 
 def _stays() -> bool:
-    """Whether the present default group stays, because its ranks are still the same processes; the first rank prints which.
+    """Return whether the present default group stays, because its ranks are still the same processes; the first rank prints which.
 
     If it does not stay, end it here, with all groups that were made from it. A group that is not hvdlab's is left alone.
     """

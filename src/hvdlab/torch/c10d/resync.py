@@ -74,7 +74,7 @@ class _Account:
     steps: int | None
 
     def whole(self) -> bytes:
-        """One fingerprint of all parameters, buffers and optimizer state."""
+        """Return one fingerprint of all parameters, buffers and optimizer state."""
         return fingerprint(
             *(part for name, digest in sorted(self.digests.items()) for part in (name.encode(), digest))
         )
@@ -244,13 +244,13 @@ def _account(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, bu
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a ``DTensor``; any other tensor itself."""
+    """Return this rank's shard of a ``DTensor``; any other tensor itself."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Which shard of a ``DTensor`` this rank has. Ranks with different shards have different values by nature."""
+    """Return which shard of a ``DTensor`` this rank has. Ranks with different shards have different values by nature."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return ()

@@ -316,7 +316,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
 
     @property
     def timeout(self) -> timedelta:
-        """Limit of waits that give none."""
+        """Return the limit of waits that give none."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -351,7 +351,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         self._ask("wait", *keys, seconds=None if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Return whether all keys are set."""
         return bool(self._ask("check", *keys).amount)
 
     def delete_key(self, key: str) -> bool:
@@ -359,11 +359,11 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         return bool(self._ask("delete", key).amount)
 
     def num_keys(self) -> int:
-        """Number of keys."""
+        """Return the number of keys."""
         return self._ask("count").amount
 
     def list_keys(self) -> list[str]:
-        """All keys."""
+        """Return all keys."""
         return list(self._ask("list").keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -378,7 +378,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         return True
 
     def clone(self) -> HvdlabStore:
-        """Another store object with the same values."""
+        """Return another store object with the same values."""
         copy = HvdlabStore(self._link, self.space, self._members, self._timeout)
         self._clones.append(copy)
         return copy

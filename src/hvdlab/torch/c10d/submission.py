@@ -73,7 +73,7 @@ class Submission:
         self.copies.append(copy)
 
     def deliver(self) -> Deliver | None:
-        """A function that runs all copies; ``None`` if there are none."""
+        """Return a function that runs all copies; ``None`` if there are none."""
         copies = self.copies
         if not any(copies):
             return None
@@ -138,16 +138,16 @@ class Calls:
         self._labels.clear()
 
     def __str__(self) -> str:
-        """The group's name in errors."""
+        """Return the group's name in errors."""
         return name_of_group(self.name, self.description, self.members)
 
     def _present(self) -> tuple[int, tuple[object, ...]]:
-        """The world's epoch, and the processes that are the group's ranks in this epoch."""
+        """Return the world's epoch, and the processes that are the group's ranks in this epoch."""
         epoch, processes = self.engine.processes()
         return epoch, tuple(process for process in processes if process[0] in self.members)
 
     def has_its_ranks(self) -> bool:
-        """Whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
+        """Return whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
         epoch, processes = self._present()
         if processes == self._processes:
             self._epoch = epoch
@@ -250,7 +250,7 @@ class Calls:
             work.handles.append(self.engine.submit(request, announce=announce, at_once=at_once))
 
     def start_coalescing(self) -> None:
-        """From now on, until :meth:`end_coalescing`, gather this thread's operations of the group into one work."""
+        """Gather this thread's operations of the group into one work from now on, until :meth:`end_coalescing`."""
         self._coalescing.works = []
 
     def end_coalescing(self) -> CoalescedWork:
@@ -274,7 +274,7 @@ class Calls:
             self._withdraw(chosen)
 
     def _has_future(self, work: HvdlabWork) -> None:
-        """C++ may wait for this operation from now on."""
+        """Record that C++ may wait for this operation from now on."""
         with self._futures_lock:
             self._with_future.add(work)
         # After the addition: either the control thread finds it and withdraws it, or the interrupt is seen to be held here.
@@ -296,7 +296,7 @@ class Calls:
         return f"{operation} #{number} of {self}{about}"
 
     def recorded_as(self, operation: str, part: ModelPart = WHOLE) -> str:
-        """An operation's name in recordings."""
+        """Return an operation's name in recordings."""
         label = self._labels.get((operation, part.name))
         if label is None:
             label = label_in_recordings(operation, self.name, self.description, self.members, part.name)
@@ -304,7 +304,7 @@ class Calls:
         return label
 
     def part(self, operation: str, tensors: Any) -> ModelPart:
-        """The part of a model that an operation is for, as far as the stack and the tensors show it."""
+        """Return the part of a model that an operation is for, as far as the stack and the tensors show it."""
         if module := sharded_module():
             return ModelPart(module, f" for {module}")
         caller = _caller()
@@ -326,7 +326,7 @@ class Calls:
 
 
 def _caller() -> FrameType | None:
-    """The frame that called the group; ``None`` if C++ called it, on a thread without Python frames."""
+    """Return the frame that called the group; ``None`` if C++ called it, on a thread without Python frames."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HOME):
         frame = frame.f_back
@@ -377,7 +377,7 @@ class Messages:
         return self._calls.submit(operation, tensors, submission, name=name, source=source)
 
     def _moved(self, tensors: list[torch.Tensor], source: int | None, target: int, tag: int) -> Submission:
-        """The requests that send or receive tensors; the ``source`` is ``None`` for any rank."""
+        """Return the requests that send or receive tensors; the ``source`` is ``None`` for any rank."""
         submission, receiver = Submission(), self._members[target]
         ranks = (receiver,) if source is None else (self._members[source], receiver)
         sends = source == self._rank
@@ -397,5 +397,5 @@ class Messages:
         return submission
 
     def _name(self, source: int | str, target: int, tag: int) -> str:
-        """The core's name for messages of one direction and tag, or for a rank's receives from any rank."""
+        """Return the core's name for messages of one direction and tag, or for a rank's receives from any rank."""
         return f"{self._calls.name_in_core}.{source}>{target}.{tag}"

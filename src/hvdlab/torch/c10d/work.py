@@ -31,7 +31,7 @@ Deliver = Callable[[Sequence[Result]], None]
 
 @cache
 def futures_threads(pid: int) -> ThreadPoolExecutor:
-    """The threads on which futures end: their callbacks may wait for further futures, which a thread of the engine must not do.
+    """Return the threads on which futures end: their callbacks may wait for further futures, which a thread of the engine must not do.
 
     Each process has its own, by its ``pid``, since a forked child has none of its parent's threads.
     """
@@ -40,7 +40,7 @@ def futures_threads(pid: int) -> ThreadPoolExecutor:
 
 @cache
 def _profiling_thread(pid: int) -> ThreadPoolExecutor:
-    """Where events of profilers end. Apart from :func:`futures_threads`, all of which may be waiting for such an end."""
+    """Return the thread on which events of profilers end. Apart from :func:`futures_threads`, all of which may be waiting for such an end."""
     return ThreadPoolExecutor(1, "hvdlab-c10d-profiling")
 
 
@@ -96,7 +96,7 @@ class HvdlabWork(dist.Work):
 
     @property
     def process_set(self) -> int:
-        """Id of the group's process set."""
+        """Return the id of the group's process set."""
         return self._process_set
 
     def record(self, name: str, tensors: Any) -> None:
@@ -159,11 +159,11 @@ class HvdlabWork(dist.Work):
             raise self._error.with_traceback(None)
 
     def is_ended(self) -> bool:
-        """Whether the core is done with the operation. Any thread; never blocks, and delivers nothing."""
+        """Return whether the core is done with the operation. Any thread; never blocks, and delivers nothing."""
         return all(handle.done() for handle in self.handles)
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended. If it ended well, its outputs are there then. Does not wait for the operation."""
+        """Return whether the operation has ended. If it ended well, its outputs are there then. Does not wait for the operation."""
         if not self.is_ended():
             return False
         with contextlib.suppress(HvdlabError):
@@ -193,7 +193,7 @@ class HvdlabWork(dist.Work):
     # -- the future ---------------------------------------------------------------------------------------------------
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is the list of outputs. It raises an error as a ``RuntimeError`` with hvdlab's text."""
+        """Return a future whose value is the list of outputs. It raises an error as a ``RuntimeError`` with hvdlab's text."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -284,6 +284,6 @@ class CoalescedWork(dist.Work):
         return [work.result() for work in self._works]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is a list with the outputs of each operation."""
+        """Return a future whose value is a list with the outputs of each operation."""
         whole = torch.futures.collect_all([work.get_future() for work in self._works])
         return whole.then(lambda ended: [each.value() for each in ended.value()])

@@ -86,7 +86,7 @@ _registry = HandlerRegistry(
 
 
 def get_handler_registry() -> list[tuple[Kinds, type[StateHandler[Any]]]]:
-    """The types of objects and the handler for each, as a list of pairs; the first pair that fits an object counts."""
+    """Return the types of objects and the handler for each, as a list of pairs; the first pair that fits an object counts."""
     return list(_registry.entries)
 
 

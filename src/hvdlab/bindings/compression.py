@@ -31,7 +31,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Compressor that sends tensors as they are."""
 
     @staticmethod
     def compress(tensor: T) -> tuple[T, Any]:

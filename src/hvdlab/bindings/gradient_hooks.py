@@ -29,7 +29,7 @@ class RemovableHook(Protocol):
 
 
 class HookInstaller(Protocol[P_contra]):
-    """Where a framework registers hooks of parameters' gradients.
+    """Installer of hooks of parameters' gradients in a framework.
 
     A framework without such hooks keeps a list of its own, and calls :meth:`BackwardPassCounter.accumulated` itself.
 
@@ -73,7 +73,7 @@ class GradientHook:
 
 
 class BackwardPassCounter(ABC, Generic[P]):
-    """Counts the backward passes of a step.
+    """Counter of a step's backward passes.
 
     A parameter has one watcher: the last one whose :meth:`watch` named it. An earlier one then stops altogether, and
     raises an error when it is used.

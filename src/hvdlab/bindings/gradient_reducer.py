@@ -119,7 +119,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """How gradients are reduced.
+    """Settings of the reduction of gradients.
 
     Attributes:
         compression: The compressor that they are sent through.
@@ -226,7 +226,7 @@ class _Bucket(Generic[P, T]):
 
 
 class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
-    """Starts allreduces from hooks of the backward pass, and collects them.
+    """Reducer that starts allreduces from hooks of the backward pass, and collects them.
 
     Args:
         binding: Runs collectives on the framework's tensors.

@@ -49,7 +49,7 @@ class CoreHandle(Protocol):
 
 
 class OutputAllocator(Generic[T]):
-    """Allocates the output of a collective as a tensor, once its shape is known.
+    """Allocator of a collective's output as a tensor, once its shape is known.
 
     The core calls it, on its executor thread.
     """

@@ -50,7 +50,7 @@ class Operation(NamedTuple):
 
 
 class Binding(Generic[T]):
-    """Runs collectives on the tensors of one framework.
+    """Binding of one framework: runs collectives on its tensors.
 
     Args:
         adapter: Reads and makes the framework's tensors.

@@ -112,7 +112,7 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Loads batches ahead, in a thread that lives as long as an iteration does.
+    """Mixin that loads batches ahead, in a thread that lives as long as an iteration does.
 
     Put it in front of a :class:`BaseDataLoader`. ``_iterate`` runs in the thread; ``_process_batch`` (which may move
     a batch to a device) where the batches are taken. An exception of ``_iterate`` is raised there as well, after the batches

@@ -221,7 +221,7 @@ def _say(text: str) -> None:
 
 
 class SameModule(InspectLoader):
-    """Loads a module by importing the module of which it is another name."""
+    """Loader of a module that is another name of an existing module, which it imports."""
 
     def __init__(self, name: str, loaded: Callable[[str], None]) -> None:
         self._name = name
@@ -251,7 +251,7 @@ class SameModule(InspectLoader):
 
 
 class HorovodFinder(MetaPathFinder):
-    """Finds ``horovod`` and its modules in hvdlab; Python must ask it before all other finders.
+    """Finder of ``horovod`` and its modules in hvdlab; Python must ask it before all other finders.
 
     Args:
         loaded: Called with ``horovod`` when it is imported.

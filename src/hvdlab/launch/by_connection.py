@@ -24,7 +24,7 @@ LACKS = {
 
 
 class MembershipRanks:
-    """Reports the starts and ends of ranks as the coordinator knows them. Any thread.
+    """Reporter of the starts and ends of ranks as the coordinator knows them. Any thread.
 
     Args:
         client: The connection to the coordinator.

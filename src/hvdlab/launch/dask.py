@@ -48,7 +48,7 @@ ROOM_WITHIN = 100.0
 
 
 class DaskLauncher:
-    """Starts ranks on the workers of this process's Dask client, or of the scheduler at ``DASK_SCHEDULER_ADDRESS``."""
+    """Launcher that starts ranks on the workers of this process's Dask client, or of the scheduler at ``DASK_SCHEDULER_ADDRESS``."""
 
     name = "dask"
     capabilities = Capabilities.all_but(
@@ -106,7 +106,7 @@ class DaskLauncher:
 
 
 class _Workers(HostSource):
-    """Asks the scheduler."""
+    """Host source that asks the scheduler."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -362,7 +362,7 @@ class DaskStarter(RoomStarter):
 
 
 class AgentActor:
-    """Runs an agent on a worker, until it is hung up or dropped, or the worker ends: then the agent's input ends.
+    """Actor that runs an agent on a worker, until it is hung up or dropped, or the worker ends: then the agent's input ends.
 
     Its methods run on the worker's event loop, so that they take none of the threads of the worker's tasks.
 

@@ -37,7 +37,7 @@ class HostSource:
 
 
 class HostDiscovery(HostSource):
-    """Horovod's base class of host sources: derive from it, and override :meth:`find_available_hosts_and_slots`."""
+    """Base class of host sources, under Horovod's name: derive from it, and override :meth:`find_available_hosts_and_slots`."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return the hosts that can be used now, by name, each with its number of slots."""
@@ -226,7 +226,7 @@ def checked(found: object) -> dict[str, int]:
 
 
 class HostAsker:
-    """Asks a source again and again, on a thread of its own.
+    """Thread that asks a source again and again.
 
     The thread is a daemon, since a source of the user's may never return from ``find()``; :meth:`close` does not wait for
     such a source.

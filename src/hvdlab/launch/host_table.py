@@ -35,12 +35,12 @@ COOLDOWN = (10.0, 600.0)
 
 @dataclass(frozen=True, slots=True)
 class HostsAsked:
-    """The source is being asked."""
+    """Event: the source is being asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostsFound:
-    """The source has answered.
+    """Event: the source has answered.
 
     Attributes:
         slots: Slots of each host, by its name.
@@ -51,7 +51,7 @@ class HostsFound:
 
 @dataclass(frozen=True, slots=True)
 class NotFound:
-    """The source has failed.
+    """Event: the source has failed.
 
     Attributes:
         text: Why, as a clause that begins with *it*.
@@ -62,7 +62,7 @@ class NotFound:
 
 @dataclass(frozen=True, slots=True)
 class HostFailed:
-    """A host can't be used: it refused, or was lost.
+    """Event: a host can't be used: it refused, or was lost.
 
     Attributes:
         host: The host's name.
@@ -75,7 +75,7 @@ class HostFailed:
 
 @dataclass(frozen=True, slots=True)
 class HostTick:
-    """Time has passed; :attr:`HostTable.deadline` may be due."""
+    """Event: time has passed; :attr:`HostTable.deadline` may be due."""
 
 
 HostEvent = HostsAsked | HostsFound | NotFound | HostFailed | HostTick
@@ -83,14 +83,14 @@ HostEvent = HostsAsked | HostsFound | NotFound | HostFailed | HostTick
 
 @dataclass(frozen=True, slots=True)
 class SayOfHosts:
-    """One line for the operator."""
+    """Effect: one line for the operator."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class HostsChanged:
-    """These hosts can be used from now on, and no others.
+    """Effect: these hosts can be used from now on, and no others.
 
     Attributes:
         slots: Slots of each; the hosts that were known first come first.
@@ -105,7 +105,7 @@ HostEffect = SayOfHosts | HostsChanged
 
 
 class Cooldown:
-    """How long a host is put aside: twice as long after each failure.
+    """Time for which a host is put aside: twice as long after each failure.
 
     Args:
         shortest, longest: Seconds after the first failure, and at most.
@@ -167,7 +167,7 @@ class _Entry:
 
 
 class HostTable:
-    """Feed it with :meth:`handle`; call it again with :class:`HostTick` at :attr:`deadline`.
+    """State machine of the hosts that can be used. Feed it with :meth:`handle`; call it again with :class:`HostTick` at :attr:`deadline`.
 
     Args:
         cooldown: Seconds that a host is put aside after its first failure, and at most.

@@ -36,7 +36,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a rank runs.
+    """Place of a rank.
 
     Attributes:
         rank: Its number.

@@ -126,7 +126,7 @@ class HeldJob(Protocol):
 
 
 class JobKeeper(Protocol):
-    """Keeps jobs of one launcher."""
+    """Keeper of one launcher's jobs."""
 
     def reachable(self) -> bool:
         """Return whether the place where jobs are kept is known to this process, so that they can be listed without a search."""

@@ -75,7 +75,7 @@ class LocalLauncher:
 
 
 class LocalStarter:
-    """Starts ranks by a fork server.
+    """Starter of ranks by a fork server.
 
     The caller hands the fork server's messages to :meth:`hear`, since a fork server has only one listener.
 

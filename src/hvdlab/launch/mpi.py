@@ -98,7 +98,7 @@ def arguments(mpiexec: str, hosts: Sequence[Host], variables: Iterable[str]) -> 
 
 
 class MpiLauncher:
-    """Starts the ranks of a pool by mpiexec."""
+    """Launcher that starts the ranks of a pool by mpiexec."""
 
     name = "mpi"
     capabilities = Capabilities.all_but(
@@ -334,7 +334,7 @@ def _await_placed(host: str, process: subprocess.Popen[bytes]) -> None:
 
 
 class _LastOutput:
-    """Return the last output of mpiexec and its ranks that did not go through cells."""
+    """Last output of mpiexec and its ranks that did not go through cells."""
 
     def __init__(self) -> None:
         self._tail = OutputTail()

@@ -218,7 +218,7 @@ class OutputTail:
 
 
 class OutOfMemoryCounter:
-    """Counts the kernel's out-of-memory kills, in this process's control group if it can be read, otherwise in all.
+    """Counter of the kernel's out-of-memory kills, in this process's control group if it can be read, otherwise in all.
 
     Args:
         root: Where ``/proc`` and ``/sys`` are; tests pass a directory of their own.

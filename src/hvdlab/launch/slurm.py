@@ -63,7 +63,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"
 
 
 class SlurmLauncher:
-    """Starts ranks in one job of Slurm's, which it submits and cancels."""
+    """Launcher that starts ranks in one job of Slurm's, which it submits and cancels."""
 
     name = "slurm"
     capabilities = Capabilities.all_but(
@@ -567,7 +567,7 @@ def plain(text: str) -> str:
 
 
 class Slurm:
-    """Slurm's commands.
+    """Commands of Slurm.
 
     Args:
         environment: Their environment.

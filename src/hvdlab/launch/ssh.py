@@ -18,7 +18,7 @@ SHELL = ("ssh",)
 
 
 class SshLauncher:
-    """Starts ranks on hosts that can be logged into without a password; those of this host without a shell."""
+    """Launcher that starts ranks on hosts that can be logged into without a password; those of this host without a shell."""
 
     name = "ssh"
     capabilities = Capabilities.all_but(

@@ -27,7 +27,7 @@ ENDED_WITH_JOB = "it was ended with its job"
 
 
 class Capability(StrEnum):
-    """Something that not every launcher can do; the value completes "ranks … can't be …"."""
+    """Capability that not every launcher has; the value completes "ranks … can't be …"."""
 
     SINGLE_RANKS = "started one by one"
     """A rank can be started while others run: lost ranks can be replaced."""
@@ -250,7 +250,7 @@ class StartRequest(Protocol):
 
 
 class Starter(Protocol):
-    """Starts and ends the ranks of one job."""
+    """Starter of one job: starts and ends its ranks."""
 
     def start(self, ranks: Sequence[int], size: int) -> None:
         """Begin to start these ranks of a job of ``size``; does not wait until they run.

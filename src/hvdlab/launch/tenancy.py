@@ -46,21 +46,21 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A tenancy's process has given a sign of life."""
+    """Event: a tenancy's process has given a sign of life."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReleased:
-    """A tenancy's process uses the job no more."""
+    """Event: a tenancy's process uses the job no more."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTick:
-    """Nothing has happened until now."""
+    """Event: time has passed without another event."""
 
 
 Event = Claimed | Heard | LeaseReleased | LeaseTick
@@ -70,14 +70,14 @@ Event = Claimed | Heard | LeaseReleased | LeaseTick
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The claim is granted, under this number."""
+    """Effect: the claim is granted, under this number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRefused:
-    """Another process has the job, under this number."""
+    """Effect: another process has the job, under this number."""
 
     number: int
     tenant: Tenant
@@ -85,12 +85,12 @@ class LeaseRefused:
 
 @dataclass(frozen=True, slots=True)
 class Vacant:
-    """The job has no tenant any more: ranks must wait for none."""
+    """Effect: the job has no tenant any more: ranks must wait for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The job had no tenant for so long that it ends."""
+    """Effect: the job had no tenant for so long that it ends."""
 
 
 Effect = Admitted | LeaseRefused | Vacant | Abandoned

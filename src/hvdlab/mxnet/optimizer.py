@@ -19,7 +19,7 @@ from hvdlab.mxnet.compression import Compression
 
 
 class GradientSums:
-    """Sums gradients over the ranks of a process set.
+    """Sums of gradients over the ranks of a process set.
 
     Args:
         gradient_predivide_factor: ``f``: gradients are divided by it before the sum; the division after it makes an average.

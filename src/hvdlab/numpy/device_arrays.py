@@ -104,7 +104,7 @@ class DeviceArray:
 
 
 class ArraysOnDevices:
-    """See :class:`hvdlab.bindings.adapter.DeviceMemory`."""
+    """Device memory of arrays; see :class:`hvdlab.bindings.adapter.DeviceMemory`."""
 
     def device(self, tensor: Array | DeviceArray) -> str:
         return gpu_plane.CUDA if isinstance(tensor, DeviceArray) else HOST

@@ -53,7 +53,7 @@ def node_names() -> dict[str, str]:
 
 
 class RayNodes(HostDiscovery):
-    """Ray's nodes as hosts, under names of :func:`node_names`, each with the ranks that it has room for.
+    """Host source of Ray's nodes, under names of :func:`node_names`, each with the ranks that it has room for.
 
     Args:
         cpus_per_worker: Ray's CPUs of a rank.

@@ -49,7 +49,7 @@ class RayHostDiscovery(discovery.RayHostDiscovery):
 
 @dataclass
 class ElasticParams(BaseParams):
-    """How many workers there may be, and for how long there may be too few.
+    """Limits of the number of workers, and of the time with too few.
 
     Attributes:
         min_workers: With so many ranks a call begins and goes on.
@@ -88,7 +88,7 @@ class ElasticParams(BaseParams):
 
 
 class ElasticAdapter(Adapter):
-    """Runs each call as an elastic job of processes in actors; see :mod:`hvdlab.ray.launcher`.
+    """Adapter that runs each call as an elastic job of processes in actors; see :mod:`hvdlab.ray.launcher`.
 
     Args:
         settings: The executor's.

@@ -29,7 +29,7 @@ _MORE = 15.0
 
 
 class RayKeeper:
-    """Keeps the pools of the launcher ``ray`` in detached actors of the cluster that this process is connected to, or can find."""
+    """Keeper of the pools of the launcher ``ray`` in detached actors of the cluster that this process is connected to, or can find."""
 
     def reachable(self) -> bool:
         """Return whether this process is connected to a cluster, or ``RAY_ADDRESS`` names one."""

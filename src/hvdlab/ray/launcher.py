@@ -52,7 +52,7 @@ _ACTORS_END_WITHIN = 5.0
 
 
 class RoomActor:
-    """Holds the room of a rank on the cluster."""
+    """Actor that holds the room of a rank on the cluster."""
 
     def allotment(self) -> Allotment:
         """Return the room that Ray gave to it."""
@@ -62,7 +62,7 @@ class RoomActor:
 
 
 class NodeActor:
-    """Runs the agent of a node. It takes no room: the ranks that the agent starts have theirs."""
+    """Actor that runs the agent of a node. It reserves no room: the ranks that the agent starts have theirs."""
 
     def __init__(self) -> None:
         self._agent = AgentProcess("")
@@ -81,7 +81,7 @@ class NodeActor:
 
 
 class RayLauncher:
-    """Starts ranks on the Ray cluster that this process is connected to, or can find (``RAY_ADDRESS``)."""
+    """Launcher that starts ranks on the Ray cluster that this process is connected to, or can find (``RAY_ADDRESS``)."""
 
     name = "ray"
     capabilities = Capabilities.all_but({})

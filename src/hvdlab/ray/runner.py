@@ -78,7 +78,7 @@ class MiniSettings:
 
 @dataclass
 class StaticParams(BaseParams):
-    """How many workers there are, and where.
+    """Number of the workers, and their places.
 
     Attributes:
         num_workers: Number of workers, on as few nodes as have room.

@@ -77,7 +77,7 @@ def death_reason(error: BaseException) -> str:
 
 
 class BaseStrategy(ABC):
-    """Places workers on the cluster, in the order of their ranks."""
+    """Placement of workers on the cluster, in the order of their ranks."""
 
     placement_group: Any = None
     workers: list[Any]

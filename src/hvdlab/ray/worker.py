@@ -28,7 +28,7 @@ Kind = Literal["class", "method", "function"]
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker runs.
+    """Place of a worker.
 
     Attributes:
         node: Its Ray node's id.
@@ -51,7 +51,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """How a call ended on a rank.
+    """Outcome of a call on a rank.
 
     Attributes:
         outcome: A pickled ``FunctionReturned`` or ``FunctionRaised``.

@@ -337,7 +337,7 @@ class JobRun:
 
 
 class CoordinatorSupervisor:
-    """Watches the coordinator of a job.
+    """Supervisor of the coordinator of a job.
 
     Args:
         coordinator: Its process, started with ``keep``.
@@ -429,7 +429,7 @@ class OutputReceived:
 
 @dataclass(frozen=True, slots=True)
 class ResultReceived:
-    """Post the next piece of a rank's result."""
+    """Event: the next piece of a rank's result."""
 
     rank: int
     data: bytes

@@ -10,7 +10,7 @@ from hvdlab.launch.processes import ExitStatus
 
 @dataclass(slots=True)
 class JobResult:
-    """How a job ended.
+    """Outcome of a job.
 
     Attributes:
         code: Its exit code.

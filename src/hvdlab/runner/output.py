@@ -17,7 +17,7 @@ from hvdlab.runner.events import FailureReport
 
 
 class Sink(Protocol):
-    """Takes the bytes of all ranks."""
+    """Receiver of the output of all ranks, in bytes."""
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         """Show a rank's output to stdout (1) or stderr (2)."""
@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 class Writer:
-    """Writes whole lines to a text stream, or to the binary stream beneath it, if there is one.
+    """Writer of whole lines to a text stream, or to the binary stream beneath it, if there is one.
 
     A reader that goes away (``hvdlab run … | head``) ends the output, not the job.
     """
@@ -78,7 +78,7 @@ def speaker(err: Writer) -> Callable[[str], None]:
 
 
 class ConsoleSink:
-    """Each line with its rank in front, on the stream it was written to.
+    """Sink that prints each line with its rank in front, on the line's own stream.
 
     Args:
         out, err: The streams.
@@ -131,7 +131,7 @@ class ConsoleSink:
 
 
 class FileSink:
-    """``DIRECTORY/rank.N/stdout`` and ``stderr``, byte for byte; N has as many digits as the largest rank at the start.
+    """Sink to ``DIRECTORY/rank.N/stdout`` and ``stderr``, byte for byte; N has as many digits as the largest rank at the start.
 
     Raises:
         InvalidRequestError: The files can't be made.
@@ -177,7 +177,7 @@ REDRAW_TERMINAL, REDRAW_PLAIN = 0.1, 10.0
 
 
 class LineAssembler:
-    """Cuts one stream of one rank into lines. Without I/O.
+    """Assembler of lines from one stream of one rank. Without I/O.
 
     A line that carriage returns overwrite, as progress bars do, is passed on in its last state when it ends, and in
     between at most every ``redraw`` seconds.

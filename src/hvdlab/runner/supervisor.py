@@ -59,7 +59,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How many ranks a job has whose hosts come and go.
+    """Number of ranks of a job whose hosts come and go.
 
     Attributes:
         start: For how many slots the job waits at the beginning; after ``start_timeout``, ``min_ranks`` slots suffice.

@@ -15,7 +15,7 @@ from hvdlab.spark.task import RankTask
 
 
 class TorchDistributor:
-    """Runs a training function or script on ranks, each with the variables that torchrun sets.
+    """Distributor that runs a training function or script on ranks, each with the variables that torchrun sets.
 
     Args:
         num_processes: Number of ranks.

@@ -48,7 +48,7 @@ _NOT_THEIRS = ("SPARK_", "PYSPARK_", "PYTHON_WORKER", "JAVA_", "CUDA_VISIBLE")
 
 
 class SparkLauncher:
-    """Starts ranks in tasks of the SparkContext of this process.
+    """Launcher that starts ranks in tasks of the SparkContext of this process.
 
     Args:
         captured: Whether the ranks' output is brought to the driver, when they have ended; otherwise it goes to the executors' logs.
@@ -126,7 +126,7 @@ class SparkLauncher:
 
 
 class _Slots(HostSource):
-    """Asks a launcher."""
+    """Host source that asks a launcher."""
 
     def __init__(self, launcher: SparkLauncher) -> None:
         self._launcher = launcher

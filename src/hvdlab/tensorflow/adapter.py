@@ -25,7 +25,7 @@ _BITS = np.dtype(np.uint16)
 
 
 class _Memory:
-    """Presents a tensor's memory to numpy as an array of no dimensions, and keeps the tensor alive."""
+    """Memory of a tensor for numpy, as an array of no dimensions; keeps the tensor alive."""
 
     def __init__(self, tensor: Any, address: int, kind: np.dtype[Any]) -> None:
         self._tensor = tensor
@@ -38,7 +38,7 @@ class _Memory:
 
 
 class TensorFlowAdapter:
-    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of TensorFlow's tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> Any:
         return as_tensor(value, kind)

@@ -90,7 +90,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(_v1.train.SessionRunHook):  # type: ignore[misc,name-defined,unused-ignore]
-    """When a session has been made, assigns ``root_rank``'s values to all global variables on every rank.
+    """Hook that, when a session has been made, assigns ``root_rank``'s values to all global variables on every rank.
 
     For ``tf.compat.v1.train.MonitoredTrainingSession`` and estimators.
 

@@ -12,7 +12,7 @@ from hvdlab.tensorflow.mpi_ops import size_op
 
 
 class LocalGradientAggregationHelper:
-    """Adds gradients up over the passes of a step, and reduces the sums in the last pass.
+    """Helper that adds gradients up over the passes of a step, and reduces the sums in the last pass.
 
     Args:
         backward_passes_per_step: How many passes make a step.

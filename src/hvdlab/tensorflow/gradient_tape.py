@@ -29,7 +29,7 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 
 class TensorFlowReducer:
-    """Reduces gradients over all ranks, which must all call it alike.
+    """Reducer of gradients over all ranks, which must all call it alike.
 
     Args:
         name: Beginning of the collectives' names.

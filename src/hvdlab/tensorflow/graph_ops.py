@@ -63,7 +63,7 @@ class Outputs(NamedTuple):
 
 
 class _TensorFlowDifferentiation:
-    """See :class:`hvdlab.bindings.gradients.Differentiation`."""
+    """Differentiation by TensorFlow; see :class:`hvdlab.bindings.gradients.Differentiation`."""
 
     def record(self, forward: ForwardPass, tensors: Sequence[Any]) -> Sequence[Any]:
         with _record.stop_recording():
@@ -110,14 +110,14 @@ def _scaled_backwards(tensor: Any, factor: int) -> Any:
 
 
 class _Nowhere:
-    """As much of an adapter as :class:`Differentiable` needs: no gradients to record, since TensorFlow records them itself."""
+    """Part of an adapter that :class:`Differentiable` needs: no gradients to record, since TensorFlow records them itself."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
         return False
 
 
 class _Ended(NamedTuple):
-    """As much of a handle as the gradient rules need: its collective has ended already."""
+    """Part of a handle that the gradient rules need: its collective has ended already."""
 
     outputs: list[Any]
 
@@ -126,7 +126,7 @@ class _Ended(NamedTuple):
 
 
 class _Anywhere:
-    """As much of a binding as the gradient rules need: runs collectives on gradients in eager mode, or makes operations of them."""
+    """Part of a binding that the gradient rules need: runs collectives on gradients in eager mode, or makes operations of them."""
 
     adapter = _Nowhere()
 

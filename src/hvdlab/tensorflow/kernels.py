@@ -254,7 +254,7 @@ class KernelTensor:
 
 
 class KernelAdapter:
-    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of kernels' tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> KernelTensor:
         tensor: KernelTensor = value
@@ -476,7 +476,7 @@ def asked(what: str, process_set: int) -> int:
 
 
 class _KeptThread(threading.local):
-    """Keeps the interpreter's state of the calling thread, once it is asked in it.
+    """Keeper of the interpreter's state of the calling thread, once it is asked in it.
 
     A callback on a thread of TensorFlow's own begins with making that state and ends with dropping it, which takes 35 µs of processor time, unless
     another owner holds it. It is never released here: TensorFlow's threads live as long as the process.
@@ -593,7 +593,7 @@ _OUTPUTS = {
 
 
 class Registered:
-    """Registers the operations, and makes the Python functions, such as ``hvdlab_allreduce``, that put them into graphs.
+    """Registration of the operations. It makes the Python functions, such as ``hvdlab_allreduce``, that put them into graphs.
 
     Attributes:
         functions: A module with these functions.

@@ -39,7 +39,7 @@ class _Wrapping(_V1Optimizer):  # type: ignore[misc,unused-ignore]
 
 
 class _DistributedOptimizer(DistributedGradients, _Wrapping):
-    """Reduces gradients over all ranks when they are computed."""
+    """Optimizer that reduces gradients over all ranks when they are computed."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _DistributedOptimizer(DistributedGradients, _Wrapping):
 
 
 class _DistributedAdasumOptimizer(_Wrapping):
-    """Lets each rank take its own step, and combines the steps by Adasum.
+    """Optimizer that lets each rank take its own step, and combines the steps by Adasum.
 
     Each rank keeps the variables' values from the beginning of a step. Its step is the difference that its passes have made; the
     Adasum of all ranks' differences is added to the kept values.

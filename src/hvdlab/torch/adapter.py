@@ -42,7 +42,7 @@ _BITS = np.dtype(np.uint16)
 
 
 class TorchAdapter:
-    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of torch's tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
@@ -132,7 +132,7 @@ def _way_out(tensor: torch.Tensor) -> str:
 
 
 class CudaTensors:
-    """See :class:`hvdlab.bindings.adapter.DeviceMemory`.
+    """Device memory of CUDA tensors; see :class:`hvdlab.bindings.adapter.DeviceMemory`.
 
     A collective begins after the work that the submitting thread has put on the current stream of the tensor's device. When its
     handle is done the GPU has written the outputs, so that any stream may use them.

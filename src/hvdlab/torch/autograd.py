@@ -84,7 +84,7 @@ class _Collective(torch.autograd.Function):
 
 
 class _TorchDifferentiation:
-    """See :class:`hvdlab.bindings.gradients.Differentiation`."""
+    """Differentiation by torch's autograd; see :class:`hvdlab.bindings.gradients.Differentiation`."""
 
     def record(self, forward: ForwardPass, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         outputs: Sequence[torch.Tensor] = _Collective.apply(forward, *tensors)  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor in the plan that the source sends, so that the other ranks can allocate one like it."""
+    """Placeholder of a tensor in the plan that the source sends, so that the other ranks can allocate one like it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class _Slot:
 
 
 class StateTransfer(Protocol):
-    """Takes an optimizer's state from one rank, the source, to others."""
+    """Transfer of an optimizer's state from one rank, the source, to others."""
 
     def plan(self, plan: Any) -> Any:
         """Return the source's ``plan`` on all ranks; the other ranks pass ``None``."""
@@ -74,7 +74,7 @@ class StateTransfer(Protocol):
 
 
 class _FromRoot:
-    """Takes the state from the root to all ranks of the world, by broadcasts."""
+    """Transfer of the state from the root to all ranks of the world, by broadcasts."""
 
     def __init__(self, root_rank: int) -> None:
         self._root = root_rank

@@ -226,7 +226,7 @@ class _Late(NamedTuple):
 
 
 class LateValues:
-    """Records numbers once a GPU has computed them, with the step and the time at which they were put here.
+    """Recorder of numbers once a GPU has computed them, with the step and the time at which they were put here.
 
     Args:
         record: Called with the name, the value, the step, and the time in ns.

@@ -142,7 +142,7 @@ _NAMES_TWICE = (
 
 
 class TorchGradients:
-    """See :class:`hvdlab.bindings.gradient_reducer.GradientAdapter`.
+    """Access to torch's gradients; see :class:`hvdlab.bindings.gradient_reducer.GradientAdapter`.
 
     Args:
         sparse_as_dense: Whether sparse gradients are reduced as dense ones, and made sparse again. It can be set between steps.
@@ -461,7 +461,7 @@ class DistributedBase(torch.optim.Optimizer):
 
 
 class DistributedMixin(DistributedBase):
-    """Reduces gradients over the ranks, then takes the given optimizer's step with them."""
+    """Mixin that reduces gradients over the ranks, then takes the given optimizer's step with them."""
 
     _watcher: GradientReducer[torch.Tensor, torch.Tensor]  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
     _synchronizing = True
@@ -584,7 +584,7 @@ def checked_settings(
 
 
 class ChangeReducer(BackwardPassCounter[torch.Tensor]):
-    """Combines the changes that the ranks' steps make to the parameters.
+    """Reducer that combines the changes that the ranks' steps make to the parameters.
 
     Args:
         compression: The compressor that changes are sent through.
@@ -660,7 +660,7 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
 
 
 class AdasumMixin(DistributedBase):
-    """Takes the given optimizer's step on each rank, and combines the steps by Adasum."""
+    """Mixin that takes the given optimizer's step on each rank, and combines the steps by Adasum."""
 
     _watcher: ChangeReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # assigned once
 

@@ -18,7 +18,7 @@ from hvdlab.collectives.numbering import shown_number
 
 @dataclass(frozen=True)
 class Share:
-    """Which places of its share a rank has processed since the samples were divided.
+    """Places of its share that a rank has processed since the samples were divided.
 
     Attributes:
         epoch: The epoch.

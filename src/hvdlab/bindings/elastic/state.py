@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class StateHandler(Generic[T]):
-    """Saves, restores and synchronizes an object that is more than a value.
+    """Handler that saves, restores and synchronizes an object that is more than a value.
 
     Args:
         value: The object.

@@ -157,7 +157,7 @@ class FrameworkHooks:
 
 
 class NotOurs(Exception):
-    """A value is not of the kind that was asked about."""
+    """Error: a value is not of the requested kind."""
 
 
 @functools.cache

@@ -15,7 +15,7 @@ _KERAS = ("keras", "tf_keras")
 
 
 class TensorflowHooks(FrameworkHooks):
-    """TensorFlow's tensors and variables, which are copied to the host to be read, and Keras' models and optimizers.
+    """Hooks for TensorFlow's tensors and variables, which are copied to the host to be read, and Keras' models and optimizers.
 
     The fork server imports TensorFlow only if ``HVDLAB_PRELOAD`` names it: that takes seconds and 500 MB. Its pools of
     threads, which a fork would lose, are made when it first computes, so ranks may be forked after the import.

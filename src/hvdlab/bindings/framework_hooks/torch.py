@@ -59,7 +59,7 @@ _GRAPH = os.path.join("torch", "autograd", "graph.py")
 
 
 class TorchHooks(FrameworkHooks):
-    """PyTorch's tensors on any device, modules and optimizers."""
+    """Hooks for PyTorch's tensors on any device, modules and optimizers."""
 
     preload = True
     binding = "hvdlab.torch"
@@ -302,7 +302,7 @@ def _works_on(device: Any) -> bool:
 
 
 class TensorOnDevice:
-    """See :class:`~hvdlab.bindings.array_source.OnDevice`. If the device has no memory left for it, blocks are worked on on the host, in the same way.
+    """Facts as of :class:`~hvdlab.bindings.array_source.OnDevice`. If the device's memory is full, blocks are computed on the host, in the same way.
 
     Args:
         raw: The bytes, in one dimension.

@@ -404,7 +404,7 @@ ORDER_TRIES = 3
 
 
 class Journal:
-    """Kept up to date by :meth:`remember` and :meth:`heard`.
+    """Journal of a fork server's children and orders; :meth:`remember` and :meth:`heard` update it.
 
     Attributes:
         children: Number to child, for the children that live.
@@ -482,7 +482,7 @@ class Journal:
 
 
 class Orphans:
-    """Holds a descriptor of each, which shows how it ended even long afterwards, and the memory that it had."""
+    """Watcher of orphaned children. Holds a descriptor of each, which shows how it ended even long afterwards, and the memory that it had."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}

@@ -28,7 +28,7 @@ class ForkServerMessage(
 
 
 class Fork(ForkServerMessage, frozen=True):
-    """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`. Made by :meth:`of`.
+    """Order to fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`. Made by :meth:`of`.
 
     Strings of the operating system are in bytes: it need not be UTF-8.
 
@@ -60,7 +60,7 @@ class Fork(ForkServerMessage, frozen=True):
 
 
 class Signal(ForkServerMessage, frozen=True):
-    """Send a signal to child ``number``; to its whole process group if ``group``. Ignored if it is gone."""
+    """Order to send a signal to child ``number``; to its whole process group if ``group``. Ignored if it is gone."""
 
     number: int
     signal: int
@@ -68,13 +68,13 @@ class Signal(ForkServerMessage, frozen=True):
 
 
 class Guard(ForkServerMessage, frozen=True):
-    """Remove these files when the fork server ends, however the pool ended. Replaces the list so far."""
+    """Order to remove these files when the fork server ends, however the pool ended. Replaces the list so far."""
 
     paths: tuple[str, ...]
 
 
 class Engine(ForkServerMessage, frozen=True):
-    """Report to the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
+    """Order to report to the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
 
     The fork server reports its own children's ends to it by itself.
     """
@@ -84,13 +84,13 @@ class Engine(ForkServerMessage, frozen=True):
 
 
 class Shutdown(ForkServerMessage, frozen=True):
-    """End: terminate every child, after ``grace`` seconds kill the rest, remove guarded files, exit."""
+    """Order to end: terminate every child, after ``grace`` seconds kill the rest, remove guarded files, exit."""
 
     grace: float = 1.0
 
 
 class Forked(ForkServerMessage, frozen=True):
-    """Child ``number`` runs as ``pid``.
+    """Report that child ``number`` runs as ``pid``.
 
     Attributes:
         started: When it started, as in field 22 of its ``/proc/<pid>/stat``: distinguishes it from a later process with
@@ -109,7 +109,7 @@ class Forked(ForkServerMessage, frozen=True):
 
 
 class Adopt(ForkServerMessage, frozen=True):
-    """Look after these processes, which an earlier fork server forked, as after children.
+    """Order to supervise these processes, which an earlier fork server forked, as children.
 
     How one of them ends may remain unknown (see :class:`Exited`). The fork server reports those that have ended already at once.
     """
@@ -118,7 +118,7 @@ class Adopt(ForkServerMessage, frozen=True):
 
 
 class Keep(ForkServerMessage, frozen=True):
-    """Stay when the pool's process ends, and let a successor connect at ``path``; answered by :class:`Kept`.
+    """Order to stay when the pool's process ends, and let a successor connect at ``path``; answered by :class:`Kept`.
 
     An empty path takes that back.
     """
@@ -144,7 +144,7 @@ class Loaded(ForkServerMessage, frozen=True):
 
 
 class ForkFailed(ForkServerMessage, frozen=True):
-    """Child ``number`` could not be forked."""
+    """Report that child ``number`` could not be forked."""
 
     number: int
     text: str
@@ -175,7 +175,7 @@ class Exited(ForkServerMessage, frozen=True):
 
 
 class ControllerUp(ForkServerMessage, frozen=True):
-    """ipyparallel's controller listens and has written its connection files."""
+    """Report that ipyparallel's controller listens and has written its connection files."""
 
     pid: int
 

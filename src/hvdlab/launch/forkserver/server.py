@@ -72,7 +72,7 @@ PULSE = 0
 
 
 class ServerShell:
-    """Runs the fork server until the pool asks it to end or is gone. Made on the main thread.
+    """Shell that runs the fork server until the pool asks it to end or is gone. Made on the main thread.
 
     Args:
         link: Connection to the pool's process.
@@ -404,7 +404,7 @@ UNKNOWN = 16
 
 
 class DetachedSupervisor:
-    """Supervises the coordinator that has this directory.
+    """Supervisor of the coordinator that has this directory.
 
     Attributes:
         process: A descriptor that becomes readable when the coordinator ends, while this process supervises it; otherwise -1.

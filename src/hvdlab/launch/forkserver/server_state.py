@@ -40,31 +40,31 @@ GRACE_WITHOUT_POOL = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PoolRequested:
-    """The pool sent a message."""
+    """Event: the pool sent a message."""
 
     message: ToServer
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The imports are done: children can be forked."""
+    """Event: the imports are done: children can be forked."""
 
     loaded: Loaded
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLost:
-    """The pool's process ended, or closed its end."""
+    """Event: the pool's process ended, or closed its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFound:
-    """A successor of the pool's process has connected."""
+    """Event: a successor of the pool's process has connected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenReturned:
-    """Listening for successors has begun, or failed (``error``); or has ended, if ``path`` is empty."""
+    """Event: listening for successors has begun, or failed (``error``); or has ended, if ``path`` is empty."""
 
     path: str
     error: str = ""
@@ -72,7 +72,7 @@ class ListenReturned:
 
 @dataclass(frozen=True, slots=True)
 class ForkReturned:
-    """A fork that was ordered succeeded (``child``) or failed (``error``)."""
+    """Event: a fork that was ordered succeeded (``child``) or failed (``error``)."""
 
     number: int
     child: Forked | None = None
@@ -81,7 +81,7 @@ class ForkReturned:
 
 @dataclass(frozen=True, slots=True)
 class ChildEnded:
-    """A child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
+    """Event: a child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
 
     ``code`` -1 without a signal: how it ended is unknown. ``seen`` and ``left`` as in :class:`Exited`.
     """
@@ -97,7 +97,7 @@ class ChildEnded:
 
 @dataclass(frozen=True, slots=True)
 class ChildWrote:
-    """Bytes came from a child's log or, after its end, were left in its standard error."""
+    """Event: bytes came from a child's log or, after its end, were left in its standard error."""
 
     number: int
     data: bytes
@@ -105,12 +105,12 @@ class ChildWrote:
 
 @dataclass(frozen=True, slots=True)
 class ControllerListens:
-    """Record that the controller has reported to be up."""
+    """Event: the controller has reported that it is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForkServerTick:
-    """The time that :meth:`ForkServerState.next_tick` named has come."""
+    """Event: the time that :meth:`ForkServerState.next_tick` named has come."""
 
 
 Event = (
@@ -132,28 +132,28 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """Fork a child; answered by :class:`ForkReturned`."""
+    """Effect: fork a child; answered by :class:`ForkReturned`."""
 
     order: Fork
 
 
 @dataclass(frozen=True, slots=True)
 class WatchProcess:
-    """Watch for the end of this process, which is not our child, and read its log; :class:`ChildEnded` if it has ended."""
+    """Effect: watch for the end of this process, which is not our child, and read its log; :class:`ChildEnded` if it has ended."""
 
     child: Forked
 
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Wait for a successor at this path, or (empty) no longer; answered by :class:`ListenReturned`."""
+    """Effect: wait for a successor at this path, or (empty) no longer; answered by :class:`ListenReturned`."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Send a signal to a process, or to its process group."""
+    """Effect: send a signal to a process, or to its process group."""
 
     pid: int
     signal: int
@@ -162,14 +162,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class SendToPool:
-    """Send a message to the pool, if it is still there."""
+    """Effect: send a message to the pool, if it is still there."""
 
     message: ForkServerMessage
 
 
 @dataclass(frozen=True, slots=True)
 class TellController:
-    """Report to the controller that a rank is an engine now, or has ended."""
+    """Effect: report to the controller that a rank is an engine now, or has ended."""
 
     rank: int
     joined: bool
@@ -177,7 +177,7 @@ class TellController:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Remove these files and end."""
+    """Effect: remove these files and end."""
 
     paths: tuple[str, ...]
 

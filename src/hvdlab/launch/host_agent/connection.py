@@ -50,7 +50,7 @@ class AgentConnection(Protocol):
 
 
 class HostTransport(Protocol):
-    """How agents get to their hosts."""
+    """Transport of agents to their hosts."""
 
     def is_here(self, host: str) -> bool:
         """Return whether the agent is started directly, since the host is this one."""
@@ -80,7 +80,7 @@ class HostTransport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShellReach:
-    """Reaches other hosts by a remote shell, and this host directly.
+    """Transport by a remote shell to other hosts, and directly to this one.
 
     Attributes:
         shell: A command that runs a command on another host: a host's name and a command line are appended.

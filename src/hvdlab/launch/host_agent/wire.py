@@ -73,13 +73,13 @@ class Start(AgentMessage, frozen=True):
 
 
 class Spawn(AgentMessage, frozen=True):
-    """Start these ranks."""
+    """Order to start these ranks."""
 
     ranks: tuple[RankSpec, ...]
 
 
 class SignalRanks(AgentMessage, frozen=True):
-    """Send a signal to the process groups of these ranks; those that have ended are left out."""
+    """Order to send a signal to the process groups of these ranks; those that have ended are left out."""
 
     ranks: tuple[int, ...]
     number: int

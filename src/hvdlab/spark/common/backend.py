@@ -11,7 +11,7 @@ from hvdlab.spark.runner import active_context, run
 
 
 class Backend(ABC):
-    """Runs a function on ranks. Derive from it to train elsewhere than on Spark's executors."""
+    """Backend that runs a function on ranks. Derive from it to train elsewhere than on Spark's executors."""
 
     @abstractmethod
     def run(

@@ -274,7 +274,7 @@ class DataModule(ABC):
 
 
 class ParquetDataModule(DataModule):
-    """Parquet read by Arrow: the default."""
+    """Data module of Parquet, read by Arrow: the default."""
 
     short_name = "parquet"
 

@@ -83,7 +83,7 @@ class _Reader(MLReader):  # type: ignore[misc]
 
 
 class HorovodEstimator(Estimator, EstimatorParams, _Saved):  # type: ignore[misc]
-    """Trains a model on ranks, on the rows of a data frame or of Parquet that is in the store already."""
+    """Estimator that trains a model on ranks, on the rows of a data frame or of Parquet that is in the store already."""
 
     OWN_DEFAULTS: ClassVar[dict[str, Any]] = {}
     """Of the parameters that a framework's estimator has beside the common ones."""

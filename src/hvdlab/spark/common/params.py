@@ -19,7 +19,7 @@ def camel(name: str) -> str:
 
 
 class HasAccessors(Params):  # type: ignore[misc]  # pyspark is not there where types are checked
-    """Gives each parameter of a class its ``setX`` and ``getX``; ``SPELLINGS`` has other names that Horovod has for them."""
+    """Mixin that gives each parameter of a class its ``setX`` and ``getX``; ``SPELLINGS`` has other names that Horovod has for them."""
 
     SPELLINGS: ClassVar[dict[str, str]] = {}
 

@@ -23,7 +23,7 @@ CHECKPOINT = "checkpoint"
 
 
 class Store(ABC):
-    """Where data sets and runs are. Derive from it to keep them in something that is no file system.
+    """Store of data sets and runs. Derive from it to keep them in a place that is no file system.
 
     A store is picklable, and holds no connection: each process that gets one opens its own.
     """
@@ -327,7 +327,7 @@ def _temporary_directory() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Sync:
-    """Copies the files below a local directory into a directory of a store."""
+    """Copier of the files below a local directory into a directory of a store."""
 
     store: AbstractFilesystemStore
     target: str

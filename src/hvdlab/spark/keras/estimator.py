@@ -18,7 +18,7 @@ from hvdlab.spark.keras.remote import KerasTrained, KerasTraining, as_input, mod
 
 
 class _KerasSaved:
-    """Saves parameters with the user's own classes, and loads those first."""
+    """Writer of parameters with the user's own classes, and loads those first."""
 
     def _pack(self, given: dict[str, Any]) -> bytes:
         return pack(given, given.get("custom_objects"))
@@ -30,7 +30,7 @@ class _KerasSaved:
 
 
 class KerasEstimator(_KerasSaved, HorovodEstimator):
-    """Trains a Keras model on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
+    """Estimator that trains a Keras model on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
 
     Columns come in the type and shape of the model's inputs. Labels that are floating numbers come in Keras' ``floatx``, others as int64; a label
     gets the shape of its output if it has the same number of values.

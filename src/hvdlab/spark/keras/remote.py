@@ -217,7 +217,7 @@ class _Fit:
 
 
 class _Keeper(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Reports the end of each epoch, after all other callbacks."""
+    """Callback that reports the end of each epoch, after all other callbacks."""
 
     def __init__(self, fit: _Fit, saved: Path) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class _Keeper(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
 
 
 class _Validation(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Puts ``val_…`` of all ranks' rows into the logs of an epoch, for the callbacks after it.
+    """Callback that puts ``val_…`` of all ranks' rows into the logs of an epoch, for the callbacks after it.
 
     ``fit`` can't validate over ranks: their shares have different numbers of rows, or none.
     """

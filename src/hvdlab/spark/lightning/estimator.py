@@ -18,7 +18,7 @@ MIN_PL_VERSION = "1.3.8"
 
 
 class LightningEstimator(ModuleEstimator):
-    """Trains a LightningModule on ranks, or a module of torch by Lightning; ``horovod.spark.lightning.TorchEstimator``.
+    """Estimator that trains a LightningModule on ranks, or a module of torch by Lightning; ``horovod.spark.lightning.TorchEstimator``.
 
     Its parameters are keyword arguments, and each has ``setX`` and ``getX``. ``training_step`` and ``validation_step`` get a dictionary
     of tensors by column: floating columns in the type of the model's parameters, whole numbers as int64. Gradients are averaged over all ranks,

@@ -88,7 +88,7 @@ class ModuleEstimator(HorovodEstimator):
 
 
 class TorchEstimator(ModuleEstimator):
-    """Trains a torch module on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
+    """Estimator that trains a torch module on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
 
     Floating columns come in the type of the model's parameters, whole numbers as int64. A label gets the shape of its output if it has the
     same number of values.

@@ -48,7 +48,7 @@ _Checkpoint: Any = tf.keras.callbacks.ModelCheckpoint
 
 
 class BroadcastGlobalVariablesCallback(Callback):
-    """Assigns ``root_rank``'s values to the model's and the optimizer's variables on every rank, after the first batch.
+    """Callback that assigns ``root_rank``'s values to the model's and the optimizer's variables on every rank, after the first batch.
 
     Not before, since the optimizer makes its variables in the first step.
 
@@ -85,7 +85,7 @@ def _variables(model: Any) -> list[Any]:
 
 
 class MetricAverageCallback(Callback):
-    """Averages the metrics of an epoch over all ranks, for the callbacks behind it in the list, such as ``ReduceLROnPlateau``.
+    """Callback that averages the metrics of an epoch over all ranks, for the callbacks behind it in the list, such as ``ReduceLROnPlateau``.
 
     Args:
         device: The device of the reduction; by default TensorFlow chooses it.
@@ -120,7 +120,7 @@ def _is_number(value: Any) -> bool:
 
 
 class LearningRateScheduleCallback(Callback):
-    """Sets the learning rate to ``initial_lr * multiplier`` between two epochs.
+    """Callback that sets the learning rate to ``initial_lr * multiplier`` between two epochs.
 
     Args:
         initial_lr: The learning rate at the start of the training.
@@ -247,7 +247,7 @@ def _set(optimizer: Any, name: str, value: float) -> None:
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over some epochs, a little with each batch.
+    """Callback that raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over some epochs, a little with each batch.
 
     After ``e`` epochs of ``w`` it is ``initial_lr / size * (e * (size - 1) / w + 1)`` (arXiv 1706.02677, section 2.2).
 

@@ -37,7 +37,7 @@ class FitWatch(Protocol):
 
 
 class RecordFit(Callback):
-    """Records the metrics that Keras has computed anyway. They are this rank's own, not averages over the ranks.
+    """Callback that records the metrics that Keras has computed anyway. They are this rank's own, not averages over the ranks.
 
     Keras' metrics of training are means since the beginning of the epoch.
 
@@ -91,7 +91,7 @@ class RecordFit(Callback):
 
 
 class CompareModels(Callback):
-    """Reports the steps of ``fit`` to a model's divergence watch, which compares the ranks' models."""
+    """Callback that reports the steps of ``fit`` to a model's divergence watch, which compares the ranks' models."""
 
     def __init__(self, watch: Any) -> None:
         super().__init__()

@@ -292,7 +292,7 @@ class Histories:
 
 
 class OptimizerSteps:
-    """Counts the steps of all optimizers together from now on, by torch's global hook.
+    """Counter of the steps of all optimizers together from now on, by torch's global hook.
 
     OptimizerSteps that ``torch.compile`` compiles are not counted: the count would be a constant in the compiled code, which torch would
     compile again each time that it has changed.

@@ -260,22 +260,22 @@ class WatchMail(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LateLaunch(WatchMail, frozen=True, array_like=True):
-    """To the comparer: this launch is late here."""
+    """Mail to the comparer: this launch is late here."""
 
 
 class LaunchQuery(WatchMail, frozen=True, array_like=True):
-    """From the comparer: answer with the launches of this channel."""
+    """Mail from the comparer: answer with the launches of this channel."""
 
 
 class LaunchAnswer(WatchMail, frozen=True, array_like=True):
-    """To the comparer: the launches of this channel, and whether the launch asked about has a stand-in here."""
+    """Mail to the comparer: the launches of this channel, and whether the launch asked about has a stand-in here."""
 
     report: LaunchReport = LaunchReport()
     stood_in: bool = False
 
 
 class LaunchVerdict(WatchMail, frozen=True, array_like=True):
-    """From the comparer: its comparison, with the fields of :class:`Verdict`.
+    """Mail from the comparer: its comparison, with the fields of :class:`Verdict`.
 
     ``stand_in``: ranks that have launched it let a stand-in take part in the core.
     """
@@ -289,11 +289,11 @@ class LaunchVerdict(WatchMail, frozen=True, array_like=True):
 
 
 class InnerEnded(WatchMail, frozen=True, array_like=True):
-    """To the comparer: the inner group before ``generation`` has ended here, and this rank can make the next one."""
+    """Mail to the comparer: the inner group before ``generation`` has ended here, and this rank can make the next one."""
 
 
 class MakeInner(WatchMail, frozen=True, array_like=True):
-    """From the comparer: all ranks can make the inner group ``generation``; make it."""
+    """Mail from the comparer: all ranks can make the inner group ``generation``; make it."""
 
 
 AnyWatchMail = LateLaunch | LaunchQuery | LaunchAnswer | LaunchVerdict | InnerEnded | MakeInner

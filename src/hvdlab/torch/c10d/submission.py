@@ -334,7 +334,7 @@ def _caller() -> FrameType | None:
 
 
 class Messages:
-    """Sends and receives one rank's messages in a group. Ranks are numbers in the group.
+    """Messages of one rank in a group: sends and receives. Ranks are numbers in the group.
 
     Args:
         calls: The group's operations.

@@ -34,7 +34,7 @@ logger = logging.getLogger("hvdlab.elastic")
 
 
 class HostState:
-    """Whether a host is put aside, and an event that is set when it is.
+    """State of a host: whether it is put aside, and an event that is set then.
 
     Args:
         cooldown_range: Seconds that the host is put aside after its first failure, and at most; without it, for ever.
@@ -136,7 +136,7 @@ class DiscoveredHosts:
 
 
 class HostManager:
-    """Asks a source, and knows which of its hosts can be used.
+    """Manager of the hosts of a source: which of them can be used.
 
     Args:
         discovery: The source.

@@ -59,6 +59,7 @@ class Announcer:
     def __init__(self, backward: BackwardPass, submit: Callable[[], None]) -> None:
         self._backward = backward
         self._submit = weakref.WeakMethod(submit)
+        #: Held bytes, since when (``time.monotonic()``), and whether any are held.
         self._bytes = 0
         self._since = 0.0
         self._waiting = False
@@ -93,6 +94,7 @@ class Announcer:
             self._backward.at_end(_flush)
 
     def _submit_held(self) -> None:
+        # First: if a bucket is refused, hold() must begin afresh in the next backward pass.
         self._waiting = False
         submit = self._submit()
         if submit is not None:
@@ -240,6 +242,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
     ) -> None:
         super().__init__(adapter, passes)
         self._binding, self._adapter, self._settings = binding, adapter, settings
+        #: All buckets in the order of :meth:`watch`, and the bucket of each parameter.
         self._buckets: list[_Bucket[P, T]] = []
         self._bucket_of: dict[P, _Bucket[P, T]] = {}
         #: Buckets whose allreduce is due in the next turn.
@@ -347,6 +350,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
         if dense:
             some, theirs = zip(*dense, strict=True)
             started.append(self._start_dense(bucket.name, some, theirs, site))
+        # Before the sparse ones: if one of them is refused, drop() still waits for those that were started.
         bucket.work = started
         for number, (parameter, gradient) in enumerate(pairs):
             if adapter.is_sparse(gradient):

@@ -92,15 +92,22 @@ class PoolActor:
     def __init__(self, request: KeepRequest, surroundings: Surroundings, unused_for: float) -> None:
         ray = imported()
         self._request, self._started = request, time.time()
+        #: Guards all state of the pool. Notified when an event has come, the tenancy has changed or the pool
+        #: ends.
         self._changed = threading.Condition()
+        #: Which notebook uses the pool.
         self._tenancy = Tenancy(LEASE, unused_for, time.monotonic())
         self._size = request.size
+        #: Process of each living rank, and the end of each that has ended.
         self._living: dict[int, int] = {}
         self._lost: dict[int, Ended] = {}
         #: What happened to ranks since the notebook took the last ones, and the number of the first of these.
         self._events: list[Started | Ended] = []
         self._first = 0
+        #: How many coordinators there were before; how the last one ended; whether it was replaced while no
+        #: notebook was there.
         self._generation, self._ending, self._replaced = 0, "", False
+        #: Whether a notebook has ordered the ranks' end, and whether the pool ends.
         self._closing, self._over = False, False
         address = ray.util.get_node_ip_address()
         self._coordinator = CoordinatorProcess.start(
@@ -141,6 +148,7 @@ class PoolActor:
             if not isinstance(answer, Admitted):
                 assert isinstance(answer, LeaseRefused)
                 return answer
+            # The access below has the outcome of these events already.
             self._first += len(self._events)
             self._events = []
             replaced, self._replaced = self._replaced, False
@@ -163,6 +171,7 @@ class PoolActor:
             taken = max(0, seen - self._first)
             self._first, self._events = self._first + taken, self._events[taken:]
             self._changed.wait_for(lambda: self._events or not self._tenancy.holds(number), POLL)
+            # The lease runs from the end of this poll: the notebook sends the next one after its answer.
             self._step(Heard(number))
             return list(self._events) if self._tenancy.holds(number) else None
 
@@ -209,6 +218,7 @@ class PoolActor:
             if not self._tenancy.holds(number):
                 return
             self._closing = True
+        # Without the lock: the starter reports the ends of ranks through handle(), which needs it.
         self._starter.close(timeout)
 
     def end(self, number: int) -> None:

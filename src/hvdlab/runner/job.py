@@ -66,17 +66,21 @@ class JobRun:
         self._job, self._sink, self._say = job, sink, say
         self._verbose = verbose
         self._supervisor = Supervisor(job.policy(), time.monotonic())
+        #: The result so far, and whether the supervisor has finished.
         self._done = JobResult()
         self._finished = False
+        #: The last lines of stderr, and the pieces of the function's result, by rank.
         self._tails: defaultdict[int, OutputTail] = defaultdict(OutputTail)
         self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
         #: Ranks that were started and have not ended; a launcher may report an end twice. The starter's threads' own.
         self._running: set[int] = set()
         #: Host of each rank, where the launcher has reported it.
         self._hosts: dict[int, str] = {}
+        #: The hosts that come and go; ``None`` for a job whose hosts are fixed.
         self._table = HostTable(job.cooldown, job.source_name) if job.source is not None else None
         #: Which hosts there are, if that has changed and the supervisor does not know yet.
         self._changed: e.Hosts | None = None
+        #: Everything that other threads and signals report to the loop.
         self._news = EventQueue()
         self._client: Client | None = None
         self._starter: Starter | None = None
@@ -117,6 +121,8 @@ class JobRun:
             world = self._make_world(coordinator, address)
             self._starter = launcher.starter(self._request(world, self._client, options), self)
             cleanup.callback(self._starter.close, 0.0)
+            # Runs before the starter closes: its threads may wait in write() for the loop, which takes no
+            # more.
             cleanup.callback(self._news.stop)
             if self._job.source is None:
                 self._start(range(self._job.size))
@@ -356,7 +362,10 @@ class CoordinatorSupervisor:
         self._client = client
         self._recovery = ClientRecovery(coordinator, client)
         self._say, self._lost = say, lost
+        #: Successors within the last minute: a coordinator that dies at once each time is given up.
         self._restarts = RestartLimit()
+        #: Guards ``_closing`` and ``_thread``. The other lock lets one recovery run at a time: a second loss
+        #: can come during one.
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
         self._closing = False
@@ -458,6 +467,7 @@ class EventQueue:
         self._room = threading.Condition()
         #: Bytes of output in the queue, and whether :meth:`stop` was called; guarded by ``_room``.
         self._held, self._closed = 0, False
+        #: Process of each rank in the world as it was posted last, and whether a first world was posted.
         self._members: dict[int, int] = {}
         self._formed = False
         #: Ranks that were cut off, have connected again, and are not in the world yet.

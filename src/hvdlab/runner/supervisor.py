@@ -144,6 +144,7 @@ class Supervisor:
         self.ranks = [SupervisedRank(host=host) for host in policy.hosts]
         self.failed: int | None = None
         """The rank that made the job fail, once known."""
+        #: When all processes must run; ``None`` once they do, or while a queue decides.
         self._start_by: float | None = now + policy.start_timeout
         #: With hosts that come and go: the hosts that are there; whether ranks were started; and, while there are fewer
         #: ranks than needed, when the job gives up.
@@ -155,9 +156,12 @@ class Supervisor:
         #: Whether there has been a world; until then ``_join_by`` is when all ranks must have joined, once one has.
         self._formed = False
         self._join_by: float | None = None
+        #: The rank whose failure is being judged, and until when its culprit's end is awaited.
         self._first = -1
         self._settle_by = 0.0
+        #: The exit code of the job that ends, and when ranks that are left are killed.
         self._ending = _Ending(0, 0.0)
+        #: Ranks that were restarted so far, at most ``policy.reset_limit``.
         self._resets = 0
         #: Ranks that ended before they had joined, each with its host, until one of that number joins there.
         self._unjoined: set[tuple[int, str]] = set()
@@ -165,6 +169,7 @@ class Supervisor:
         self._raised: dict[int, str] = {}
         #: Events so far: in this order ranks join and leave.
         self._events = 0
+        #: Effects of the event that :meth:`handle` is at.
         self._effects: list[e.Effect] = []
 
     @property

@@ -161,6 +161,7 @@ class ChildTable:
 
     def __init__(self, selector: selectors.BaseSelector, program: ForkedProgram) -> None:
         self._selector, self._program = selector, program
+        #: Shows whether the kernel has killed a process for lack of memory since it was asked last.
         self._memory = OutOfMemoryCounter()
         self._pipes: dict[int, ChildPipes] = {}
         self._looked = time.monotonic()

@@ -68,20 +68,28 @@ class ForkServer:
     ) -> None:
         self._handle, self._lifeline, self._environ = handle, lifeline, dict(environ)
         self._program = program
+        #: Guards all state below. Reentrant: :meth:`keep` holds it while it calls :meth:`send`.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        #: Receives messages about children; until :meth:`listen`, they wait in ``_early``.
         self._listener: Listener | None = None
         self._on_lost: Callable[[str], None] | None = None
         self._early: list[FromServer] = []
+        #: The answers of this fork server: its imports are done; it stays, or refuses to; another process has
+        #: it (its id).
         self._loaded: Loaded | None = None
         self._kept: Kept | None = None
         self._refused = 0
         self._journal = Journal()
         self._orphans = Orphans()
+        #: Why the fork server is gone; ``None`` while it lives. Hopeless: no successor will follow.
         self._lost: str | None = None
         self._hopeless = False
+        #: Fork servers in a row that could not be started, or died before their imports were done.
         self._failures = 0
+        #: Whether :meth:`close` or :meth:`detach` was called, and whether the reading thread has to return.
         self._closing = self._leaving = False
+        #: Wakes the reading thread when bytes wait to be written, or it has to return.
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = self._begin()
 
@@ -298,6 +306,7 @@ class ForkServer:
     def _let_go(self) -> None:
         self._leaving = True
         self._wake()
+        # A callback of the reading thread, which can't join itself, may have closed this.
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._handle.release()
@@ -330,6 +339,7 @@ class ForkServer:
             except ConnectionLost as error:
                 reason = str(error)
             except ProtocolError as error:
+                # It is unknown where the next message begins. A successor can adopt the children.
                 handle.kill()
                 reason = str(error)
         self._has_ended(handle, reason)
@@ -412,8 +422,11 @@ class Journal:
 
     def __init__(self) -> None:
         self.children: dict[int, Forked] = {}
+        #: Orders for children without an answer, and how many fork servers have died over each.
         self._orders: dict[int, Fork] = {}
         self._tries: dict[int, int] = {}
+        #: SIGTERM and SIGKILL for living children. A successor sends them again: the dead one may have died
+        #: before it did.
         self._ends: dict[int, Signal] = {}
         self._guard: Guard | None = None
         self._keep: Keep | None = None
@@ -485,6 +498,8 @@ class Orphans:
     """Watcher of orphaned children. Holds a descriptor of each, which shows how it ended even long afterwards, and the memory that it had."""
 
     def __init__(self) -> None:
+        #: A process descriptor and the peak of memory in bytes for each, by process id. The peak is read
+        #: while it lives.
         self._held: dict[int, int] = {}
         self._peaks: dict[int, int] = {}
 

@@ -83,7 +83,9 @@ class ServerShell:
     def __init__(self, link: PoolLink, lifeline: int, program: ForkedProgram) -> None:
         self._link = link
         self._lifeline = lifeline
+        #: The socket for a successor of the pool's process, if this process is to stay.
         self._listener: PoolListener | None = None
+        #: Supervises the coordinator while no pool's process does.
         self._detached: DetachedSupervisor | None = None
         self._state = ForkServerState()
         self._pid = os.getpid()
@@ -412,8 +414,10 @@ class DetachedSupervisor:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        #: Start data and listening sockets for a successor, as the coordinator has handed them out last.
         self._launch: CoordinatorLaunch | None = None
         self._listeners: Listeners | None = None
+        #: The coordinator that was started here, if any.
         self._successor: CoordinatorProcess | None = None
         #: A descriptor of the last coordinator whose process this has found, or -1.
         self._known = -1

@@ -210,14 +210,20 @@ class ForkServerState:
     """
 
     def __init__(self) -> None:
+        #: The living children by number.
         self._children: dict[int, _Child] = {}
+        #: The outcome of the imports; until then orders wait in ``_early``.
         self._loaded: Loaded | None = None
         self._early: list[Fork] = []
+        #: Whether a socket for successors of the pool's process exists.
         self._kept = False
         self._alone = False  # kept, and no pool's process is connected
         # Ends of ranks that have not been started again: a successor of the pool's process must learn of them.
         self._ends: dict[int, Exited] = {}
+        #: Files that this process removes at its end.
         self._guarded: tuple[str, ...] = ()
+        #: Whether all children were sent SIGTERM; when those that are left get SIGKILL; and whether ``Exit``
+        #: was returned.
         self._stopping = False
         self._kill_at: float | None = None
         self._exited = False

@@ -51,14 +51,19 @@ class Agent:
         self._orders, self._reports, self._stdin = orders, reports, stdin
         self._selector = selectors.DefaultSelector()
         self._decoder = FrameDecoder()
+        #: Bytes for the launcher that the pipe has not accepted yet.
         self._out = bytearray(wire.GREETING)
+        #: The order with the ranks' command.
         self._start: wire.Start | None = None
         #: Why no rank can be started, while there is no ``_start``.
         self._unprepared = "the launcher has not sent what ranks run"
+        #: Living ranks by rank, and by process id.
         self._children: dict[int, Child] = {}
         self._by_pid: dict[int, Child] = {}
+        #: Whether the launcher's end is open, and whether reading from ranks is held up for it.
         self._open = True
         self._held = False
+        #: Readable when a signal has arrived, such as at the end of a child.
         self._wakeup = -1
         #: The fork server, if ranks are forked.
         self._forked: ForkedRanks | None = None

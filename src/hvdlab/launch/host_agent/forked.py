@@ -39,6 +39,7 @@ class ForkedRanks:
     def __init__(self, program: str) -> None:
         self.descriptor, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.lost = ""
+        #: Reports for the agent's loop, which the fork server's thread appends.
         self._reports: deque[wire.AgentMessage] = deque()
         #: Ranks whose fork was ordered and not reported yet; guarded by the lock.
         self._pending: set[int] = set()

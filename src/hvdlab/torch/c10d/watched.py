@@ -191,6 +191,7 @@ class WatchedGroup(HvdlabProcessGroup):
         self._device_type = "cuda" if self.on_device else "cpu"
         self._store, self._timeout = store, timeout
         self._name_in_mail, self.process_set = self._calls.name_in_mail, self._calls.process_set
+        #: The last launches of this rank, for a comparison.
         self._ring = LaunchRing()
         #: Held while a rank launches: the ring, the counts and the inner group have one order.
         self._launching = threading.RLock()

@@ -108,11 +108,16 @@ class WatchedWork(dist.Work):
         self.waiting = self.has_future = False
         #: How torch's backend has failed, if it has.
         self.failure = ""
+        #: The inner group's own object of the operation, once it is launched.
         self._inner: Any = None
+        #: Set once it has ended, well or badly.
         self._over = threading.Event()
+        #: Guards the error and the futures: torch's threads and the user's may both end it.
         self._lock = threading.Lock()
         self._value: Any = None
         self._error: Exception | None = None
+        #: The future that is set at the end, with ``None``, and the one that torch gets, which makes the
+        #: value or the error.
         self._root: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
@@ -283,4 +288,5 @@ class WatchedWork(dist.Work):
         with self._lock:
             root, self._root = self._root, None
         if root is not None:
+            # Outside the lock: callbacks run in this call, and ask for the error under it.
             root.set_result(None)

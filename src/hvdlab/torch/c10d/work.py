@@ -79,6 +79,7 @@ class HvdlabWork(dist.Work):
         self._seconds, self._source, self._members = seconds, source, members
         #: The core's handles, one for each request; :meth:`Calls.begin` appends them as it submits the requests.
         self.handles: list[Handle] = []
+        #: How it has failed, as the user gets it; the same object each time.
         self._error: Exception | None = None
         #: Whether the outputs are delivered, or never will be.
         self._over = False
@@ -88,7 +89,9 @@ class HvdlabWork(dist.Work):
         self.explain: Callable[[HvdlabError], str] | None = None
         #: The profiler's event, which ends when the operation has.
         self._event: Any = None
+        #: Guards delivery and the futures: :meth:`wait` and a thread of the engine may both end it.
         self._lock = threading.Lock()
+        #: The future that is set at the end, and the one that torch gets, which makes the value or the error.
         self._root: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         #: How many handles have not ended, once there is a future.

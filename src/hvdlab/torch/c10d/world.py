@@ -86,9 +86,13 @@ class World:
         self.histories = Histories(engine)
         self.steps = OptimizerSteps()
         self.watch = WatchOptions()
+        #: Groups for whose operations C++ may wait; guarded by the lock, since a set must not change while it
+        #: is copied.
         self._with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         self._groups_lock = threading.Lock()
         engine.on_native_waits(self._on_interrupt)
+        #: Guards the sets: a user's thread, and the control thread for another rank, must not request one
+        #: twice.
         self._registering = threading.Lock()
         #: The process sets that this rank has requested, by their ranks.
         self._sets: dict[tuple[int, ...], _AddedSet] = {}

@@ -85,5 +85,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # Completion lists it: only names that a user wants, and those of every module.
+    # Completion lists it: only names for users, and those of every module.
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -31,7 +31,7 @@ def register() -> None:
 def _through_world(original: Any) -> Any:
     """Return an ``init_process_group`` that needs none of torch's stores in an existing world.
 
-    Torch asks a backend for a group only after its own rendezvous, where rank 0 would wait in C++ for the other ranks, and
+    Torch asks a backend for a group only after its own rendezvous, where rank 0 would wait in C++ for the other ranks. It
     has no other place to come in before that.
     """
 

@@ -98,7 +98,7 @@ class BackwardPassCounter(ABC, Generic[P]):
         self._touched = False
         #: Whether the reduction was begun, and neither ended nor failed on all ranks.
         self._unfinished = False
-        #: How many cells had failed when the step began: what a failed cell has left of a step is void.
+        #: How many cells had failed when the step began: the rest of a step that a failed cell has left is void.
         self._failed_cells = 0
         self._hooks: list[RemovableHook] = []
         #: Whether another watcher has taken over a parameter.

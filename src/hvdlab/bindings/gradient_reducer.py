@@ -248,7 +248,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
         #: Buckets whose allreduce is due in the next turn.
         self._held: list[_Bucket[P, T]] = []
         self._announcer = Announcer(adapter, self._start_held)
-        #: The allreduce of this step's buckets. Made anew for each step: the process set's id may be another by then.
+        #: The allreduce of this step's buckets. Made again for each step: the process set's id can be another by then.
         self._operation: Operation | None = None
 
     def watch(self, name: str, parameters: Iterable[P]) -> None:
@@ -381,7 +381,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
     def _collect(self) -> None:
         """Wait for every bucket, also after one has failed: no gradient may be written to after this."""
         failure: CollectiveError | DuplicateNameError | None = None
-        # Around all of it, and not for each bucket: with some frameworks to begin it takes as long as all else that is done here.
+        # Around all of it, and not for each bucket: with some frameworks to enter it costs as much time as all other work here.
         with self._adapter.untracked():
             for work in (work for bucket in self._buckets for work in bucket.work or ()):
                 try:

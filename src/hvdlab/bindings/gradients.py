@@ -1,7 +1,7 @@
 """Which collectives the gradient of a collective is made of.
 
 Horovod's conventions hold, so that code written for it computes the same values: gradients of an average or a sum are
-averaged or summed like the tensors were, while allgather and broadcast *average* the gradients of all ranks, as if the
+averaged or summed like the tensors were. Allgather and broadcast *average* the gradients of all ranks, as if the
 loss were the mean of the ranks' losses.
 
 Reductions that are no sums (Min, Max, Product, Adasum) have the derivative of the sum of the ranks' losses; every rank

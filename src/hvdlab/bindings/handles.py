@@ -85,7 +85,7 @@ class Part(Generic[T]):
         self._output = output
         self._deliver = deliver
         self._result: Result | None = None
-        #: What :meth:`delivered` returned, in a tuple of its own: a framework's tensors may be falsy, or ``None``.
+        #: The result of :meth:`delivered`, in a tuple of its own: a framework's tensors can be falsy, or ``None``.
         self._delivered: tuple[T] | None = None
 
     @property

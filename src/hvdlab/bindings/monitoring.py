@@ -37,9 +37,9 @@ class TrainingWatch(ABC):
         self._model = model
         #: Counts the steps of the optimizer; a distributed one has it without a watch, too.
         self._meter = meter
-        #: Whether the batch size is the user's, which what trains the model then leaves as it is.
+        #: Whether the user has set the batch size, so that the training loop must not change it.
         self.knows_batch_size = batch_size is not None
-        #: After how many steps what costs something is recorded; 0 for never.
+        #: After how many steps values that cost time are recorded; 0 for never.
         self._every = every
 
     @property

@@ -303,8 +303,8 @@ def suspects() -> tuple[int, int, str] | None:
     """Return the facts from which ``%hvd_replay`` chooses a rank; ``None`` if nothing was recorded.
 
     Returns:
-        The number of the first step that is not finite (a huge number if all are finite), 0 to 2 for inputs, loss or
-        gradients (3 if all are finite), and that step, or, without one, the last, as text.
+        The number of the first step that is not finite (a huge number if all are finite); 0 to 2 for inputs, loss or
+        gradients (3 if all are finite); and that step, or, without one, the last, as text.
     """
     found = newest()
     if found is None:

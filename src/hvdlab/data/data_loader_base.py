@@ -29,7 +29,7 @@ class Ahead(Generic[T]):
         self._items: deque[T] = deque()
         self._changed = threading.Condition()
         self._ended = False  # nothing more will come
-        self._stopped = False  # nothing more is wanted
+        self._stopped = False  # no more items are needed
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -71,7 +71,7 @@ class Ahead(Generic[T]):
                         break
             finally:
                 close = getattr(iterator, "close", None)
-                if close is not None:  # a generator's: what it holds is let go of in its own thread
+                if close is not None:  # a generator's: its resources are released in its own thread
                     close()
         except BaseException as raised:  # noqa: BLE001  (raised again where the items are consumed)
             error = raised

@@ -185,7 +185,7 @@ def _activate() -> None:
 def _forced() -> None:
     """Let processes that are started from here, with this path or this environment, do as this process does."""
     sys.path.remove(SHIM)
-    sys.path.insert(1, SHIM)  # what is first is looked at, and replaced, by others
+    sys.path.insert(1, SHIM)  # other tools inspect, and replace, the first finder
     for name, value in environment(os.environ, force=True).items():
         _environ_before[name] = os.environ.get(name)
         os.environ[name] = value

@@ -412,6 +412,7 @@ class ActorConnection:
         self._open = {self.inbox, self.outbox}
         #: Why the agent is lost, once it is.
         self._said = ""
+        #: Set when the relay has ended, after ``_said`` was stored.
         self._over = threading.Event()
         self._relaying: Future[None] = asyncio.run_coroutine_threadsafe(
             self._relay(), client.loop.asyncio_loop
@@ -419,6 +420,7 @@ class ActorConnection:
 
     def end_text(self, host: str, greeted: bool) -> str:
         """Return Dask's text on the end."""
+        # The end of the pipe can be seen before the relay has stored its reason.
         self._over.wait(1.0)
         return f"its agent on the Dask worker {host} is gone" + (f": {self._said}" if self._said else "")
 

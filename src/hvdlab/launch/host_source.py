@@ -95,7 +95,7 @@ class HostDiscoveryScript(HostDiscovery):
             return
         try:
             path = next(iter(shlex.split(self._discovery_script)), "")
-        except ValueError:  # a quote without its end: the shell says so
+        except ValueError:  # a quote without its end: the shell reports it
             return
         if not re.fullmatch(r"[\w.+@-]*(/[\w.+@-]*)+", path):
             return
@@ -152,7 +152,7 @@ class HostDiscoveryScript(HostDiscovery):
             raise StartError(f"it did not end within {self._within:g} s, and was killed") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it left in the background
+                os.killpg(process.pid, signal.SIGKILL)  # also its processes in the background
             process.communicate()
         if process.returncode:
             last = err.strip().rpartition("\n")[2][:200]
@@ -260,7 +260,7 @@ class HostAsker:
         """Ask no more, and report nothing more. Idempotent."""
         with self._reporting:
             self._closing.set()
-        if not self._answering.is_set():  # else only the source knows when it returns
+        if not self._answering.is_set():  # otherwise only the source knows when it returns
             self._thread.join()
 
     def _run(self) -> None:

@@ -152,7 +152,7 @@ class _Entry:
     """State of a host."""
 
     cooldown: Cooldown
-    #: Slots by the source's last answer, 0 if it did not have the host; since when, and how often in a row, it says so.
+    #: Slots by the source's last answer, 0 if it did not have the host; since when, and how often in a row, it answers so.
     said: int = 0
     since: float = 0.0
     times: int = 0
@@ -160,9 +160,9 @@ class _Entry:
     slots: int = 0
     #: When the source's answer about it changed.
     changes: deque[float] = field(default_factory=lambda: deque(maxlen=WAVERS))
-    #: Whether the source is not followed for this host now, which a line has said.
+    #: Whether the source is not followed for this host now, which a line has reported.
     wavering: bool = False
-    #: Whether it is put aside, as far as lines have said.
+    #: Whether it is put aside, as far as lines have reported.
     aside: bool = False
 
 

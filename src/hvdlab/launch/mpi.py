@@ -255,7 +255,7 @@ class SecretOnHosts:
     """
 
     def __init__(self, hosts: Sequence[Host], shell: Sequence[str], secret: str) -> None:
-        # No other user can foresee this name and make the directory first, or read what is in it. If a host has two names, the
+        # No other user can foresee this name and make the directory first, or read its contents. If a host has two names, the
         # directory is there already.
         directory = f"/tmp/hvdlab-{secrets.token_hex(16)}"
         self.path = f"{directory}/token"
@@ -309,7 +309,7 @@ def _place(words: Sequence[str], secret: str) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise StartError(f"the launcher `mpi` can't run `{words[0]}`: {error.strerror or error}") from error
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # the shell has ended; its output says why
+    with contextlib.suppress(OSError):  # the shell has ended; its output has the reason
         process.stdin.write(f"{secret}\n".encode())
     return process
 

@@ -146,7 +146,7 @@ def _run_as_main(source: bytes, path: str, package: str | None = None) -> None:
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     sys.modules["__main__"] = main
     code = compile(source, path or "<string>", "exec", dont_inherit=True)
-    exec(code, main.__dict__)  # noqa: S102  # the program that the user wants to run
+    exec(code, main.__dict__)  # noqa: S102  # the user's own program
 
 
 def _show(error: BaseException) -> None:

@@ -48,7 +48,7 @@ def find(name: str) -> Launcher | None:
         if entry.name.lower() == name:
             try:
                 return _made(entry.load())
-            # A package of someone else may fail in any way while it is imported.
+            # A foreign package can fail in any way while it is imported.
             except Exception as error:
                 raise StartError(
                     f"the launcher `{name}` ({entry.value}) can't be used: {type(error).__name__}: {error}"

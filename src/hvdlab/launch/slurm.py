@@ -238,13 +238,14 @@ class SlurmStarter(RoomStarter):
         self._slurm, self._python = slurm, python
         #: The job, once it was submitted. This and the following are guarded by the lock.
         self._job: SlurmAllocation | None = None
-        #: What starts ranks, once the job has its nodes; below it the nodes, with their room.
+        #: Starts ranks, once the job has its nodes; below it the nodes, with their room.
         self._exec: ExecStarter | None = None
         self._nodes: tuple[Host, ...] = ()
         #: Rank to its node, from its first start on: it is started there again.
         self._node_of: dict[int, str] = {}
         #: Why no rank can be started any more, or empty.
         self._over = ""
+        #: Ends that wait for Slurm's explanation; ``None`` ends the thread.
         self._explain: queue.SimpleQueue[Ended | None] = queue.SimpleQueue()
 
     # -- any thread -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hvdlab.collectives.text import visible
 _LONGEST = 300
 """Characters of a text of a tenant that are shown at most."""
 
-# -- what happens -----------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LeaseTick:
 
 Event = Claimed | Heard | LeaseReleased | LeaseTick
 
-# -- what to do -------------------------------------------------------------------------------------------------------
+# -- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class NumpyAdapter:
         return type(tensor) is not DeviceArray and bool(tensor.flags.c_contiguous)
 
     def host_view(self, tensor: Array) -> Array:
-        # Not by the name of the type, which numpy makes anew each time: that took longer than everything else here.
+        # Not by the name of the type, which numpy makes again each time: that cost more time than all other steps here.
         return tensor if dtype_of(tensor) is not None else tensor.view(np.uint16)
 
     def stage(self, tensor: AnyArray) -> AnyArray:

@@ -119,9 +119,13 @@ class RayHeldPool:
     def __init__(self, actor: Any, job: KeptJob, entered: Entered) -> None:
         self.job: KeptJob = job
         self.access: Access = entered.access
+        #: Why this process uses the pool no more; empty while it does. The thread of :meth:`follow` stores
+        #: it.
         self.lost = ""
         self._actor, self._number, self._generation = actor, entered.number, entered.generation
+        #: Number of the next event to ask for. The actor keeps each event until a later one is asked for.
         self._next_event = entered.next_event
+        #: Set once this process gives the pool up itself, so that the actor's end is no loss.
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -153,6 +157,7 @@ class RayHeldPool:
     def let_go(self) -> None:
         """Use the pool no more; it stays."""
         if not self._over.is_set() and not self.lost:
+            # Before the call: its effect can reach the thread before its answer arrives here.
             self._over.set()
             with contextlib.suppress(StartError):
                 _answer(_call(self._actor.let_go, self._number), _ANSWER_WITHIN)
@@ -161,6 +166,7 @@ class RayHeldPool:
     def end(self) -> None:
         """End the pool: its ranks, its coordinator, its actor."""
         if not self._over.is_set() and not self.lost:
+            # Before the call, as in let_go().
             self._over.set()
             with contextlib.suppress(StartError):  # that the actor ended is the answer
                 _answer(_call(self._actor.end, self._number), _MORE)
@@ -182,6 +188,7 @@ class RayHeldPool:
             except Exception as error:  # noqa: BLE001  # the actor has ended, or Ray was shut down
                 if not self._over.is_set():
                     self.lost = f"its actor on Ray is gone ({death_reason(error)})"
+                    # The actor can report no end any more, and their processes end with it.
                     for rank, pid in living.items():
                         ranks.handle(Ended(rank, pid, self.lost))
                     lost(self.lost)

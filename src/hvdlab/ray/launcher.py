@@ -251,6 +251,7 @@ class NodeConnection:
         self._open = {self.inbox, self.outbox}
         #: Why the agent is lost, once it is.
         self._reason = "its agent ended"
+        #: Set when the thread of reports has ended, after ``_reason`` was stored.
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"hvdlab-ray-{name}-{node[:8]}", daemon=True)
@@ -261,6 +262,7 @@ class NodeConnection:
 
     def end_text(self, host: str, greeted: bool) -> str:
         """Return Ray's text on the end."""
+        # Orders can fail before the thread of reports has stored its reason.
         self._over.wait(1.0)
         return f"its agent on the Ray node {host} is gone: {self._reason}"
 
@@ -460,6 +462,7 @@ class RayStarter(RoomStarter):
             for node, those in by_node.items():
                 name = host or names.get(node, node)
                 self._transport.nodes[name] = node
+                # Before the variables: _visible() reads the rooms of all ranks of the node.
                 self._rooms |= those
                 variables = {rank: self._variables(rank, room.allotment) for rank, room in those.items()}
                 try:

@@ -101,7 +101,7 @@ class PoolActor:
         #: Process of each living rank, and the end of each that has ended.
         self._living: dict[int, int] = {}
         self._lost: dict[int, Ended] = {}
-        #: What happened to ranks since the notebook took the last ones, and the number of the first of these.
+        #: Events of ranks that the notebook has not confirmed, and the number of the first of these.
         self._events: list[Started | Ended] = []
         self._first = 0
         #: How many coordinators there were before; how the last one ended; whether it was replaced while no
@@ -228,7 +228,7 @@ class PoolActor:
                 return
         self._end(0)
 
-    # -- what the starter reports ---------------------------------------------------------------------------------
+    # -- reports of the starter -----------------------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Handle an event of a rank. Any thread."""
@@ -299,7 +299,7 @@ class PoolActor:
         """Start another coordinator. The lock is held. Raises ``StartError``."""
         ending = self._coordinator.ending() or "it did not answer"
         vacant = self._tenancy.tenant is None
-        # A notebook tells the successor which ranks to wait for; without one their number has to do.
+        # A notebook sends the successor the ranks to wait for; without one their number has to do.
         self._coordinator.respawn(timeout, len(self._living) if vacant else None)
         self._ending, self._replaced = ending, vacant
         self._generation += 1
@@ -321,7 +321,7 @@ class PoolActor:
                 client.wait_for(lambda world: not world.restoring, RESPAWN_WITHIN)
                 with (
                     self._changed
-                ):  # a notebook that comes now gets its answer later, and tells them otherwise after this
+                ):  # a notebook that comes now gets its answer later, and reports itself to them after this
                     if self._tenancy.tenant is None:
                         client.post(topic, body, ranks)
                         client.flush(_END_WITHIN, events=False)

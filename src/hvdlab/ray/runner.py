@@ -322,7 +322,7 @@ class StaticAdapter(Adapter):
         self._calls = itertools.count()
         #: How many interrupts each rank was sent.
         self._interrupts: Counter[int] = Counter()
-        #: Those of the call that runs; what ranks log at other times is dropped.
+        #: Those of the running call; lines that ranks log at other times are dropped.
         self._callbacks: tuple[Callable[[Any], Any], ...] = ()
 
     # -- the world ----------------------------------------------------------------------------------------------------

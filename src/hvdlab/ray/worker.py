@@ -131,7 +131,7 @@ class BaseHorovodWorker:
         """Call ``func(executable)`` and return its result."""
         return func(self.executable)
 
-    # -- what an executor calls ---------------------------------------------------------------------------------------
+    # -- the executor's interface -------------------------------------------------------------------------------------
 
     def card(self) -> WorkerInfo:
         """Return the place of this worker."""

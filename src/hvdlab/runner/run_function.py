@@ -233,7 +233,7 @@ def _like(original: BaseException | None, text: str) -> RankFailedError:
                 )
             error.args = (text,)
             return error
-        except TypeError:  # the two classes have incompatible layouts, or __new__ wants arguments
+        except TypeError:  # the two classes have incompatible layouts, or __new__ needs arguments
             pass
     return RankFailedError(text)
 

@@ -306,7 +306,7 @@ class Supervisor:
         if self.policy.growth is not None and not (state.joined or outcome.ok):
             self._effects.append(
                 e.SetExpectedRanks(self.expected)
-            )  # else those that wait for it would fail, told of its end
+            )  # otherwise ranks that wait for it would fail at the report of its end
         self._effects.append(
             e.ReportRankLost(rank, str(outcome) if not outcome.ok else "its program has ended")
         )
@@ -358,7 +358,7 @@ class Supervisor:
             self._resets += 1
             host, start_by = self.ranks[rank].host, now + self.policy.start_timeout
             self.ranks[rank] = SupervisedRank(host=host, restarted=True, start_by=start_by)
-            every = self.expected  # without lost ranks that were not started anew
+            every = self.expected  # without lost ranks that were not restarted
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
             self._effects += [e.Say(text), e.SetExpectedRanks(every), e.RestartRank(rank)]
             return True
@@ -389,7 +389,7 @@ class Supervisor:
         goes_on = least is not None and (self.policy.growth is not None or left >= least)
         for rank in ranks:
             self.ranks[rank].start_by = self.ranks[rank].init_deadline = None
-            # As the job ends it waits for processes, which may have something to say, but not for one that there is none of.
+            # As the job ends it waits for processes, which can still report, but not for ranks without a process.
             self.ranks[rank].abandoned = goes_on or not self.ranks[rank].pid
         if not goes_on:
             self._abandon(text if least is None else f"{text}, and --min-np is {least}", 1, now)
@@ -423,7 +423,7 @@ class Supervisor:
                     e.ReportRankLost(rank, text) for rank in failed if not self.ranks[rank].joined
                 ]
                 self._grow(now)
-                # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
+                # Those that were let go meanwhile have ended with them, and otherwise the others would wait for them for ever.
                 ranks = tuple(rank for rank in ranks if rank not in failed)
         for rank in ranks:
             self._exited(rank, ExitStatus(1, text=text), now)
@@ -558,7 +558,7 @@ class Supervisor:
             text = f"{format_ranks(its)} did not start there within {self.policy.start_timeout:g} s"
             self._put_aside(host, text, hangs=not others)
             for rank in its:
-                # To give the host up would end those that run there, so it is waited for; else its end will be reported.
+                # To give the host up would end those that run there, so it is waited for; otherwise its end will be reported.
                 self.ranks[rank].start_by = now + self.policy.start_timeout if others else None
 
     def _give_up_newcomers(self, now: float) -> None:
@@ -775,7 +775,7 @@ class Supervisor:
         self._effects.append(e.SendSignal(self.living, signal.SIGKILL))
 
     def _maybe_finish(self) -> None:
-        # A rank that was given up may not be there to end; closing the starter ends what is left of it.
+        # A rank that was given up can lack a process to end; closing the starter ends the rest of it.
         if self.phase is JobPhase.DONE or self.expected or self.phase is JobPhase.SETTLING:
             return
         if any(isinstance(effect, e.RestartRank) for effect in self._effects):

@@ -140,6 +140,7 @@ class _Seat:
 
     def __init__(self, rank: int, host: str, group: str) -> None:
         self.rank, self.host, self.group = rank, host, group
+        #: Its process on the executor, once it has connected; 0 before.
         self.pid = 0
         #: Why it was cancelled, or empty.
         self.given_up = ""
@@ -283,6 +284,7 @@ class SparkStarter(RoomStarter):
     def _end(self, seat: _Seat, reason: str, code: int | None = None, number: int = 0) -> None:
         self._ranks.handle(Ended(seat.rank, seat.pid, reason, "", "", code, number))
         with self._changed:
+            # The observer can have started the rank again in the line before.
             if self._seats.get(seat.rank) is seat:
                 del self._seats[seat.rank]
                 self._ended[seat.rank] = seat.pid

@@ -182,7 +182,7 @@ def allgather_object(
     return objects.allgather_object(obj, name, process_set)
 
 
-# -- what packages take from Horovod's horovod.tensorflow.util --------------------------------------------------------
+# -- names of Horovod's horovod.tensorflow.util that packages use -----------------------------------------------------
 
 
 def _executing_eagerly() -> bool:

@@ -83,7 +83,7 @@ class _TensorFlowDifferentiation:
     def zeros_like(self, tensor: Any) -> Any:
         with tf.control_dependencies(
             [tensor]
-        ):  # else TensorFlow would prune its collective on this rank, while others wait for it
+        ):  # otherwise TensorFlow would prune its collective on this rank, while others wait for it
             return tf.zeros_like(tensor)
 
     def scaled(self, tensor: Any, factor: float) -> Any:

@@ -1,6 +1,6 @@
 """Deadlocks and Ctrl-C while the main thread waits for collectives in TensorFlow's C++.
 
-No thread calls ``wait`` on the handle of a kernel, so the coordinator would not learn that this rank can't continue without another
+No thread calls ``wait`` on the handle of a kernel. So the coordinator would not learn that this rank can't continue without another
 rank, which has ended its cell or waits elsewhere. The thread ``hvdlab-tensorflow-waiting``, which runs only while kernels
 are executed, reports this once the process has computed nothing for a while: before that the next operation may be on its way.
 

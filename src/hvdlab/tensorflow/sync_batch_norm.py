@@ -36,7 +36,7 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
             raise InvalidRequestError("SyncBatchNormalization does not support fused=True.")
         if "name" not in kwargs:
             kwargs["name"] = None
-        if hasattr(_Base, "_fused_can_be_used"):  # Keras 2: else it takes its own moments
+        if hasattr(_Base, "_fused_can_be_used"):  # Keras 2: otherwise it uses its own moments
             kwargs["fused"] = False
         super().__init__(**kwargs)
 

@@ -1,6 +1,6 @@
 """``hvd.watch()``, ``hvd.record()`` and ``hvd.watch_divergence()``: monitors of a model's training, without a line in its loop.
 
-A watch records metrics of steps, a record keeps the last steps so that an error can show its step and batch, and a divergence watch
+A watch records metrics of steps. A record keeps the last steps so that an error can show its step and batch. A divergence watch
 raises an error when the ranks' models are no longer the same.
 """
 

@@ -61,8 +61,8 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize a batch of shape ``(N, C, ...)``; returns a tensor of its shape and dtype.
 
         Raises:
-            ValueError: The batch has fewer than two dimensions or another number of channels, or, in training, there is a single
-                value for each channel on all ranks together, or the process set is not registered.
+            ValueError: The batch has fewer than two dimensions or another number of channels; or, in training, there is a single
+                value for each channel on all ranks together; or the process set is not registered.
             MismatchError, AbortedError: As for ``hvd.allgather``; running statistics are untouched then.
         """
         self._check_input_dim(input)

@@ -75,7 +75,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         self._saved = copy.deepcopy(sampler.state_dict())
         self._share = sampler.share()
         self._saves = 0
-        #: Whether training begins again: ranks may be lost, and with them what only they have recorded.
+        #: Whether training begins again: ranks can be lost, and with them records that only they have.
         self._again = False
 
     def save(self) -> None:
@@ -102,7 +102,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
 
     def sync(self) -> None:
         state = broadcast_object(self.value.state_dict(), self.root_rank)
-        # What a rank has processed in another epoch than the root's says nothing about this one.
+        # A rank's samples of another epoch than the root's prove nothing about this one.
         mine = self.value.processed_indices if self.value.epoch == state["epoch"] else set()
         every = allgather_object(_Record(mine, self._share if self._again else None, self._saves))
         processed = set().union(*(its.processed for its in every)) | _of_lost(every, state["epoch"])
@@ -112,7 +112,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         self.save()
 
     def reset(self) -> None:
-        if not self._again:  # no commit was restored: what counts is what this rank has recorded by now
+        if not self._again:  # no commit was restored: this rank's record by now counts
             self._share, self._again = self.value.share(), True
         self.value.reset()
 

@@ -3,8 +3,8 @@
 A framework is one file of this package, named as the module that users import (``torch.py`` for ``import torch``), with a
 subclass of :class:`FrameworkHooks` whose instance is called ``HOOKS``. No list names it: :func:`loaded` finds the
 file as soon as ``sys.modules`` has the framework. These files import no framework when they are imported, and not our
-binding of it either: a rank's control thread calls the hooks while the rank's main thread may be in the middle of
-``import torch``, and a control thread that waited for the lock of that import could not answer the notebook. For the
+binding of it either. A rank's control thread calls the hooks while the rank's main thread may be in the middle of
+``import torch``. A control thread that waited for the lock of that import could not answer the notebook. For the
 same reason each hook must cope with a framework that is half imported.
 """
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PLAIN = frozenset({"device", "dtype", "layout", "memory_format", "qscheme", "Size"})
 
-# Attributes of a module that _module() reads otherwise, or that only say how a call of the module goes.
+# Attributes of a module that _module() reads in another way, or that only control a call of the module.
 _MODULE_OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_compiled_call_impl", "_version"}
 )
@@ -31,7 +31,7 @@ _MODULE_OWN = frozenset(
 
 _AUTOCAST = ("cpu", "cuda")
 
-# The types whose NaNs and infinities a GPU may count. Of others the host says whether they have any.
+# The types whose NaNs and infinities a GPU may count. For others the host finds out whether they have any.
 _FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 # The files in which torch switches gradients and autocast off and on again around a caller's code. None of that code holds
@@ -47,7 +47,7 @@ _SWITCHES = tuple(
 )
 
 
-# What torch's C++ calls in the middle of a backward pass (the process group, its futures' search for tensors), and the function of
+# Code that torch's C++ calls in the middle of a backward pass (the process group, its futures' search for tensors), and the function of
 # torch from which that pass is started.
 _CALLED_BY_CPP = (
     os.path.join("hvdlab", "torch", "c10d", ""),
@@ -140,7 +140,7 @@ class TorchHooks(FrameworkHooks):
             raw = packed.contiguous().view(-1).view(torch.uint8).numpy()
             return make_tensor, (raw, packed.dtype, tuple(packed.shape), value.requires_grad)
         if packed.untyped_storage().nbytes() > nbytes:
-            packed = packed.clone()  # without the unused rest of what a view looks into
+            packed = packed.clone()  # without the unused rest of a view's storage
         if packed is not value and (packed.data_ptr() != value.data_ptr() or value.grad_fn is not None):
             return packed.requires_grad_(value.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented

@@ -222,7 +222,7 @@ class ChildTable:
         for pipes in self._pipes.values():
             pipes.close()
 
-    # -- what children write --------------------------------------------------------------------------------------
+    # -- output of children ---------------------------------------------------------------------------------------
 
     def _watch(self, source: object, happened: object) -> None:
         self._selector.register(source, selectors.EVENT_READ, happened)  # type: ignore[arg-type]  # has a descriptor
@@ -430,7 +430,7 @@ def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
     except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
-        # Not to sys.stderr, which cells write to: the thread that sends that may be what could not be started.
+        # Not to sys.stderr, which cells write to: perhaps it is the thread that sends that which could not be started.
         traceback.print_exc(file=sys.__stderr__)
     finally:
         leave(code)

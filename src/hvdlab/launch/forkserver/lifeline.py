@@ -50,7 +50,7 @@ def depend_on(descriptor: int) -> None:
     Args:
         descriptor: The writing end, which is closed.
     """
-    # Opened anew, since owner and signal belong to the open file, which an inherited descriptor would share.
+    # Opened again, since owner and signal belong to the open file, which an inherited descriptor would share.
     reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)

@@ -152,7 +152,7 @@ def load_later(name: str) -> None:
     """Import a module ahead of its use; if that fails, the code that uses it gets the error."""
     try:
         importlib.import_module(name)
-    # Any error: the module may exist, and there may be no descriptor left to read it, say.
+    # Any error: the module can exist, and yet no descriptor be left to read it.
     except Exception:  # noqa: BLE001
         return
 

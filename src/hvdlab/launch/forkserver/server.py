@@ -92,7 +92,7 @@ class ServerShell:
         self._importing = True
         self._program = program
         self._later = deque(program.later)
-        #: What training will import, until a rank is forked, which would have to share its core with these imports.
+        #: Modules that training will import, until a rank is forked, which would have to share its core with these imports.
         self._training: deque[str] = deque()
         self._answers: list[Event] = []
         self._unannounced: dict[int, int] = {}
@@ -143,6 +143,7 @@ class ServerShell:
                 # Answers, such as to a fork, are handled before events that happened meanwhile.
                 events.extendleft(reversed(self._answers))
                 self._answers.clear()
+            # Only between events: one that was read is never left behind.
             if importing and not self._importing:
                 return None
             events.extend(self._wait())
@@ -179,6 +180,7 @@ class ServerShell:
         if self._child_table.next_look() == 0.0:
             self._child_table.look()
         tick = self._state.next_tick()
+        # Last: events until now, such as ends of children, come before the limit that has passed.
         if tick is not None and time.monotonic() >= tick:
             events.append(ForkServerTick())
         return events
@@ -268,6 +270,8 @@ class ServerShell:
                 link.endpoint.send_frame(encode(Refused(self._link.pid)))
             link.close()
             return []
+        # First: if the old link is open, this starts a coordinator where none lives. The new process needs
+        # one.
         lost = self._pool_lost()
         self._leave_coordinator()
         self._link = link
@@ -300,7 +304,7 @@ class ServerShell:
                 self._ignore(self._detached.process)
             self._detached.end()
 
-    # -- what is done ---------------------------------------------------------------------------------------------
+    # -- effects --------------------------------------------------------------------------------------------------
 
     def _send(self, message: ForkServerMessage) -> None:
         descriptor = self._lifeline if isinstance(message, Children) else -1
@@ -369,7 +373,7 @@ class ServerShell:
             os.read(self._wakeup, READ_SIZE)
         if self._importing:
             # Every child is one that a package has started while it is imported, on the main thread, which waits for it
-            # itself. What is left of them is reaped at the end of the imports: run() writes to this pipe then.
+            # itself. The rest of them is reaped at the end of the imports: run() writes to this pipe then.
             return []
         return self._child_table.reap()
 

@@ -67,7 +67,7 @@ class Agent:
         self._wakeup = -1
         #: The fork server, if ranks are forked.
         self._forked: ForkedRanks | None = None
-        #: The zygote, while there is one; ranks are started anew without.
+        #: The zygote, while one lives; without it each rank starts an interpreter.
         self._zygote: Zygote | None = None
         #: Where parameter servers of this host have their directories, if the job has other hosts.
         self._directory: Path | None = None
@@ -89,7 +89,7 @@ class Agent:
             pass
         finally:
             with contextlib.suppress(BrokenPipeError):
-                self._flush()  # the reports that say why the agent ends
+                self._flush()  # the reports on why the agent ends
             self._end_all()
 
     # -- the launcher -----------------------------------------------------------------------------------------------

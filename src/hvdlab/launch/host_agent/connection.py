@@ -318,7 +318,7 @@ def _lacking(said: str, code: int) -> str:
 
 def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> list[str]:
     """Return the command line by which a remote shell runs these words, which it joins, on a host."""
-    # For ssh, what follows `--` is no option. Other programs may not know that.
+    # For ssh, a word after `--` is no option. Other programs need not know that.
     end = ["--"] if os.path.basename(shell[0]) == "ssh" else []
     return [*shell, *end, host, *words]
 

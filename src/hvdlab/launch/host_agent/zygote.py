@@ -1,6 +1,6 @@
 """A zygote, as its agent sees it: an interpreter that has imported the ranks' modules, and forks itself to be ranks.
 
-Ranks that are forked by it run the job's command line as newly started ranks do, without the time that imports take and
+Ranks that are forked by it run the job's command line as newly started ranks do, without the time of imports and
 with the memory of the imported modules shared. The agent becomes the ranks' parent, so it watches, signals and reaps them as
 those that it started itself. Nothing depends on a zygote: without one, each rank starts an interpreter.
 """
@@ -53,7 +53,7 @@ class Zygote:
         if command is None:
             raise ZygoteError(f"{os.fsdecode(start.command[0])} is not started as a Python program")
         self._start = start
-        self._fault = ""  # what it sent instead of an answer
+        self._fault = ""  # its output instead of an answer
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         self.ready = False
@@ -187,7 +187,7 @@ class Zygote:
             try:
                 socket.send_fds(self._sock, [wire.encode_payload(wire.Spawn((spec,)))], descriptors.for_rank)
             except OSError:
-                self._process.send_signal(signal.SIGKILL)  # its end has all ranks started anew
+                self._process.send_signal(signal.SIGKILL)  # after its end the agent starts all its ranks
                 return
             del self._waiting[0]
             self._ordered[spec.rank] = spec, descriptors

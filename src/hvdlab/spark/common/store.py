@@ -304,7 +304,7 @@ class AbstractFilesystemStore(Store):
         try:
             self.write(probe, b"")
             self.fs.rm_file(self.get_localized_path(probe))
-        except Exception as error:  # fsspec's file systems raise what their libraries do
+        except Exception as error:  # fsspec's file systems raise their libraries' exceptions
             raise InvalidRequestError(
                 f"The store {self.prefix_path} can't be written: {type(error).__name__}: {error}."
             ) from error

@@ -128,7 +128,7 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
             ),
             self.getCustomObjects(),
         )
-        # Callbacks are packed with the rest: they may hold what only Keras can unpickle.
+        # Callbacks are packed with the rest: they can hold objects that only Keras can unpickle.
         plan = {**self._plan(run_id, index, rows, val_rows, shapes), "callbacks": ()}
         training = KerasTraining(**plan, packed=packed, custom_objects=self.getCustomObjects())
         trained = next(each for each in backend.run(training, env=self.getBackendEnv()) if each is not None)

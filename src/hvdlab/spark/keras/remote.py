@@ -115,7 +115,7 @@ class _Fit:
                     close()
             if hvd.rank():
                 return None
-            # A checkpoint callback has kept what is best.
+            # A checkpoint callback has kept the best model.
             kept = saved.read_bytes() if self.best is not None and saved.exists() else None
             shapes = [tuple(each.shape[1:]) for each in _tensors(self.model, "outputs")]
             known = shapes if all(None not in shape for shape in shapes) else []

@@ -104,7 +104,7 @@ class _Trainer:
                 else:
                     self._fit(trainer, data, resumed)
             if trainer.is_global_zero and job.checkpoint is not None:
-                job.remote.sync(place)  # with what the loggers wrote after the last epoch's checkpoint
+                job.remote.sync(place)  # with the loggers' files from after the last epoch's checkpoint
         if hvd.rank():
             return None
         optimizers = [on_cpu(optimizer.state_dict()) for optimizer in trainer.optimizers]

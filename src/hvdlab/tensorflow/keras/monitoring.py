@@ -189,7 +189,7 @@ class KerasWatch(TrainingWatch):
         for name, value in (("hvdlab_watch", self), ("hvdlab_meter", self._meter)):
             object.__setattr__(self._inner, name, value)  # past Keras, which would track them
         if hasattr(model, "train_function"):
-            model.train_function = None  # so that Keras traces the step anew
+            model.train_function = None  # so that Keras traces the step again
         self._prepare(1)
 
     def _step_set(self) -> None:
@@ -208,7 +208,7 @@ class KerasWatch(TrainingWatch):
         now = time.monotonic_ns()
         if self._measuring:
             norm = float(self._norm.numpy())
-            if norm != _NOTHING:  # else loss scaling has skipped the step
+            if norm != _NOTHING:  # otherwise loss scaling has skipped the step
                 record_metric(names.GRADIENT_NORM, norm, self.step, now)
             if self._scale is not None:
                 record_metric(names.LOSS_SCALE, self._scale, self.step, now)
@@ -411,7 +411,7 @@ class KerasRecord(StepRecord):
         if model is not None:
             self._attach(model)
 
-    # -- what a step reports ------------------------------------------------------------------------------------------
+    # -- reports of a step --------------------------------------------------------------------------------------------
 
     @translated
     def batch(self, *args: Any, **kwargs: Any) -> None:
@@ -479,7 +479,7 @@ class KerasRecord(StepRecord):
         _replace(model, "train_step", self._recorded_step(model))
         _replace(model, "compute_loss", self._recorded_loss(model.compute_loss))
         _replace(model, _RECORD, self)
-        model.train_function = None  # so that Keras traces the step anew
+        model.train_function = None  # so that Keras traces the step again
 
     def _recorded_step(self, model: Any) -> Any:
         original = model.train_step
@@ -544,7 +544,7 @@ def record(
     """Keep the inputs, loss and norm of the gradients of the last steps on this rank, to show them with errors and replay them.
 
     Of each step of ``model.fit`` or ``train_on_batch`` the record keeps the inputs and targets, the loss that
-    ``model.compute_loss`` returns, and, if the optimizer is distributed, the norm of this rank's own gradients before they are
+    ``model.compute_loss`` returns. If the optimizer is distributed, it keeps the norm of this rank's own gradients before they are
     reduced. In a loop of your own, call the record's ``batch(x, y)``, ``loss(loss)`` and ``gradients(gradients)``, also within a
     ``tf.function``. Calling it again for a model replaces the earlier record.
 

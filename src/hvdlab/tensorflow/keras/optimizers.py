@@ -643,7 +643,7 @@ def _saved_optimizer(filepath: Any) -> str | None:
     found: Any = None
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
-            if "config.json" in file.namelist():  # else Keras raises an error for the file
+            if "config.json" in file.namelist():  # otherwise Keras raises an error for the file
                 found = (json.loads(file.read("config.json")).get("compile_config") or {}).get("optimizer")
     elif os.path.isfile(path):
         h5py: Any = importlib.import_module("h5py")

@@ -2,7 +2,7 @@
 
 The coordinator can't distinguish two calls of one kind, shape and dtype: if a rank skips one, its later calls are matched with the
 others' earlier ones, and no call fails before that rank makes no more. So each rank remembers the lines of its last calls,
-and how many steps its optimizers had taken by then, since all calls of DDP's backward pass come from one line. A rank whose call
+and how many steps its optimizers had taken by then: all calls of DDP's backward pass come from one line. A rank whose call
 can't complete asks the missing ranks for their last calls, and compares.
 
 The two hooks in torch that error reports need are here as well: a count of optimizer steps, and ``backward()``, which raises the
@@ -337,7 +337,7 @@ def _with_own_errors(original: Any) -> Any:
             own = own_error(error)
             if own is error:
                 raise
-        # Not within the handler: the error that it replaces would be shown as what it came from.
+        # Not within the handler: the error that it replaces would be shown as its cause.
         raise own.with_traceback(None)
 
     return run_backward

@@ -122,7 +122,7 @@ class _Wrapper:
         #: The reducer whose buckets the layout describes; ``agree`` gives the wrapper another one.
         self._reducer: weakref.ref[Any] | None = None
         self._layout: Layout | None = None
-        #: The tensors that rank 0 broadcast when the buckets were made anew, until :meth:`layout` has read them.
+        #: The tensors that rank 0 broadcast when the buckets were made again, until :meth:`layout` has read them.
         self._announced: list[torch.Tensor] = []
         self._parameters: list[torch.Tensor] = []
         self._names: dict[int, str] = {}

@@ -104,7 +104,9 @@ class LaunchRing:
     def drop_last(self) -> None:
         """Forget the last launch, which torch has refused."""
         self._count -= 1
-        self._slots[self._count & (SLOTS - 1)] = None  # else a full ring would show it in place of its oldest
+        self._slots[self._count & (SLOTS - 1)] = (
+            None  # otherwise a full ring would show it in place of its oldest
+        )
 
     def slots(self, generation: int, channel: str) -> list[LaunchSlot]:
         """Return the launches of one channel of an inner group, the oldest first. Any thread."""

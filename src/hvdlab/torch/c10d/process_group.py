@@ -1,6 +1,6 @@
 """The process group: torch's collectives as requests of the core.
 
-The core reads and writes contiguous tensors of the host where they are, and those of GPUs in :meth:`~HvdlabProcessGroup.allreduce`, ``broadcast``,
+The core reads and writes contiguous tensors of the host where they are. It does so with those of GPUs in :meth:`~HvdlabProcessGroup.allreduce`, ``broadcast``,
 ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` if the group has a data plane for them. It works on copies of all others, and moves dtypes
 that it does not know as bytes.
 """
@@ -106,7 +106,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._messages = Messages(self._calls, rank)
         world.add(self._calls)
 
-    # -- what torch asks of the group ---------------------------------------------------------------------------------
+    # -- torch's interface of a group ---------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "hvdlab"

@@ -92,7 +92,7 @@ def agree(
     Call it on all ranks of the group after a step has failed: some ranks may have taken the step and others not. The ranks
     compare fingerprints. Where these differ, ranks get the values of a rank that has taken the most steps, as the optimizer counts
     them (``state["step"]`` of Adam and most others). Among several such ranks, and among all ranks if the optimizer does not
-    count, the values that most of them have are chosen, and between equally frequent values those of the lowest rank. Gradients
+    count, the values that most of them have are chosen; between equally frequent values those of the lowest rank. Gradients
     are dropped on all ranks, since those of a failed step are partly reduced.
 
     Works for models wrapped in ``DistributedDataParallel``, for those of ``fully_shard`` and for other

@@ -70,7 +70,7 @@ class StoreState:
 
     def __init__(self) -> None:
         self._spaces: dict[str, dict[str, bytes]] = {}
-        #: Spaces of former default groups, the oldest first: what is asked of them is answered with ``gone``. A space that is neither
+        #: Spaces of former default groups, the oldest first: requests for them are answered with ``gone``. A space that is neither
         #: here nor there is about to be opened: the ranks have met, and this one has asked before the keeper has opened it.
         self._former: dict[str, None] = {}
         #: Requests whose keys are not all set yet, each with its sender.
@@ -150,7 +150,7 @@ class StoreState:
                 return KeeperAnswer(number, amount=total)
             case "compare":
                 expected, wanted = request.values
-                # As torch's stores do: a key that is not set counts as empty, and if something else was expected, the answer is
+                # As torch's stores do: a key that is not set counts as empty, and if another value was expected, the answer is
                 # the expected value.
                 if values.get(key, b"") == expected:
                     values[key] = wanted

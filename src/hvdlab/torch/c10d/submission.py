@@ -116,7 +116,7 @@ class Calls:
         self.process_set = world.process_set(members)
         self.name_in_core = world.name_in_core(name, self.members)
         self._epoch, self._processes = self._present()
-        # The store's space, which each init_process_group draws anew, is part of the name: the calls of a group that is made anew
+        # The store's space, which each init_process_group draws again, is part of the name: the calls of a group that is made again
         # are not compared with those of the former one.
         space = world.store.space if world.store is not None else ""
         self.name_in_mail = f"{space}.{self.name_in_core}"
@@ -126,7 +126,7 @@ class Calls:
         self._futures_lock = threading.Lock()
         #: The models that ``DistributedDataParallel`` reduces in this group.
         self._buckets = Buckets()
-        #: ``works`` is, for each thread, what it has submitted since it began to coalesce; ``None`` if it does not coalesce.
+        #: ``works`` is, for each thread, its submissions since it began to coalesce; ``None`` if it does not coalesce.
         self._coalescing = threading.local()
 
     # -- the group's names and ranks ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Watched groups: each operation is handed over to an inner group of torch's own, and the ranks compare their launches only when one is late.
 
-Nothing is agreed before an operation. A rank records its launches in a ring, and searches it at times for a launch that has not ended. One that
-is late, or that torch's backend has failed, it reports to the lowest living rank of the group, the *comparer*, which asks the others for their
+Nothing is agreed before an operation. A rank records its launches in a ring, and searches it at times for a launch that has not ended. A launch that
+is late, or that torch's backend has failed, it reports to the lowest living rank of the group, the *comparer*. That rank asks the others for their
 rings and sends all of them its verdict. The control threads do that, so no rank's user has to be free for it.
 
 * The ranks have launched different operations: the comparer has the coordinator end the epoch of the group's process set.
@@ -115,6 +115,7 @@ class LaunchWatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._groups: weakref.WeakValueDictionary[str, WatchedGroup] = weakref.WeakValueDictionary()
+        #: Whether a look is ordered already.
         self._due = False
         engine.on_abort(self._on_abort)
         engine.on_mail(_TOPIC, self._on_mail)
@@ -363,6 +364,7 @@ class WatchedGroup(HvdlabProcessGroup):
             generation = self._ready(operation)
             with self._launching:
                 inner = generation.inner
+                # _ready() waited without the lock, so this generation can have ended since.
                 if inner is None and generation is not self._generation:
                     continue  # it has ended meanwhile
                 if inner is None:
@@ -386,6 +388,7 @@ class WatchedGroup(HvdlabProcessGroup):
             generation.number, channel, number, calls.sequence, operation, described, options, call_site(2), about,
             self._world.steps.taken,
         )  # fmt: skip
+        # Before torch's call: other ranks can ask for the ring while that runs.
         self._ring.add(slot)
         work = WatchedWork(self, generation, slot, calls.seconds)
         try:
@@ -403,9 +406,11 @@ class WatchedGroup(HvdlabProcessGroup):
             if begun is None:  # within a coalescing block of the inner group, which makes one work of all
                 return work
             work.begun(begun, args[0] if args else [])
+        # After torch's call: a launch that it refuses was never in flight.
         generation.flying.append(work)
         calls.gather(work)
         self._watch.look_later(self._pause())
+        # Other ranks have their stand-ins already, and wait for this rank's in the core.
         if number <= generation.wanted.get(channel, 0):
             self._engine.call_on_control(functools.partial(self._stand_in, generation, channel, number))
         return work
@@ -479,6 +484,7 @@ class WatchedGroup(HvdlabProcessGroup):
         if stand_in is not None and not stand_in.done():
             self._report_blocked(work, stand_in)
             return
+        # A launch that is late again after a verdict is compared again, by the first comparer.
         if key in work.generation.judged:
             work.generation.judged.discard(key)
             work.asked.clear()
@@ -576,6 +582,7 @@ class WatchedGroup(HvdlabProcessGroup):
         key = generation, channel, inquiry.number
         if self._inquiries.get(key) is not inquiry:
             return
+        # An answer or a timer that comes later finds none, so that each inquiry has one verdict.
         del self._inquiries[key]
         verdict = inquiry.verdict()
         parties = tuple((party.ranks, party.request, party.site) for party in verdict.parties)

@@ -183,7 +183,7 @@ class WatchedWork(dist.Work):
             self._over.set()
         return self._over.is_set()
 
-    # -- what torch asks of a work ------------------------------------------------------------------------------------
+    # -- torch's interface of a work ----------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the outputs are there; on a GPU, let the current stream wait for that.

@@ -218,7 +218,7 @@ class HvdlabWork(dist.Work):
         try:
             self._complete(None)
         except CollectiveError as error:
-            # What is kept must not be what is raised: its frames would keep the operation, and the data plane that has failed.
+            # The kept error must not be the raised one: its frames would keep the operation, and the data plane that has failed.
             raised = copy.copy(error)
             self._engine.sent_through_native.append(error.with_traceback(None))
         else:

@@ -60,7 +60,9 @@ class OptimizerStateHandler(StateHandler[torch.optim.Optimizer]):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        self._load(copy.deepcopy(self._saved))  # else the optimizer would go on to change the saved tensors
+        self._load(
+            copy.deepcopy(self._saved)
+        )  # otherwise the optimizer would go on to change the saved tensors
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=self.root_rank)

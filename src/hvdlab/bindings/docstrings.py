@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WIDTH = 110
+"""Columns of a generated paragraph, as many as the source has."""
 
 _TENSORS = {
     "allreduce": "Equal shape and dtype on every rank; any shape, 0-d and empty ones included.",

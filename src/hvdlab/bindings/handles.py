@@ -266,6 +266,7 @@ class _Completion:
             if self._left:
                 self._callbacks.append(callback)
                 return
+        # Outside the lock: the callback can add another one to this handle.
         _call(callback, handle)
 
     def __call__(self, result: Result | None, error: Exception | None, /) -> None:

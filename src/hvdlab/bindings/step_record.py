@@ -32,6 +32,7 @@ SHOWN = 3
 """Steps that are shown with an error, besides the first that is not finite."""
 
 DEEPEST = 4
+"""Levels of mappings and sequences in which a batch is searched for tensors."""
 LONGEST_PATH = 120
 """Characters that are shown of an input's path, which is made of keys of the batch."""
 

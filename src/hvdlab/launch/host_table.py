@@ -25,6 +25,7 @@ GONE_AFTER = 2
 WAVERS = 4
 """If the answer about a host changes this often within :data:`WAVERS_WITHIN` seconds, the source is not followed for it."""
 WAVERS_WITHIN = 30.0
+"""Seconds within which the changes of an answer are counted."""
 STEADY = 10.0
 """Seconds that such a source has to say the same before it is followed again."""
 QUIET = 60.0

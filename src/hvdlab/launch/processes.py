@@ -21,6 +21,7 @@ _GET_INFO = 0xC040FF0B
 """``PIDFD_GET_INFO`` with the first 64 bytes of ``struct pidfd_info``, of linux/pidfd.h."""
 _INFO = struct.Struct("=QQ11Ii")
 _WANT_EXIT = 1 << 3
+"""``PIDFD_INFO_EXIT``: the caller asks for the exit status."""
 
 
 def start_time(pid: int) -> int:
@@ -113,6 +114,7 @@ _WORDS = {
 
 TAIL_BYTES = 16 * 1024
 TAIL_LINES = 100
+"""Bytes and lines that are kept of the end of a process's output, at most."""
 
 
 def describe(event: Exited) -> str:

@@ -90,6 +90,8 @@ class RoomStarter(ABC):
         thread = self._make_thread(target, f"hvdlab-{name}")
         with self._changed:
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            # Under the lock: close() joins all threads of the list, and one that was not started can't be
+            # joined.
             thread.start()
 
     def _make_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
@@ -110,6 +112,7 @@ class RoomStarter(ABC):
     def _order(self, ranks: Sequence[int], size: int, host: str) -> None:
         with self._changed:
             require_running(self._closing.is_set())
+            # Before the request: a thread of the engine can find room before that returns.
             self._waiting |= dict.fromkeys(ranks, size)
         try:
             self._request_room(ranks, size, host)

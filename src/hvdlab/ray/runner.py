@@ -44,7 +44,9 @@ T = TypeVar("T")
 _AFTER_A_FAILURE = 15.0
 """Seconds that the other ranks have to end a call that has failed on one; then they are interrupted."""
 _AFTER_AN_INTERRUPT = 5.0
+"""Seconds that interrupted ranks have to end a call."""
 _CLOSING = 5.0
+"""Seconds that ranks have to leave, and the coordinator to end."""
 
 
 @dataclass

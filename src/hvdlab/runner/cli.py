@@ -41,6 +41,7 @@ HELP = f"""usage: hvdlab COMMAND
   --version      print the version
 """
 WRONG_CALL = 2
+"""Exit code for wrong arguments, as argparse has it."""
 COMMANDS = {
     "trace check": "hvdlab.collectives.tracing.check",
     "trace": "hvdlab.kernel_ext.trace_command",

@@ -16,6 +16,7 @@ from hvdlab.collectives.variables import VARIABLES, Reader
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 MEBIBYTE = 1 << 20
+"""Bytes; some flags give sizes in this unit, as horovodrun does."""
 
 
 class FlagKind(StrEnum):

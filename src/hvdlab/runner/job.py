@@ -281,7 +281,7 @@ class JobRun:
         """Let the supervisor know which hosts there are now.
 
         Hosts that its effects put aside change that, too, but only once all effects are carried out: the supervisor's effects in
-        answer would otherwise overtake those that are left, and an older Expect would undo a newer one.
+        answer would otherwise overtake those that are left, and an older :class:`~hvdlab.runner.events.SetExpectedRanks` would undo a newer one.
         """
         while (changed := self._changed) is not None:
             self._changed = None

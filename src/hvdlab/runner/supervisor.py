@@ -136,7 +136,7 @@ class _Ending:
 
 
 class Supervisor:
-    """State machine of a job. Feed it with :meth:`handle`; carry out the effects that it returns; call again with ``Tick`` at :attr:`deadline`."""
+    """State machine of a job. Feed it with :meth:`handle`; carry out the effects that it returns; call again with ``JobTick`` at :attr:`deadline`."""
 
     def __init__(self, policy: Policy, now: float) -> None:
         self.policy = policy
@@ -245,6 +245,7 @@ class Supervisor:
         state = self.ranks[rank]
         state.pid, state.start_by = pid, None
         self._await(rank, now)
+        # It was given up while it had no process that a signal could reach.
         if state.abandoned and state.outcome is None:
             self._effects.append(e.SendSignal((rank,), signal.SIGKILL))
         if self._begun and all(self.ranks[expected].pid for expected in self.expected):

@@ -21,6 +21,7 @@ from hvdlab.spark.runner import active_context, chosen_timeout, wait_for_slots
 T = TypeVar("T")
 
 _ELASTIC_TIMEOUT = 600.0
+"""Seconds that a job waits for slots or a newcomer, unless the user sets another limit."""
 _RESETS = 10
 """How many lost ranks are started anew, where the user says nothing."""
 _COOLDOWN = (1.0, 60.0)

@@ -34,6 +34,7 @@ _LOOKS = 0.2
 _AFTER_A_FAILURE = 15.0
 """Seconds that the other ranks have to end once one has failed."""
 _CLOSING = 5.0
+"""Seconds that the coordinator, and a job that was cancelled, have to end."""
 
 _jobs = itertools.count()
 

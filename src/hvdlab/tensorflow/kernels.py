@@ -451,6 +451,7 @@ def _join(execution: Execution, call: Call) -> None:
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
 SELF_TEST = b"self-test"
+"""The call of the operation that :meth:`Registered.works` runs."""
 _QUERIES = {
     "size": lambda process_set: len(_members(process_set)),
     "rank": lambda process_set: own_number("hvd.rank_op()"),

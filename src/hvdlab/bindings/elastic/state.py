@@ -72,6 +72,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
 
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler)
+        #: The sampler and its recorded places as of the last commit, and the number of commits.
         self._saved = copy.deepcopy(sampler.state_dict())
         self._share = sampler.share()
         self._saves = 0
@@ -231,6 +232,7 @@ class HandledState(ObjectState):
         # First, and not through __setattr__(), which needs them.
         object.__setattr__(self, "_handlers", handlers)
         object.__setattr__(self, "_registry", registry)
+        #: The rank whose state :meth:`sync` has given to all; ``None`` for the first that lives.
         self._root: int | None = None
         super().__init__(bcast_object=self._from_root, get_rank=rank, **values)
         for name, handler in handlers.items():

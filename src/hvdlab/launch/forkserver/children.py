@@ -384,6 +384,7 @@ def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[]
             opened += [ours, theirs]
         elif (unsent := program.make_area()) >= 0:
             opened.append(unsent)
+        # A collection in the child would otherwise write to, and so copy, all objects that it shares.
         gc.freeze()
         pid = os.fork()
     except OSError:

@@ -54,6 +54,7 @@ AT_ONCE = 3
 TRIES = 8
 """… and this many in a row at most, with pauses that begin with :data:`PAUSE` seconds and double each time."""
 PAUSE = 1.0
+"""Seconds before the first successor that is not started at once."""
 
 
 class ForkServer:
@@ -202,6 +203,7 @@ class ForkServer:
                 raise StartError("the fork server was closed")
             if self._hopeless:
                 raise StartError(f"the fork server is gone: {self._lost}")
+            # Before the write: if the fork server dies in between, its successor gets the message.
             self._journal.remember(message)
             if self._lost is None:
                 self._write(message)
@@ -263,6 +265,7 @@ class ForkServer:
                 return False
             self._handle.release()
             self._handle, self._lost, self._hopeless = handle, None, False
+            # Under the lock: messages of send() must come after these.
             for message in self._journal.for_successor():
                 self._write(message)
             self._thread = self._begin()
@@ -389,6 +392,7 @@ class ForkServer:
             return
         reason = handle.why_ended(error)
         with self._lock:
+            # First: the end of a child that ends before it is watched stays unknown.
             self._orphans.watch(self._journal.children.values())
             ended = self._journal.died()
             self._failures += self._loaded is None

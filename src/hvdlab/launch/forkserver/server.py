@@ -94,7 +94,9 @@ class ServerShell:
         self._later = deque(program.later)
         #: Modules that training will import, until a rank is forked, which would have to share its core with these imports.
         self._training: deque[str] = deque()
+        #: Events that effects have caused; they are handled before all others.
         self._answers: list[Event] = []
+        #: Pipe to each child that waits until the pool knows of it, by process id.
         self._unannounced: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._child_table = ChildTable(self._selector, program)
@@ -311,6 +313,7 @@ class ServerShell:
         with contextlib.suppress(ConnectionLost):
             self._link.endpoint.send_frame(encode(message), descriptor)
         if isinstance(message, Forked):
+            # The pool knows of the child now, so the child can live; see :attr:`Role.leave_to_live`.
             announced = self._unannounced.pop(message.pid)
             with contextlib.suppress(BrokenPipeError):  # it has ended already
                 os.write(announced, b"!")
@@ -540,6 +543,7 @@ class PoolLink:
         if self.endpoint.closed:
             return False
         hangup = select.poll()
+        # Without flags: a hang-up is reported, bytes that wait are not.
         hangup.register(self._sock, 0)
         for sign in self.signs:
             hangup.register(sign, select.POLLIN)

@@ -354,6 +354,7 @@ class Agent:
             os.close(fd)
         for piece in child.result():
             self._send(wire.ResultPiece(child.rank, piece))
+        # Last: the launcher forgets the rank with this message, and disowns later ones.
         self._send(wire.RankExited(child.rank, code, number))
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -377,6 +378,7 @@ class Agent:
                 os.waitpid(ended, 0)
         for child in self._by_pid.values():
             child.signal(signal.SIGKILL)
+        # Until none is left: the end of one can leave further orphans to this process.
         while orphans := living_children():
             for pid in orphans:
                 with contextlib.suppress(ProcessLookupError):

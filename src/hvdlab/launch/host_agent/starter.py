@@ -379,5 +379,6 @@ class ExecStarter:
         if said is not None:
             tail, detail, left = tail or said.tail, said.detail, said.left
         self._ranks.handle(Ended(rank, pid, reason, tail, detail, code, number, left))
+        # After the report: a wait for idle ranks must not end before the observer has it.
         if idle:
             self._idle.set()

@@ -11,6 +11,7 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import MALFORMED, encode_frame
 
 GREETING = b"\x00hvdlab-agent-1\x00"
+"""First bytes of an agent; the launcher skips all output before them."""
 PIECE = 1 << 20
 """Bytes of output or of a result in one message, at most."""
 

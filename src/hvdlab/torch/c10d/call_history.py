@@ -48,7 +48,7 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
         number: Its number in the rank's errors.
         operation: Its name in torch.
         site: The user's line of code, and the part of a model that it is for.
-        step: OptimizerSteps that the rank's optimizers had taken before it.
+        step: Steps that the rank's optimizers had taken before it.
     """
 
     number: int
@@ -207,6 +207,7 @@ class Histories:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
+        #: The calls of each group's present epoch; with the following, guarded by the condition.
         self._records: dict[str, _Record] = {}
         #: Where the calls of groups are that remember them by themselves.
         self._sources: dict[str, CallSource] = {}
@@ -294,7 +295,7 @@ class Histories:
 class OptimizerSteps:
     """Counter of the steps of all optimizers together from now on, by torch's global hook.
 
-    OptimizerSteps that ``torch.compile`` compiles are not counted: the count would be a constant in the compiled code, which torch would
+    Steps that ``torch.compile`` compiles are not counted: the count would be a constant in the compiled code, which torch would
     compile again each time that it has changed.
 
     Attributes:
@@ -303,6 +304,7 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self.taken = 0
+        # Torch's hook must not keep this object, whose end removes the hook.
         counts = weakref.ref(self)
 
         def count(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -92,6 +92,7 @@ class LaunchRing:
     """The last launches of this rank in one group. One thread adds at a time."""
 
     def __init__(self) -> None:
+        #: The ring, whose size is a power of two, and how many launches there were.
         self._slots: list[LaunchSlot | None] = [None] * SLOTS
         self._count = 0
 
@@ -99,6 +100,7 @@ class LaunchRing:
         """Record a launch."""
         count = self._count
         self._slots[count & (SLOTS - 1)] = slot
+        # After the slot: a reader on another thread must not count a launch that is not there.
         self._count = count + 1
 
     def drop_last(self) -> None:

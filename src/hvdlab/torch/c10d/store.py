@@ -69,6 +69,7 @@ class StoreState:
     """
 
     def __init__(self) -> None:
+        #: Values by space and key.
         self._spaces: dict[str, dict[str, bytes]] = {}
         #: Spaces of former default groups, the oldest first: requests for them are answered with ``gone``. A space that is neither
         #: here nor there is about to be opened: the ranks have met, and this one has asked before the keeper has opened it.
@@ -88,6 +89,7 @@ class StoreState:
                 each for each in self._waiting if (each[0], each[1].number) != (sender, request.amount)
             ]
             return []
+        # Sent again after a reconnection: one answer is enough.
         if (sender, request) in self._waiting:
             return []
         if request.space in self._former:
@@ -181,6 +183,7 @@ class StoreLink:
         self._number = secrets.randbits(_FIRST_BITS)
         #: Requests without an answer, by number, each with the rank that keeps the values.
         self._asked: dict[int, tuple[int, KeeperRequest]] = {}
+        #: Answers that have arrived and that no thread has read yet, by number.
         self._answers: dict[int, KeeperAnswer] = {}
         engine.on_mail(_ASK, self._on_ask)
         engine.on_mail(_ANSWER, self._on_answer)
@@ -227,6 +230,7 @@ class StoreLink:
             with self._changed:
                 self._asked.pop(number, None)
                 self._answers.pop(number, None)
+            # The keeper would go on to hold the request of a wait that is over.
             if answer is None:
                 self._engine.post(
                     _ASK, msgspec.msgpack.encode(KeeperRequest(0, space, "forget", amount=number)), [keeper]
@@ -258,6 +262,7 @@ class StoreLink:
     def _on_answer(self, sender: int, body: bytes) -> None:
         answer = msgspec.msgpack.decode(body, type=KeeperAnswer)
         with self._changed:
+            # A second answer, to a request that was sent again, is dropped.
             if answer.number in self._asked:
                 self._answers[answer.number] = answer
                 self._changed.notify_all()

@@ -115,6 +115,8 @@ class Calls:
         self._labels: dict[tuple[str, str], str] = {}
         self.process_set = world.process_set(members)
         self.name_in_core = world.name_in_core(name, self.members)
+        #: The processes that are the group's ranks, and the last epoch of the world in which they were found
+        #: to be.
         self._epoch, self._processes = self._present()
         # The store's space, which each init_process_group draws again, is part of the name: the calls of a group that is made again
         # are not compared with those of the former one.
@@ -223,6 +225,7 @@ class Calls:
         coalesced = getattr(self._coalescing, "works", None)
         if coalesced is not None:
             coalesced.append(work)
+            # Its wait comes at the end of the block, after further operations.
             at_once = False
         site = call_site(2)
         self.begin(work, submission, name or self.name_in_core, site, at_once=at_once)

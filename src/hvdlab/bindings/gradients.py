@@ -5,7 +5,7 @@ averaged or summed like the tensors were. Allgather and broadcast *average* the 
 loss were the mean of the ranks' losses.
 
 Reductions that are no sums (Min, Max, Product, Adasum) have the derivative of the sum of the ranks' losses; every rank
-computes it for itself from the tensors of all, so for these a backward pass takes as many tensors' memory as there are
+computes it for itself from the tensors of all, so for these a backward pass needs as many tensors' memory as there are
 ranks.
 
 Gradients are made of collectives, so every rank that ran the collective must run its backward pass, too. Where the

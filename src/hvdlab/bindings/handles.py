@@ -132,7 +132,7 @@ Finish = Callable[[list[T], Sequence[Part[T]]], Any]
 class Handle:
     """A collective, or a group of them, in flight. Made by the ``*_async`` functions.
 
-    Its tensors are kept alive until it is done. Like the functions that take it, it may be used from any thread.
+    Its tensors are kept alive until it is done. Like the functions that accept it, it may be used from any thread.
 
     Attributes:
         tables: Once it is done: for each tensor the numbers that each member announced, by position (for an

@@ -1,4 +1,4 @@
-"""The arrays of frameworks, for key-value stores. A framework is looked at only where the program has imported it."""
+"""The arrays of frameworks, for key-value stores. A framework is used only where the program has imported it."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ MXNET = ArrayType(
 
 
 def register_frameworks() -> None:
-    """Let the stores take arrays of torch, TensorFlow, cupy and MXNet.
+    """Let the stores accept arrays of torch, TensorFlow, cupy and MXNet.
 
     Tensors on other devices are copied through host memory. Views of CPU tensors of torch and MXNet share their memory.
     """

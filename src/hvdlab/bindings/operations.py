@@ -186,7 +186,7 @@ class Binding(Generic[T]):
         return HOST if wide else device
 
     def _placing(self, direct: bool, device: str, tensor: T) -> Deliver[T] | None:
-        """Return the function that takes an output to where the user expects it; ``None`` if it is there already."""
+        """Return the function that moves an output to its place for the user; ``None`` if it is in place already."""
         if device != HOST:
             assert self._devices is not None
             return self._devices.received

@@ -103,7 +103,7 @@ class BaseDataLoader:
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """Return a batch as it is given out, on the thread that takes it; the batch itself by default."""
+        """Return a batch as it is given out, on the consuming thread; the batch itself by default."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,7 +115,7 @@ class AsyncDataLoaderMixin:
     """Mixin that loads batches ahead, in a thread that lives as long as an iteration does.
 
     Put it in front of a :class:`BaseDataLoader`. ``_iterate`` runs in the thread; ``_process_batch`` (which may move
-    a batch to a device) where the batches are taken. An exception of ``_iterate`` is raised there as well, after the batches
+    a batch to a device) where the batches are consumed. An exception of ``_iterate`` is raised there as well, after the batches
     that came before it. The thread has ended when the iteration has: at its end, after an exception, and when it is
     left early and forgotten, or :meth:`close_async_loader` is called.
 
@@ -137,7 +137,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """End all iterations at work, and their threads. A thread that takes the next batch of one finds its end."""
+        """End all iterations at work, and their threads. A thread that asks one for its next batch gets its end."""
         for ahead in list(self._running):
             ahead.close()
 

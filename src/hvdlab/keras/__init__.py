@@ -1,6 +1,6 @@
 """Horovod's API for Keras on hvdlab's collective core: ``import hvdlab.keras as hvd``. Keras runs on TensorFlow.
 
-The names are those of :mod:`hvdlab.tensorflow.keras`; some functions take fewer arguments here, as in Horovod.
+The names are those of :mod:`hvdlab.tensorflow.keras`; some functions have fewer arguments here, as in Horovod.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def DistributedOptimizer(
     """Make an optimizer of Keras that reduces gradients over all ranks before it applies them.
 
     The result has the name of ``optimizer``'s class, its settings, and its state if there is any, and can be given to
-    ``model.compile``. :func:`hvdlab.tensorflow.keras.DistributedOptimizer` takes further arguments.
+    ``model.compile``. :func:`hvdlab.tensorflow.keras.DistributedOptimizer` has further arguments.
 
     Args:
         optimizer: An optimizer of Keras 3 or of Keras 2 (``tf_keras``).

@@ -28,7 +28,7 @@ class MembershipRanks:
 
     Args:
         client: The connection to the coordinator.
-        ranks: Takes the reports.
+        ranks: Observer that gets the reports.
     """
 
     def __init__(self, client: Client, ranks: RankObserver) -> None:

@@ -158,7 +158,7 @@ class DaskWorker:
         name: Its name as a host of ranks.
         address: Where it is reached.
         machine: The address of its machine.
-        slots: How many ranks it takes.
+        slots: How many ranks it accepts.
     """
 
     name: str
@@ -172,7 +172,7 @@ class Room:
 
     Args:
         client: Dask's client.
-        per_worker: How many ranks each takes; 0 for as many as it has threads.
+        per_worker: How many ranks each accepts; 0 for as many as it has threads.
     """
 
     def __init__(self, client: Any, per_worker: int = 0) -> None:
@@ -364,7 +364,7 @@ class DaskStarter(RoomStarter):
 class AgentActor:
     """Actor that runs an agent on a worker, until it is hung up or dropped, or the worker ends: then the agent's input ends.
 
-    Its methods run on the worker's event loop, so that they take none of the threads of the worker's tasks.
+    Its methods run on the worker's event loop, so that they occupy none of the threads of the worker's tasks.
 
     Args:
         python: The agent's interpreter.

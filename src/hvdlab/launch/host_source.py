@@ -73,7 +73,7 @@ class HostDiscoveryScript(HostDiscovery):
     Args:
         discovery_script: A command line for the shell.
         slots: Slots of a host that is printed without a number; 1 if ``None``.
-        within: Seconds that the command may take; then it is killed, with all that it started.
+        within: Time limit of the command, in seconds; then it is killed, with all that it started.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class HostDiscoveryScript(HostDiscovery):
         """Run the command.
 
         Raises:
-            StartError: It could not be run, failed, took too long, or printed a line that is no host; the message names the cause.
+            StartError: It could not be run, failed, exceeded its limit, or printed a line that is no host; the message names the cause.
         """
         hosts: dict[str, int] = {}
         for line in self._printed().splitlines():

@@ -201,7 +201,7 @@ class HostTable:
         return min(times, default=None)
 
     def handle(self, event: HostEvent, now: float) -> list[HostEffect]:
-        """Take one event."""
+        """Handle one event."""
         self._effects = []
         match event:
             case HostsAsked():

@@ -20,7 +20,7 @@ _SLOTS = re.compile(r"\b(?:slots|cpus?)\s*=\s*(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host, and how many ranks it takes."""
+    """A host, and how many ranks it accepts."""
 
     name: str
     slots: int

@@ -98,7 +98,7 @@ class HeldJob(Protocol):
 
     @property
     def lost(self) -> str:
-        """Return why this process uses the job no more although it did not let go of it; empty as long as it does."""
+        """Return why this process uses the job no more although it did not release it; empty as long as it does."""
         ...
 
     def starter(self) -> Starter:
@@ -116,7 +116,7 @@ class HeldJob(Protocol):
         """Have another coordinator, unless the keeper has replaced it already. Raises ``StartError``."""
 
     def resized(self, size: int) -> None:
-        """Note how many ranks the job has now."""
+        """Record how many ranks the job has now."""
 
     def let_go(self) -> None:
         """Use the job no more; it stays. Idempotent."""

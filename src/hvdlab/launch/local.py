@@ -107,7 +107,7 @@ class LocalStarter:
         """Do nothing: the owner of the fork server ends it, and the ranks with it."""
 
     def hear(self, event: FromServer) -> None:
-        """Take a message of the fork server; ignores those that are not about ranks."""
+        """Handle a message of the fork server; ignores those that are not about ranks."""
         match event:
             case Forked(number, pid) if number > CONTROLLER:
                 self._ranks.handle(Started(number, pid))

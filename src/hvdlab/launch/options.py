@@ -68,7 +68,7 @@ def parse(launcher: str, known: Sequence[Option], given: Mapping[str, str]) -> d
 
     Args:
         launcher: Its name.
-        known: The options that it takes.
+        known: The options that it accepts.
         given: Texts by name. ``-`` and ``_`` in names are the same.
 
     Raises:

@@ -203,7 +203,7 @@ class OutputTail:
         self._size = 0
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self._pieces.append(data)
         self._size += len(data)
         while self._size - len(self._pieces[0]) >= TAIL_BYTES:

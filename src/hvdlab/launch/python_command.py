@@ -23,7 +23,7 @@ _WITH_VALUE = "WX"
 
 @dataclass(frozen=True, slots=True)
 class PythonCommand:
-    """A command line such as ``python -u train.py --epochs 3``, taken apart.
+    """A command line such as ``python -u train.py --epochs 3``, in its parts.
 
     Attributes:
         interpreter: The program, ``python``.
@@ -41,7 +41,7 @@ class PythonCommand:
 
     @classmethod
     def parse(cls, command: Sequence[str]) -> Self | None:
-        """Take a command line apart; ``None`` if it does not start a Python program that is named in it."""
+        """Parse a command line; ``None`` if it does not start a Python program that is named in it."""
         if not command or not _INTERPRETER.fullmatch(os.path.basename(command[0])):
             return None
         interpreter, rest, options = command[0], list(command[1:]), []

@@ -70,7 +70,7 @@ class RoomStarter(ABC):
         return
 
     def _claim(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Take ranks out of waiting.
+        """Remove ranks from the waiting ones.
 
         Returns:
             Those that waited, each with the size of its job. The caller starts them, or reports their ends.

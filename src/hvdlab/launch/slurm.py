@@ -680,7 +680,7 @@ class SlurmAllocation:
             raise StartError(f"`sh` can't be run: {error.strerror or error}") from error
 
     def submitted(self) -> str:
-        """Wait until Slurm has taken the job; returns its number.
+        """Wait until Slurm has accepted the job; returns its number.
 
         Raises:
             StartError: Slurm refused it; the text is Slurm's own.

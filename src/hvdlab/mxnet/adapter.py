@@ -2,7 +2,7 @@
 
 A *direct* array (dense, on the CPU) shares its memory with the core, without a copy. One on another device is *staged*: the core
 works on a copy in host memory. MXNet runs operations on arrays later, on threads of its own; the core waits for an array's operations
-before it looks at the array's memory.
+before it uses the array's memory.
 """
 
 from __future__ import annotations

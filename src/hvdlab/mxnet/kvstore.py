@@ -62,7 +62,7 @@ class _StatesOfMXNet(kvstore.KVStore):
         write_file(fname, self._mxnets_updater.get_states(dump_optimizer))
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Take over the states that :meth:`save_optimizer_states`, or a store of MXNet's, wrote.
+        """Load the states that :meth:`save_optimizer_states`, or a store of MXNet's, wrote.
 
         MXNet's files are pickles, which run code when they are read: read only those that you trust.
 
@@ -78,7 +78,7 @@ class _StatesOfMXNet(kvstore.KVStore):
 
 
 class _OneProcessStore(_StatesOfMXNet, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
-    """A store of hvdlab's that MXNet takes for one of its own; it has none of MXNet's inside."""
+    """Store of hvdlab's that counts as one of MXNet's own; it has none of MXNet's inside."""
 
     def __del__(self) -> None:
         """Do nothing: MXNet has no handle to free."""
@@ -97,7 +97,7 @@ class _OneProcessStore(_StatesOfMXNet, mx.kvstore.KVStore):  # type: ignore[misc
 
 
 class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
-    """A store of several workers that MXNet takes for one of its own."""
+    """Store of several workers that counts as one of MXNet's own."""
 
     def __del__(self) -> None:
         """Do nothing: MXNet has no handle to free."""
@@ -118,7 +118,7 @@ class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # t
 
 
 class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
-    """A store on parameter servers that MXNet takes for one of its own."""
+    """Store on parameter servers that counts as one of MXNet's own."""
 
     def __del__(self) -> None:
         """Do nothing: MXNet has no handle to free."""
@@ -159,7 +159,7 @@ def _ours(theirs: Any) -> kvstore.optimizer.Optimizer:
 def install_kvstore() -> None:
     """Let ``mx.kv.create``, and a name given to ``gluon.Trainer``, make hvdlab's stores of all types.
 
-    They are instances of ``mx.kvstore.KVStore`` and take optimizers of MXNet's. Values, gradients and outputs may be row-sparse arrays
+    They are instances of ``mx.kvstore.KVStore`` and accept optimizers of MXNet's. Values, gradients and outputs may be row-sparse arrays
     of MXNet's. Classes that were registered with MXNet are made as before. May be
     called again.
     """

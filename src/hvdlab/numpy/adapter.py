@@ -106,7 +106,7 @@ def as_array(value: Any) -> AnyArray:
     """Return an array of a user's value: its own memory if numpy can view it or it is an array of a GPU, otherwise a copy.
 
     Raises:
-        UnsupportedError: It is a DLPack object that numpy can't take over.
+        UnsupportedError: It is a DLPack object that numpy can't import.
     """
     if type(value) is np.ndarray:
         return value

@@ -31,7 +31,7 @@ class BaseParams:
 
     Attributes:
         cpus_per_worker: Ray's CPUs.
-        use_gpu: Whether it takes GPUs.
+        use_gpu: Whether it uses GPUs.
         gpus_per_worker: How many; 1 if ``None`` with ``use_gpu``.
 
     Raises:

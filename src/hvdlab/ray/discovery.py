@@ -13,7 +13,7 @@ class RayHostDiscovery(HostDiscovery):
     starts ranks there by ssh.
 
     Args:
-        use_gpu: Whether a rank takes GPUs.
+        use_gpu: Whether a rank uses GPUs.
         cpus_per_slot: Ray's CPUs of a rank.
         gpus_per_slot: GPUs of a rank, with ``use_gpu``.
     """

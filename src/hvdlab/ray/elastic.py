@@ -50,7 +50,7 @@ class ElasticRayExecutor:
 
     Args:
         settings: A result of :meth:`create_settings`.
-        use_gpu: Whether a rank takes GPUs.
+        use_gpu: Whether a rank uses GPUs.
         cpus_per_slot: Ray's CPUs of a rank.
         gpus_per_slot: GPUs of a rank; by default one.
         env_vars: Variables of the ranks.
@@ -76,7 +76,7 @@ class ElasticRayExecutor:
         """Return settings for an executor.
 
         Args:
-            min_num_proc: With so many ranks a call begins and goes on.
+            min_num_proc: Number of ranks with which a call begins and continues.
             max_num_proc: How many there are at most; by default as many as there is room for.
             reset_limit: How many lost ranks of a call are restarted; by default 10.
             elastic_timeout: Seconds that a call waits for nodes while it has too few ranks.

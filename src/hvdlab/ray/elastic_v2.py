@@ -38,7 +38,7 @@ class RayHostDiscovery(discovery.RayHostDiscovery):
     """:class:`hvdlab.ray.elastic.RayHostDiscovery`, with the names that the arguments have here.
 
     Args:
-        use_gpu: Whether a rank takes GPUs.
+        use_gpu: Whether a rank uses GPUs.
         cpus_per_worker: Ray's CPUs of a rank.
         gpus_per_worker: GPUs of a rank, with ``use_gpu``.
     """
@@ -52,7 +52,7 @@ class ElasticParams(BaseParams):
     """Limits of the number of workers, and of the time with too few.
 
     Attributes:
-        min_workers: With so many ranks a call begins and goes on.
+        min_workers: Number of ranks with which a call begins and continues.
         max_workers: How many there are at most; as many as there is room for if ``None``.
         reset_limit: How many lost ranks of a call are restarted; 10 if ``None``.
         cooldown_range: Seconds that a node that failed is put aside the first time, and at most.

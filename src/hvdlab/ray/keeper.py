@@ -150,7 +150,7 @@ class RayHeldPool:
         self._generation = int(_answer(replaced, timeout + _MORE))
 
     def resized(self, size: int) -> None:
-        """Note how many ranks the pool has."""
+        """Record how many ranks the pool has."""
         with contextlib.suppress(StartError):  # it has ended: that is reported
             _order(self._actor.resized, self._number, size)
 

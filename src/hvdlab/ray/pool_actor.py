@@ -189,7 +189,7 @@ class PoolActor:
                 self._starter.signal(rank, which)
 
     def resized(self, number: int, size: int) -> None:
-        """Note how many ranks the pool has."""
+        """Record how many ranks the pool has."""
         with self._changed:
             if self._tenancy.holds(number):
                 self._size = size

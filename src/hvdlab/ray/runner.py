@@ -551,7 +551,7 @@ class StaticAdapter(Adapter):
         return done
 
     def _failed(self, reference: Any, rank: int, done: JobResult) -> bool:
-        """Take how a call has ended on a rank; whether it failed, and not for another rank's failure."""
+        """Record how a call has ended on a rank; returns whether it failed, and not for another rank's failure."""
         ray = imported()
         try:
             reply: WorkerReply = ray.get(reference)

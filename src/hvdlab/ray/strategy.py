@@ -188,7 +188,7 @@ class ColocatedStrategy(BaseStrategy):
 class PGStrategy(BaseStrategy):
     """Workers on as few nodes as have room, or in a placement group that is there.
 
-    In a group that is made here, workers of a node have consecutive ranks. In a group that was there before, each worker takes any bundle.
+    In a group that is made here, workers of a node have consecutive ranks. In a group that was there before, each worker uses any bundle.
 
     Args:
         settings: Has the limit of the wait for room.

@@ -260,7 +260,7 @@ class GpuRanks:
     Args:
         size: Number of ranks.
         program: Program and arguments of each.
-        within: Seconds that they may take for a task.
+        within: Time limit of a task, in seconds.
     """
 
     def __init__(self, size: int, program: Sequence[str], within: float) -> None:

@@ -1,4 +1,4 @@
-"""The events that the supervisor takes, and the effects that the job's loop carries out for it."""
+"""The events that the supervisor handles, and the effects that the job's loop carries out for it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankArrived:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """Event: the first world is there: all ranks have come that were expected then, or the others go on without them."""
+    """Event: the first world is there: all ranks have come that were expected then, or the others continue without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class FailureReport:
         outcome: How it ended, or ``None`` if it has not ended by itself.
         error: Its exception in one line, if known.
         followers: Ranks that failed because of it.
-        early: Ranks that ended well while ``rank`` still needed them, and thereby made it fail.
+        early: Ranks that ended well while ``rank`` still needed them, and so made it fail.
     """
 
     rank: int

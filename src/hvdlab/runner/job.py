@@ -1,7 +1,7 @@
 """Runs a job: coordinator, starter, output and signals around the :class:`~hvdlab.runner.supervisor.Supervisor`.
 
 All threads post to one :class:`EventQueue`: output, starts and ends of ranks, news of the coordinator, signals. The loop of
-:class:`JobRun` alone takes from it and acts. :class:`CoordinatorSupervisor` replaces a coordinator that dies.
+:class:`JobRun` alone reads from it and acts. :class:`CoordinatorSupervisor` replaces a coordinator that dies.
 """
 
 from __future__ import annotations

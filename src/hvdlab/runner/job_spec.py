@@ -44,7 +44,7 @@ class JobSpec:
         max_ranks: Ranks that the job has at most; with a ``source`` only.
         cooldown: Seconds that a host that failed is put aside the first time, and at most; likewise.
         elastic_timeout: Seconds that the job waits for hosts while it has fewer ranks than it needs; likewise.
-        mail: For each topic the function that takes mail of the ranks: it is called with the sender's rank and the body,
+        mail: For each topic the function that receives mail of the ranks: it is called with the sender's rank and the body,
             on a thread of the launcher's.
         start_timeout, join_timeout, min_ranks, reset_limit: As in :class:`~hvdlab.runner.supervisor.Policy`.
     """
@@ -125,7 +125,7 @@ class JobSpec:
 
     @property
     def host_list(self) -> str:
-        """Return the hosts in the form that launchers take (``a:2,b:2``); empty if the operator named none."""
+        """Return the hosts in the form that launchers accept (``a:2,b:2``); empty if the operator named none."""
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts) if self.named else ""
 
     def host_of(self, rank: int) -> str:

@@ -183,7 +183,7 @@ class LineAssembler:
     between at most every ``redraw`` seconds.
 
     Args:
-        emit: Takes a line without its end, and whether it is a passing state.
+        emit: Receives a line without its end, and whether it is a passing state.
         redraw: Seconds between passing states.
         clock: Source of monotonic seconds.
     """
@@ -201,7 +201,7 @@ class LineAssembler:
         self._shown_at = -redraw
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         data = self._held + data
         *lines, rest = data.split(b"\n")
         for line in lines:

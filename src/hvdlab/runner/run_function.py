@@ -86,7 +86,7 @@ def run(
         func: Called on each rank. It joins the others by ``hvd.init()``.
         args, kwargs: Its arguments; they must be picklable, as must its result.
         num_proc, np: Number of ranks; by default one for each slot of ``hosts``, or 1.
-        min_num_proc, min_np: Makes the job elastic: it goes on with so many ranks.
+        min_num_proc, min_np: Makes the job elastic: it continues with so many ranks.
         max_num_proc, max_np: How many ranks an elastic job has at most, where hosts have room for more.
         host_discovery_script: Where hosts come from while the job runs: the command line of a script that prints them, or
             another object that :func:`hvdlab.launch.host_source.as_host_source` accepts (``{"a": 2}``, an object with

@@ -35,10 +35,10 @@ class Policy:
         newcomer_timeout: Time from the start of a newcomer's process until its ``hvd.init()``, once there has been a world. No rank waits for
             it, but it keeps its slot and its number. ``None`` for no limit.
         settle: How long the launcher waits for the culprit's end.
-        hang: How long a rank may take to end after an exception ended its program.
+        hang: Time limit of a rank's end after an exception ended its program.
         grace: Time between SIGTERM and SIGKILL, and until a rank gets the former that was let go and has not joined.
         interrupt_grace: Time between SIGINT and SIGKILL.
-        min_ranks: With how many ranks an elastic job goes on; ``None`` for a job that is not elastic.
+        min_ranks: With how many ranks an elastic job continues; ``None`` for a job that is not elastic.
         reset_limit: How many ranks are restarted in all.
         growth: How ranks are given to hosts that come and go; ``None`` for a job whose hosts are fixed. With a growth
             ``hosts`` is empty, and ``min_ranks`` is given.
@@ -197,7 +197,7 @@ class Supervisor:
         return min(times, default=None)
 
     def handle(self, event: e.Event, now: float) -> list[e.Effect]:
-        """Take one event. Nothing comes after :class:`~hvdlab.runner.events.Finish`."""
+        """Handle one event. Nothing comes after :class:`~hvdlab.runner.events.Finish`."""
         self._effects = []
         self._events += 1
         if self.phase is JobPhase.DONE:
@@ -351,7 +351,7 @@ class Supervisor:
         return len(ranks) > 1 and all(self._raised.get(r) == report.error for r in ranks)
 
     def _replace(self, rank: int, outcome: ExitStatus, now: float) -> bool:
-        """Restart a lost rank of an elastic job, or go on without it. Returns whether the job goes on."""
+        """Restart a lost rank of an elastic job, or continue without it. Returns whether the job continues."""
         assert self.policy.min_ranks is not None
         done = self._is_over
         known = self.ranks[rank].joined or self.ranks[rank].restarted
@@ -445,7 +445,7 @@ class Supervisor:
         return any(map(self._has_finished, self.ranks))
 
     def _go_on(self, rank: int, outcome: ExitStatus, now: float) -> bool:
-        """Go on without a lost rank, and restart it where a host has room. Returns whether the job goes on."""
+        """Continue without a lost rank, and restart it where a host has room. Returns whether the job continues."""
         state = self.ranks[rank]
         spent = self._is_over or self._resets >= self.policy.reset_limit
         if spent:

@@ -1,7 +1,7 @@
 """Executors for ranks under dynamic allocation: Spark asks for them only while tasks wait.
 
 hvdlab starts a rank where it sees a free task slot, and Spark adds a slot when it sees a task that has none. So tasks that do nothing wait in the
-place of the ranks that are lacking: once an executor comes they have run, and a rank takes the slot.
+place of the ranks that are lacking: once an executor comes they have run, and a rank gets the slot.
 """
 
 from __future__ import annotations

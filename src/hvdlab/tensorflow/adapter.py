@@ -100,7 +100,7 @@ class TensorFlowAdapter:
 
 @lru_cache(maxsize=1024)
 def _shape_tensor(shape: tuple[int, ...]) -> Any:
-    """Return a shape as a tensor. TensorFlow would make such a tensor of a tuple each time, which takes longer than the allocation."""
+    """Return a shape as a tensor. TensorFlow would make such a tensor of a tuple each time, which needs more time than the allocation."""
     return tf.constant(shape, tf.int32)
 
 

@@ -43,7 +43,7 @@ def internal(name: str) -> Any:
 def _trace_ours_as_it_is() -> None:
     """Keep AutoGraph from rewriting hvdlab's functions when ``tf.function`` traces code that calls them.
 
-    Rewriting takes long, makes tracebacks harder to read, and leaves a file for each function in the temporary directory if the
+    Rewriting is slow, makes tracebacks harder to read, and leaves a file for each function in the temporary directory if the
     process is killed. TensorFlow has no public setting for a whole package. In a release without the internal one, AutoGraph
     rewrites the functions, and they still work.
     """

@@ -48,8 +48,8 @@ def DistributedOptimizer(
 ) -> DistributedMixin | AdasumMixin:
     """Make an optimizer whose gradients are reduced over all ranks during the backward pass.
 
-    The result is an instance of the given optimizer's class, so learning-rate schedulers and gradient scalers take it.
-    It goes on with the given optimizer's state and parameter groups; use only the new optimizer from here on.
+    The result is an instance of the given optimizer's class, so learning-rate schedulers and gradient scalers accept it.
+    It continues with the given optimizer's state and parameter groups; use only the new optimizer from here on.
 
     Args:
         optimizer: Any ``torch.optim`` optimizer, made alike on all ranks. A distributed one is wrapped again, not twice.

@@ -33,7 +33,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: Weight of a batch's statistics in the running ones; ``None`` for a cumulative average.
         affine: Whether there are a weight and a bias to learn.
         track_running_stats: Whether to keep running statistics, which evaluation uses.
-        process_set: The ranks whose batches are taken together; a rank outside normalizes its own.
+        process_set: The ranks whose batches count together; a rank outside normalizes its own.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class StateHandler(Generic[T]):
 
     Attributes:
         value: The object.
-        root: The rank that :meth:`sync` takes the state of, as the core numbers it; ``None`` for the first that lives.
+        root: The rank whose state :meth:`sync` broadcasts, as the core numbers it; ``None`` for the first that lives.
     """
 
     def __init__(self, value: T) -> None:
@@ -57,13 +57,13 @@ class StateHandler(Generic[T]):
         """Drop state that only this rank has, since the others have begun again without it. :meth:`sync` follows."""
 
     def set_value(self, value: T) -> None:
-        """Take care of this object from now on."""
+        """Handle this object from now on."""
         self.value = value
         self.save()
 
     @property
     def root_rank(self) -> int:
-        """Return the rank that :meth:`sync` takes the state of, as scripts number it now."""
+        """Return the rank whose state :meth:`sync` broadcasts, as scripts number it now."""
         return number_of(self.root)
 
 
@@ -198,7 +198,7 @@ class HandlerRegistry:
         self.entries = list(entries)
 
     def handler_for(self, value: object) -> StateHandler[Any] | None:
-        """Return a handler that takes care of this object; ``None`` if it is a mere value."""
+        """Return a handler of this object; ``None`` if it is a mere value."""
         for kinds, handler in self.entries:
             if isinstance(value, kinds):
                 return handler(value)

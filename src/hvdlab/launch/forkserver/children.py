@@ -110,7 +110,7 @@ class ChildPipes:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def look(self) -> None:
-        """Note how much memory it has had: once it has ended, only its parent can find that out."""
+        """Record how much memory it has had: once it has ended, only its parent can find that out."""
         self.peak = max(self.peak, peak_memory(self.pid))
 
     def bury(self) -> int | None:
@@ -167,7 +167,7 @@ class ChildTable:
         self._looked = time.monotonic()
 
     def add(self, pipes: ChildPipes) -> None:
-        """Look after one more child."""
+        """Supervise one more child."""
         self._pipes[pipes.number] = pipes
         if pipes.log >= 0:
             self._watch(pipes.log, functools.partial(self._read_log, pipes))
@@ -177,7 +177,7 @@ class ChildTable:
             self._watch(pipes.pidfd, functools.partial(self._adopted_ended, pipes))
 
     def adopt(self, child: Forked) -> list[Event]:
-        """Look after a process that another fork server has forked."""
+        """Supervise a process that another fork server has forked."""
         pipes = ChildPipes.adopt(child)
         if pipes is None:
             return [ChildEnded(child.pid, out_of_memory=self._memory.increased())]
@@ -191,7 +191,7 @@ class ChildTable:
         return max(0.0, self._looked + LOOK_EVERY - time.monotonic())
 
     def look(self) -> None:
-        """Note the memory of adopted processes, which can't be asked for once they have ended."""
+        """Record the memory of adopted processes, which can't be asked for once they have ended."""
         self._looked = time.monotonic()
         for pipes in self._pipes.values():
             if pipes.pidfd >= 0:

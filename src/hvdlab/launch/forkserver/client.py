@@ -235,7 +235,7 @@ class ForkServer:
     def respawn(self) -> None:
         """Start a successor for the children of a dead fork server. Any thread; idempotent.
 
-        The successor looks after the children at once, and can fork when it has imported (:meth:`wait_loaded`). This
+        The successor supervises the children at once, and can fork when it has imported (:meth:`wait_loaded`). This
         returns at once, or after a pause if several in a row could not be started or died early; :meth:`close` ends
         the pause.
 
@@ -294,7 +294,7 @@ class ForkServer:
         self._orphans.release(timeout)
 
     def detach(self) -> None:
-        """Let go of the fork server; it stays if it was asked to (:meth:`keep`). Idempotent."""
+        """Release the fork server; it stays if it was asked to (:meth:`keep`). Idempotent."""
         if self._claim():
             self._orphans.release()
             self._let_go()
@@ -436,7 +436,7 @@ class Journal:
         self._keep: Keep | None = None
 
     def remember(self, message: ForkServerMessage) -> None:
-        """Note an order to the fork server."""
+        """Record an order to the fork server."""
         match message:
             case Fork(number):
                 self._orders[number], self._tries[number] = message, 0
@@ -462,7 +462,7 @@ class Journal:
         self._keep = None
 
     def heard(self, message: FromServer) -> None:
-        """Note a message of the fork server."""
+        """Record a message of the fork server."""
         match message:
             case Forked(number):
                 self._orders.pop(number, None)
@@ -649,7 +649,7 @@ class ServerHandle:
         return "\n".join(lines[-20:])
 
     def release(self) -> None:
-        """Let go of the fork server, whether it has ended or stays. Idempotent."""
+        """Release the fork server, whether it has ended or stays. Idempotent."""
         self.endpoint.close()
         if self._process is not None and self._process.poll() is None:
             self._process.returncode = 0  # it stays on purpose; Popen would warn

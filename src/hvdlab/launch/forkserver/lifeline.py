@@ -38,7 +38,7 @@ class Lifeline:
         return reader, cls(writer)
 
     def close(self) -> None:
-        """Let go of the pipe: children end, unless the fork server holds it too. Idempotent."""
+        """Release the pipe: children end, unless the fork server holds it too. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

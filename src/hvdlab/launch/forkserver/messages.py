@@ -120,7 +120,7 @@ class Adopt(ForkServerMessage, frozen=True):
 class Keep(ForkServerMessage, frozen=True):
     """Order to stay when the pool's process ends, and let a successor connect at ``path``; answered by :class:`Kept`.
 
-    An empty path takes that back.
+    An empty path revokes that.
     """
 
     path: str
@@ -135,7 +135,7 @@ class Loaded(ForkServerMessage, frozen=True):
     Attributes:
         modules: Names that were imported.
         failed: Name to the import error's text.
-        seconds: How long it took.
+        seconds: Duration of the imports, in seconds.
     """
 
     modules: tuple[str, ...]

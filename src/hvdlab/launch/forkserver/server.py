@@ -438,7 +438,7 @@ class DetachedSupervisor:
         return self._successor.pid if self._successor is not None else 0
 
     def begin(self, ranks: int) -> None:
-        """Look after the coordinator from now on. If it has ended, a successor is started first.
+        """Supervise the coordinator from now on. If it has ended, a successor is started first.
 
         Args:
             ranks: How many ranks a successor has to wait for.

@@ -285,7 +285,7 @@ class Agent:
                 self._zygote.signal(rank, number)
 
     def _read_output(self, child: Child, fd: int) -> bool:
-        """Pass on the output that is there; returns whether there may be more."""
+        """Pass on the output that can be read; returns whether more can follow at once."""
         if fd not in child.pipes:  # closed by another event of the same round
             return False
         try:

@@ -259,7 +259,7 @@ class AgentLink:
 
     @classmethod
     def local(cls, host: str, python: str, *, stdin: bool, errors: IO[bytes] | None = None) -> AgentLink:
-        """Start an agent here; with ``stdin`` it gets our standard input, for rank 0. ``errors`` takes its standard error."""
+        """Start an agent here; with ``stdin`` it gets our standard input, for rank 0. ``errors`` receives its standard error."""
         command = agent_command(python)
         kept: list[int] = []
         if stdin:

@@ -28,8 +28,8 @@ class Child:
     """A rank in a process group of its own.
 
     Args:
-        out, err: Reading ends of its pipes; taken over and made non-blocking.
-        memory: A descriptor of the memory that its function's outcome is in; taken over. -1 for none.
+        out, err: Reading ends of its pipes; owned by this object, and made non-blocking.
+        memory: A descriptor of the memory that its function's outcome is in; owned by this object. -1 for none.
 
     Attributes:
         rank: The rank's number.

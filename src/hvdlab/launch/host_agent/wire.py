@@ -43,7 +43,7 @@ class Start(AgentMessage, frozen=True):
         command: Program and arguments; in bytes, like the following, since they need not be UTF-8.
         directory: Working directory; ignored if it does not exist.
         environment: Variables added to the agent's own.
-        removed: Variables taken out of it.
+        removed: Variables that are removed from it.
         function: A pickled call, or empty. The command then gets two more arguments: descriptors of anonymous memory with
             the call, and for its outcome.
         threads: How many ranks share the host's cores: ``OMP_NUM_THREADS`` becomes a rank's share, unless the environment
@@ -51,7 +51,7 @@ class Start(AgentMessage, frozen=True):
         stdin_rank: The rank that reads the launcher's standard input, or -1.
         coordinator: The coordinator's address; if it is on the network, the host's address towards it becomes the ranks'
             ``HVDLAB_ADDRESS``.
-        interfaces: Network interfaces to take that address from, or empty.
+        interfaces: Network interfaces of which that address is chosen, or empty.
         forked: The program that a fork server of the host forks ranks to run, instead of the command; or empty.
         preload: Modules that are imported on the host before ranks are forked to run the command, which starts Python then;
             if empty, each rank's command is executed.

@@ -33,7 +33,7 @@ class SparkBackend(Backend):
 
     Args:
         num_proc: Number of ranks; by default ``spark.default.parallelism``.
-        env: Variables for the ranks. ``CUDA_VISIBLE_DEVICES`` is taken out: it is the driver's.
+        env: Variables for the ranks. ``CUDA_VISIBLE_DEVICES`` is removed: it is the driver's.
         kwargs: Further arguments of ``run``, such as ``stdout`` or ``start_timeout``.
     """
 

@@ -86,7 +86,7 @@ class TrainingPlan:
         )
 
     def epochs_until(self, first: int) -> int:
-        """Return the epoch before which a run that goes on with ``first`` ends: a complete run is trained for as many epochs again."""
+        """Return the epoch before which a run that continues with ``first`` ends: a complete run is trained for as many epochs again."""
         return first + self.epochs if first >= self.epochs else self.epochs
 
     @property

@@ -206,7 +206,7 @@ class AbstractFilesystemStore(Store):
     @property
     @abstractmethod
     def fs(self) -> Any:
-        """Return the fsspec file system, which takes paths with and without the protocol."""
+        """Return the fsspec file system, which accepts paths with and without the protocol."""
 
     def get_full_path(self, path: str) -> str:
         """Return the path with its protocol: ``/tmp/x`` is ``file:///tmp/x``."""

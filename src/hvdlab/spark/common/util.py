@@ -144,7 +144,7 @@ def get_simple_meta_from_parquet(
     Shapes are those of the first row group; a rank that finds another shape refuses it.
 
     Args:
-        columns: The columns of which shapes are looked at; by default features, labels and weights.
+        columns: The columns whose shapes are determined; by default features, labels and weights.
 
     Raises:
         ValueError: There is no data, or no rows, or columns are missing.

@@ -43,7 +43,7 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
         optimizer: An optimizer of Keras, or its name; by default that with which the model is compiled.
         loss: A loss of Keras, its name, or one for each label.
         loss_weights: A factor for each label's loss; by default the same for all, 1 in sum.
-        metrics: As ``compile`` takes them.
+        metrics: As ``compile`` accepts them.
         custom_objects: The user's classes and functions in the model, by name.
         feature_cols, label_cols: Columns: numbers, arrays of one length, or vectors.
         label_shapes: For each label the shape of a batch, with -1 for its rows.

@@ -40,11 +40,11 @@ class LightningEstimator(ModuleEstimator):
         callbacks: Lightning's, on all ranks.
         logger: Lightning's, on all ranks. By default a CSV file and, where ``tensorboard`` or ``tensorboardX`` is installed, TensorBoard's
             files, which are in the store at ``store.get_logs_path(run_id)`` from each epoch's end on.
-        log_every_n_steps, profiler: As the trainer takes them.
+        log_every_n_steps, profiler: As the trainer accepts them.
         terminate_on_nan: Whether a loss that is not finite ends the training.
         num_gpus: 0 keeps ranks from using GPUs; otherwise each has its own.
         trainer_args: Further arguments of ``Trainer``, or others than those that are chosen here.
-        data_module: A class derived from :class:`~hvdlab.spark.common.datamodule.DataModule`, or a LightningDataModule that takes its arguments.
+        data_module: A class derived from :class:`~hvdlab.spark.common.datamodule.DataModule`, or a LightningDataModule that has its arguments.
         kwargs: The other parameters of :class:`~hvdlab.spark.common.params.EstimatorParams`.
 
     Raises:

@@ -1,6 +1,6 @@
 """Horovod's API for ``tf.keras`` on hvdlab's collective core: ``import hvdlab.tensorflow.keras as hvd``.
 
-``tf.keras`` is Keras 3, or Keras 2 (``tf_keras``) if TF_USE_LEGACY_KERAS=1 is set. The functions take optimizers and models of both.
+``tf.keras`` is Keras 3, or Keras 2 (``tf_keras``) if TF_USE_LEGACY_KERAS=1 is set. The functions accept optimizers and models of both.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: The learning rate at the end of the warmup.
-        warmup_epochs: How many epochs the warmup takes.
+        warmup_epochs: Duration of the warmup, in epochs.
         momentum_correction: Whether an optimizer's momentum is scaled during the batch in which the rate changes.
         steps_per_epoch: Batches of an epoch; by default as many as ``fit`` reports.
         verbose: 1 to have rank 0 print a line when the warmup ends.

@@ -110,7 +110,7 @@ class CompareModels(Callback):
 def record_fits(package: Any) -> None:
     """Patch Keras so that ``fit`` records the steps of an optimizer that is distributed or watched, and compares watched models.
 
-    ``fit`` makes its list of callbacks by ``CallbackList``, which looks at the methods that they have. If one has a method for
+    ``fit`` makes its list of callbacks by ``CallbackList``, which inspects the methods that they have. If one has a method for
     batches, Keras calls all of them on the thread that trains, so that the time between the calls is that of the steps.
 
     Args:

@@ -589,7 +589,7 @@ def _placeholder(value: Any) -> Any:
 
 
 def _replace(model: Any, name: str, value: Any) -> None:
-    """Assign an attribute past Keras, which would take it for a part of the model that it has to track."""
+    """Assign an attribute past Keras, which would count it as a part of the model that it has to track."""
     object.__setattr__(model, name, value)
 
 

@@ -114,7 +114,7 @@ class Distributed(DistributedGradients):
         self._hvdlab_set(settings={**self.hvdlab_settings, name: value})
 
     def _hvdlab_set(self, **values: Any) -> None:
-        """Assign attributes past Keras, which would take them for parts of the optimizer that it has to track."""
+        """Assign attributes past Keras, which would count them as parts of the optimizer that it has to track."""
         for name, value in values.items():
             object.__setattr__(self, f"hvdlab_{name}", value)
 

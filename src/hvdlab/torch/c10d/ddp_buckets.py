@@ -211,7 +211,7 @@ class Buckets:
         self._wrappers: weakref.WeakKeyDictionary[Any, _Wrapper] = weakref.WeakKeyDictionary()
 
     def see(self, tensor: torch.Tensor | None, caller: FrameType | None) -> None:
-        """Look for a wrapper on the stack of an operation, and remember it.
+        """Search the stack of an operation for a wrapper, and record it.
 
         Args:
             tensor: The tensor of a broadcast; ``None`` for other operations.

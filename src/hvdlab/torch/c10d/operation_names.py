@@ -97,7 +97,7 @@ def renamed(error: Exception, operation: str, why: str = "", about: str = "") ->
         error: As a handle raised it. Errors that name no collective are returned as they are.
         operation: Its name, such as ``all_reduce #17 of group dp``. The number is counted by the rank on which the error is raised.
         why: Further facts about the error's cause, in a sentence.
-        about: The part of a model that ``operation`` ends with; it is taken off the call sites, where it would stand again.
+        about: The part of a model that ``operation`` ends with; it is removed from the call sites, where it would stand again.
     """
     if type(error) is AbortedError:
         # With a name that ends so, the error's text shows only the collective.

@@ -148,7 +148,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.sequence
 
     def abort(self) -> None:
-        """Give up the operations in flight, on all ranks; the group goes on."""
+        """Give up the operations in flight, on all ranks; the group stays usable."""
         self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._calls.process_set)
 
     def shutdown(self) -> None:
@@ -240,7 +240,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _add_rows(submission: Submission, part: torch.Tensor) -> list[torch.Tensor]:
-        """Gather a tensor of which each rank may have any number of rows; the returned list gets the result when it is there."""
+        """Gather a tensor of which each rank can have any number of rows; the returned list gets the result once it has arrived."""
         landing: list[torch.Tensor] = []
 
         def allocate(shape: tuple[int, ...]) -> npt.NDArray[Any]:

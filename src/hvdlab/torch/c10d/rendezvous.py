@@ -36,7 +36,7 @@ _SPACE_BYTES = 16
 
 
 def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Take the place of ``dist.init_process_group`` in a process that may be a rank of hvdlab's world.
+    """Replace ``dist.init_process_group`` in a process that may be a rank of hvdlab's world.
 
     Args:
         backend: The name under which hvdlab is known to torch.

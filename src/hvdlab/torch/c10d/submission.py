@@ -104,7 +104,7 @@ class Calls:
         name_in_core: The core's name for the group's collectives.
         name_in_mail: The group's name in mail between the ranks.
         sequence: How many operations this rank has called.
-        closed: Whether the group takes no more operations.
+        closed: Whether the group refuses operations.
     """
 
     def __init__(self, world: World, name: str, members: Sequence[int], seconds: float) -> None:

@@ -200,7 +200,7 @@ class World:
         return True
 
     def _is_added(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether this rank has requested the set, and it is there."""
+        """Return whether this rank has requested the set, and the set was added."""
         with self._registering:
             added = self._sets.get(ranks)
             return added is not None and added.handle.done() and self._is_there(ranks, added)

@@ -100,6 +100,7 @@ class BackwardPassCounter(ABC, Generic[P]):
         self._unfinished = False
         #: How many cells had failed when the step began: the rest of a step that a failed cell has left is void.
         self._failed_cells = 0
+        #: The registered hooks, which :meth:`retire` removes.
         self._hooks: list[RemovableHook] = []
         #: Whether another watcher has taken over a parameter.
         self._replaced = False

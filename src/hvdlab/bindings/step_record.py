@@ -159,6 +159,7 @@ class StepRecord:
         if last < 1:
             raise InvalidRequestError(f"last= is a number of steps from 1, not {last}.")
         self.steps: deque[Step] = deque(maxlen=last)
+        #: Bytes for batches, and the number of the last step.
         self._memory, self._count = memory, 0
         #: Frameworks may call from threads of their own.
         self._lock = threading.Lock()
@@ -181,6 +182,7 @@ class StepRecord:
             for step in reversed(self.steps):
                 room -= step.nbytes
                 if room < 0:
+                    # Batches are dropped from the oldest on, so all before this one are gone.
                     if step.batch is None:
                         break
                     step.batch = None

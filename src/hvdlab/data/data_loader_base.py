@@ -26,10 +26,13 @@ class Ahead(Generic[T]):
     def __init__(self, make: Callable[[], Iterable[T]], limit: int) -> None:
         self._make = make
         self._limit = limit
+        #: Items that were read ahead.
         self._items: deque[T] = deque()
+        #: Guards all fields; notified when an item was added or consumed, and at the end.
         self._changed = threading.Condition()
         self._ended = False  # nothing more will come
         self._stopped = False  # no more items are needed
+        #: The exception that has ended the iterable, until it is raised to the consumer.
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -58,6 +61,7 @@ class Ahead(Generic[T]):
             self._items.clear()
             self._changed.notify_all()
         thread = self._thread
+        # A thread can't join itself, as when the iterable closes this.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -133,6 +137,7 @@ class AsyncDataLoaderMixin:
     ) -> None:
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
+        #: Iterations at work; a forgotten one ends by itself.
         self._running: weakref.WeakSet[Ahead[Any]] = weakref.WeakSet()
         super().__init__(*args, **kwargs)
 

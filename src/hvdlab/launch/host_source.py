@@ -252,6 +252,7 @@ class HostAsker:
         self._closing = threading.Event()
         #: Held during each report, so that none comes after :meth:`close`.
         self._reporting = threading.Lock()
+        #: Set while the source is asked, for a time that only the source knows.
         self._answering = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdlab-hosts", daemon=True)
         self._thread.start()

@@ -179,6 +179,7 @@ class HostTable:
         check_cooldown(*cooldown)
         self._cooldown, self._source = cooldown, source
         self._hosts: dict[str, _Entry] = {}  # in the order in which they were first found
+        #: The hosts as the last effect has reported them.
         self._usable: dict[str, int] = {}
         self._aside: frozenset[str] = frozenset()
         #: When the source was asked, if it has not answered yet.
@@ -251,6 +252,7 @@ class HostTable:
                     f"the same for {STEADY:g} s"
                 )
             )
+        # More slots are believed at once; fewer would let ranks go.
         elif said > entry.slots or entry.times >= GONE_AFTER:
             entry.slots = said
 

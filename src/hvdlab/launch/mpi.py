@@ -160,8 +160,11 @@ class MpiStarter:
         self._request, self._mpiexec = request, mpiexec
         self._hosts = parse_hosts(request.hosts) if request.hosts else []
         self._connected = MembershipRanks(request.client, ranks)
+        #: Ranks that were ordered; 0 before.
         self._size = 0
+        #: Runs mpiexec, as the only program of its job.
         self._exec: ExecStarter | None = None
+        #: The token's file on each host, if ranks run on other hosts than this one.
         self._secret: SecretOnHosts | None = None
         self._output = _LastOutput()
         #: Set once mpiexec has ended.
@@ -277,6 +280,7 @@ class SecretOnHosts:
 
     def close(self) -> None:
         """Have the files removed. Idempotent."""
+        # All inputs end before the first wait, so that the hosts remove their files side by side.
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -294,6 +298,7 @@ class SecretOnHosts:
 
 _PLACED = "hvdlab-token-placed"
 _PLACED_WITHIN, _REMOVED_WITHIN = 30.0, 5.0
+"""Seconds that a host has to make the file, and to remove it."""
 
 
 def _place(words: Sequence[str], secret: str) -> subprocess.Popen[bytes]:

@@ -111,6 +111,7 @@ class Tenancy:
 
     def __init__(self, lease: float, unused_for: float, now: float) -> None:
         self._lease, self._unused_for = lease, unused_for
+        #: The number of the last tenancy, and when its last sign of life came or the vacancy began.
         self._number, self._since = 0, now
         self.tenant: Tenant | None = None
 
@@ -127,6 +128,7 @@ class Tenancy:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle an event and return its effects."""
+        # First: a claim after the lease's end must find no tenant.
         effects = self._pass_time(now)
         match event:
             case Claimed(tenant, ended):
@@ -139,6 +141,7 @@ class Tenancy:
         return effects
 
     def _claim(self, tenant: Tenant, ended: int, now: float) -> list[Effect]:
+        # A claimant that has seen the tenant's process end need not wait for the lease's end.
         if self.tenant is not None and ended != self._number:
             return [LeaseRefused(self._number, self.tenant)]
         self.tenant, self._since = tenant, now

@@ -318,7 +318,9 @@ class StaticAdapter(Adapter):
         self.settings, self.params = settings, params
         self.strategy: BaseStrategy | None = None
         self.workers: list[Any] = []
+        #: The workers' places, by rank.
         self._cards: list[WorkerInfo] = []
+        #: The coordinator and the connection to it, from :meth:`start` to :meth:`shutdown`.
         self._coordinator: CoordinatorProcess | None = None
         self._client: Client | None = None
         self._calls = itertools.count()
@@ -583,6 +585,7 @@ class StaticAdapter(Adapter):
     def shutdown(self) -> None:
         """End everything. Idempotent; also after an unfinished start."""
         ray = imported()
+        # Each field is cleared before its object ends, so that a second call finds none.
         strategy, self.strategy = self.strategy, None
         workers, self.workers = self.workers, []
         if strategy is not None and ray.is_initialized():

@@ -118,6 +118,7 @@ class _Kept:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        #: The errors by number, the oldest first; at most ``_KEPT``, since C++ can drop a status unseen.
         self._errors: OrderedDict[int, BaseException] = OrderedDict()
 
     def add(self, error: BaseException) -> int:

@@ -381,6 +381,7 @@ class Execution:
         for tensor in tensors:
             api.delete_tensor(tensor)
         api.delete_status(self._status)
+        # Last: TensorFlow's context is not valid any more after this call.
         self._done()
 
 
@@ -423,6 +424,7 @@ def _run(execution: Execution, call: Call) -> None:
         else:
             execution.end()
 
+    # Before the callback, which can run at once and report the end.
     interrupts.started(handle, operation.process_set)
     handle.add_done_callback(finished)
     if alone:
@@ -500,9 +502,12 @@ class _Kernels:
         self._numbers_of: dict[bytes, int] = {}
         #: The decoded collectives of the kernels that have been executed.
         self._decoded: dict[int, Call] = {}
+        #: Keeps the interpreter's state of each thread of TensorFlow's that calls these.
         self._thread = _KeptThread()
         #: Whether the self-test found TensorFlow's callback to have the layout that :class:`KernelDone` expects; ``None`` before it.
         self.tested: bool | None = None
+        #: C's entries to the methods, which must exist as long as TensorFlow can call them: until the process
+        #: ends.
         self.create = CFUNCTYPE(c_void_p, c_void_p)(self._create)
         self.compute = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self._compute)
         self.same_shapes = CFUNCTYPE(None, c_void_p, c_void_p)(self._same_shapes)

@@ -121,14 +121,17 @@ class _Wrapper:
         self._wrapper = weakref.ref(wrapper)
         #: The reducer whose buckets the layout describes; ``agree`` gives the wrapper another one.
         self._reducer: weakref.ref[Any] | None = None
+        #: The buckets as they were read last; ``None`` if they are not known.
         self._layout: Layout | None = None
         #: The tensors that rank 0 broadcast when the buckets were made again, until :meth:`layout` has read them.
         self._announced: list[torch.Tensor] = []
+        #: The parameters in the reducer's order, and their names by ``id``.
         self._parameters: list[torch.Tensor] = []
         self._names: dict[int, str] = {}
 
     def announce(self, tensor: torch.Tensor) -> None:
         """Keep one of the two tensors that describe the new buckets. It has the values of rank 0 once the broadcast is over."""
+        # A third tensor begins the next pair.
         if len(self._announced) >= 2:
             self._announced.clear()
         self._announced.append(tensor)
@@ -207,6 +210,7 @@ class Buckets:
     """The wrapped models of one group."""
 
     def __init__(self) -> None:
+        #: Guards the wrappers and their layouts: threads of autograd's use them beside the user's.
         self._lock = threading.Lock()
         self._wrappers: weakref.WeakKeyDictionary[Any, _Wrapper] = weakref.WeakKeyDictionary()
 

@@ -34,6 +34,7 @@ _RANK_VARIABLES = (
 )  # fmt: skip
 
 _log = logging.getLogger("hvdlab")
+#: Lines that this process has logged; each is logged once.
 _said: set[str] = set()
 _environ_before: dict[str, str | None] = {}
 """What the environment held before it was changed for the processes that are started from here."""
@@ -275,6 +276,7 @@ class HorovodFinder(MetaPathFinder):
         if why is not None:
             raise ModuleNotFoundError(why, name=name)
         stands_for = target(name)
+        # The name is that of hvdlab's own module, which its usual finder loads.
         if stands_for == fullname:
             return None
         found = importlib.util.find_spec(stands_for)

@@ -62,6 +62,7 @@ class MembershipRanks:
     def _on_membership(self, membership: Membership) -> None:
         events: list[Started | Ended] = []
         with self._lock:
+            # A membership that arrives after end_all() must not report the ranks as started again.
             for member in membership.members if not self._over else ():
                 if self._pids.get(member.rank) != member.pid:
                     self._pids[member.rank] = member.pid

@@ -82,6 +82,7 @@ class BaseHorovodWorker:
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         self.world_rank, self.world_size = world_rank, world_size
+        #: This rank's engine, from :meth:`connect` on.
         self._engine: Engine | None = None
         #: Whether a call runs: Ray's own code between calls must not be interrupted.
         self._interruptible = False

@@ -39,6 +39,7 @@ class Writer:
         self._stream: Any = stream
         self._binary: IO[bytes] | None = getattr(stream, "buffer", None)
         self.terminal = _is_terminal(stream)
+        #: Whether the last line is to be overwritten by the next.
         self._passing = False
 
     def line(self, line: bytes, passing: bool) -> None:
@@ -98,6 +99,7 @@ class ConsoleSink:
     ) -> None:
         self._writers = {STDOUT: out, STDERR: err}
         self._plain, self._timestamp, self._clock = plain, timestamp, clock
+        #: Unfinished lines by rank and stream.
         self._lines: dict[tuple[int, int], LineAssembler] = {}
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
@@ -197,6 +199,7 @@ class LineAssembler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._emit, self._redraw, self._clock = emit, redraw, clock
+        #: Text without a line's end so far, and when a passing state was shown last, by the clock.
         self._held = b""
         self._shown_at = -redraw
 

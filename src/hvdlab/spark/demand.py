@@ -30,6 +30,7 @@ class Demand:
 
     def __init__(self, context: Any) -> None:
         self._context, self._dynamic = context, is_dynamic(context)
+        #: The Spark job group of the tasks, and the thread that runs their job.
         self._group = f"hvdlab.spark.demand.{uuid.uuid4().hex[:8]}"
         self._thread: threading.Thread | None = None
 

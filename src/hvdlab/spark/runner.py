@@ -167,6 +167,7 @@ class SparkJob:
         self._news = threading.Event()
         self._ended = threading.Event()
         self.ends: list[RankEnd] = []
+        #: Why Spark's job failed; ``None`` if it did not.
         self._error: Exception | None = None
         #: Ranks that failed, in the order in which the coordinator learnt it, with the reasons.
         self._failed: dict[int, str] = {}

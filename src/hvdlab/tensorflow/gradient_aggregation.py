@@ -56,6 +56,7 @@ class LocalGradientAggregationHelper:
         self.scale_local_gradients = scale_local_gradients
         self._allreduce = allreduce_func
         self.name = name
+        #: Variables whose gradients stay on their rank, as references.
         self._local: set[Any] = set()
         #: Numbers of the variables that have had a gradient; the others take no part.
         self._seen: set[int] = set()

@@ -253,6 +253,7 @@ class AgentLink:
         self.outgoing = bytearray()
         self.hang_up, self.kill, self.close = connection.hang_up, connection.kill, connection.close
         self._decoder = FrameDecoder()
+        #: Bytes before the greeting so far; ``None`` once the greeting has come.
         self._preamble: bytes | None = b""
         os.set_blocking(self.inbox, False)
         os.set_blocking(self.outbox, False)
@@ -283,6 +284,7 @@ class AgentLink:
         except BlockingIOError:
             return
         except OSError:
+            # The agent reads no more, and receive() finds its loss.
             self.outgoing.clear()
 
     def receive(self) -> list[wire.FromAgent] | None:

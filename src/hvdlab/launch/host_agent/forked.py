@@ -59,6 +59,7 @@ class ForkedRanks:
         directory = os.getcwd()
         path = (directory, *sys.path)  # as for `python -m`
         with self._lock:
+            # Before the order: its answer can come on the other thread at once.
             self._pending.add(spec.rank)
         try:
             order = Fork.of(spec.rank, {**os.environ, **spec.environment}, directory, path)
@@ -72,7 +73,7 @@ class ForkedRanks:
             self._server.send(Signal(rank, number))
 
     def reports(self) -> Iterator[wire.AgentMessage]:
-        """Return the fork server's reports since the last call."""
+        """Yield the fork server's reports since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._reports:
@@ -127,5 +128,6 @@ class ForkedRanks:
             pending, self._pending = self._pending, set()
         for rank in sorted(pending):
             self._report(wire.RankNotStarted(rank, 1, f"the fork server of its host ended: {reason}"))
+        # Last: the agent ends when it sees this, and has all reports by then.
         self.lost = reason
         self._wake()

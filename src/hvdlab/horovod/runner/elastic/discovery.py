@@ -47,6 +47,7 @@ class HostState:
         self._event = threading.Event()
         self._blacklisted = False
         self._cooldown = None if cooldown_range is None else Cooldown(*_within_limits(cooldown_range))
+        #: When the cooldown ends, by ``time.time()``; ``None`` without one.
         self._ends: float | None = None
 
     def get_event(self) -> threading.Event:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Adapter(Protocol[T]):
-    """A framework's tensors, as far as collectives care.
+    """Adapter of a framework's tensors, as far as collectives use them.
 
     All functions are called on the thread that submits or waits, but for :meth:`empty` and :meth:`host_view`, which
     the engine's executor thread calls, too. None of them may submit a collective.
@@ -89,7 +89,7 @@ class Adapter(Protocol[T]):
 
 
 class DeviceMemory(Protocol[T]):
-    """A framework's tensors on devices, for process sets that have a data plane for these.
+    """Device memory of a framework: its tensors on devices, for process sets that have a data plane for these.
 
     For a framework without it, tensors on devices are staged through the host. The rules of :class:`Adapter` for threads
     and errors hold here, too; work of the device that a tensor depends on need not be done when a function returns.

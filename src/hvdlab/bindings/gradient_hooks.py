@@ -22,7 +22,7 @@ P_contra = TypeVar("P_contra", contravariant=True)
 
 
 class RemovableHook(Protocol):
-    """A hook that was registered."""
+    """Registered hook, which can be removed."""
 
     def remove(self) -> None:
         """Unregister the hook: the framework calls it no more. Idempotent."""

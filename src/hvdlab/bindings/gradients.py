@@ -33,7 +33,7 @@ _REDUCTIONS = frozenset({OpKind.ALLREDUCE, OpKind.REDUCESCATTER})
 
 
 class Differentiation(Protocol[T]):
-    """A framework's way to record an operation, and the functions of tensors that the rules need. All are differentiable."""
+    """Differentiation by a framework: its way to record an operation, and the functions of tensors that the rules need. All are differentiable."""
 
     def record(self, forward: ForwardPass, tensors: Sequence[T]) -> Sequence[Any]:
         """Run :meth:`Differentiable.forward` so that its backward pass calls :meth:`Differentiable.backward`.

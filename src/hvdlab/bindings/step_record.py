@@ -75,7 +75,7 @@ class Input:
 
 @dataclass(slots=True)
 class Step:
-    """A step.
+    """Step of a training, as the record keeps it.
 
     Attributes:
         number: From 1 on, since the record was made.

@@ -1,10 +1,10 @@
-"""Fingerprints that a device makes of its memory's contents, out of sums of products, which have the same bits in whatever order they are computed.
+"""Fingerprints that a device makes of its memory's contents, out of sums of products, which have the same bits in any order of computation.
 
 A block is read as signed words of 32 bits in rows. For each of some sets of weights, a row becomes the sum of its words times their weights, modulo
 2**64. The halves of these sums are words again, and become one sum in the same way. The block is reduced to a number for each set of weights;
 their SHA-1 is its fingerprint.
 
-Equal blocks have equal fingerprints. Let two blocks differ in a word, by less than 2**32. That has 31 factors of two at most, so the sums of its row are
+Equal blocks have equal fingerprints. Let two blocks differ in a word, by less than 2**32. The difference has 31 factors of two at most. So the sums of its row are
 equal for one in 2**33 of all weights at most, for any values of the other words. Those of the block are equal for as many. With independent weights for each set
 two blocks that differ have equal numbers with a probability of ``2**(-32 * SETS)``, as low as that of two equal values of SHA-1. As SHA-1
 here, this is for data that was not made to deceive.

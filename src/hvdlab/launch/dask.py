@@ -152,7 +152,7 @@ _TURN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DaskWorker:
-    """A worker of Dask's.
+    """Worker of Dask's, as a host of ranks.
 
     Attributes:
         name: Its name as a host of ranks.

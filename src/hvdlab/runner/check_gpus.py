@@ -245,7 +245,7 @@ RANK = (sys.executable, "-c", "from hvdlab.runner.check_gpus import rank_main; r
 
 
 class TaskFailed(Exception):
-    """A task failed on a rank, or a rank did not answer; the message names the case."""
+    """Error: a task failed on a rank, or a rank did not answer; the message names the case."""
 
 
 class Report(Protocol):

@@ -33,7 +33,7 @@ class FlagKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag.
+    """Flag of ``hvdlab run``.
 
     Attributes:
         group: Heading that it stands under.

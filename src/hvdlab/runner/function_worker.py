@@ -19,14 +19,14 @@ import cloudpickle  # type: ignore[import-untyped]  # has no types
 
 @dataclass(frozen=True)
 class FunctionReturned:
-    """A function's value."""
+    """Value that a function has returned."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class FunctionRaised:
-    """A function's exception.
+    """Exception that a function has raised.
 
     Attributes:
         pickled: The exception itself, or empty if it can't be pickled.

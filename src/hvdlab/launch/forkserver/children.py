@@ -350,7 +350,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """A child, in the fork server.
+    """New child, as the fork server sees it.
 
     Attributes:
         record: The message to the pool about it.

@@ -151,7 +151,7 @@ class ForkFailed(ForkServerMessage, frozen=True):
 
 
 class Exited(ForkServerMessage, frozen=True):
-    """A child ended.
+    """Report that a child ended.
 
     Attributes:
         code: Exit code; -1 if a signal ended it, or if that is unknown.

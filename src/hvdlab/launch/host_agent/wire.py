@@ -90,7 +90,7 @@ class SignalRanks(AgentMessage, frozen=True):
 
 
 class RankStarted(AgentMessage, frozen=True):
-    """A rank runs."""
+    """Report that a rank runs."""
 
     rank: int
     pid: int
@@ -105,7 +105,7 @@ class RankNotStarted(AgentMessage, frozen=True):
 
 
 class Output(AgentMessage, frozen=True):
-    """A rank wrote to stdout (1) or stderr (2)."""
+    """Output of a rank to stdout (1) or stderr (2)."""
 
     rank: int
     stream: int
@@ -120,7 +120,7 @@ class ResultPiece(AgentMessage, frozen=True):
 
 
 class RankExited(AgentMessage, frozen=True):
-    """A rank has ended; all its output was sent before.
+    """Report that a rank has ended; all its output was sent before.
 
     Attributes:
         code: Its exit code; -1 if it is unknown.

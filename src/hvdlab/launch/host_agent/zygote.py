@@ -30,7 +30,7 @@ ENDS_WITHIN = 2.0
 
 
 class ZygoteError(Exception):
-    """A zygote is impossible; the message names the reason."""
+    """Error: a zygote is impossible; the message names the reason."""
 
 
 class Zygote:

@@ -493,7 +493,7 @@ class EventQueue:
         self.post(ResultReceived(rank, data))
 
     def take(self) -> Iterator[QueuedEvent]:
-        """Yield the events that have arrived, in the order in which it was posted."""
+        """Yield the events that have arrived, in the order in which they were posted."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._queue:

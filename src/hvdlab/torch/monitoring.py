@@ -234,6 +234,7 @@ class LateValues:
 
     def __init__(self, record: RecordNumber) -> None:
         self._record = record
+        #: Numbers on their way from a GPU, the oldest first.
         self._waiting: deque[_Late] = deque()
 
     def put(self, name: str, value: torch.Tensor, step: int, time_ns: int) -> None:
@@ -250,6 +251,7 @@ class LateValues:
         """Record the element of ``copy``, a tensor in host memory, once the event ``done`` has come."""
         self._waiting.append(_Late(name, copy, done, step, time_ns))
         if len(self._waiting) > MOST_WAITING:
+            # A loop that runs far ahead of the GPU would otherwise hold ever more events and copies.
             self._waiting[0].done.synchronize()
         self.take()
 

@@ -141,6 +141,8 @@ class Batches:
             raise InvalidRequestError(f"batch_size={batch_size}: a batch has at least one row.")
         self._pieces, self._columns, self._batch_size = pieces, list(columns), batch_size
         self._seed, self._transform, self._shapes, self._cached = seed, transform, shapes, cached
+        #: Row groups that were read, by their place in the share, if they are cached; and the passes that
+        #: were begun.
         self._cache: dict[int, Batch] = {}
         self._passes = 0
 
@@ -152,6 +154,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         order = np.arange(len(self._pieces))
         random = None if self._seed is None else np.random.default_rng((self._seed, self._passes))
+        # Before the first batch: a pass that is left early must not be repeated in the same order.
         self._passes += 1
         if random is not None:
             random.shuffle(order)

@@ -81,6 +81,7 @@ class _Fit:
         model, optimizer, self.loss, self.metrics, self.callbacks, self.best = unpack(job.packed)
         #: As in ``keras.callbacks.History``, with the epochs before a run was continued.
         self.history: History = {}
+        #: The epoch to begin with, which _resume() sets, and the one to stop before.
         self.first = 0
         self.model, self.optimizer = self._resumed() or (model, optimizer or model.optimizer)
         self.last = job.epochs_until(self.first)

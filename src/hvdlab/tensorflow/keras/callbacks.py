@@ -159,6 +159,7 @@ class LearningRateScheduleCallback(Callback):
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        #: The optimizer's momentum while a corrected one is in its place; ``None`` otherwise.
         self.restore_momentum: Any = None
         self.current_epoch: int | None = None
         self.multiplier = (

@@ -543,7 +543,7 @@ def record(
 ) -> KerasRecord:
     """Keep the inputs, loss and norm of the gradients of the last steps on this rank, to show them with errors and replay them.
 
-    Of each step of ``model.fit`` or ``train_on_batch`` the record keeps the inputs and targets, the loss that
+    Of each step of ``model.fit`` or ``train_on_batch`` the record keeps the inputs, the targets and the loss that
     ``model.compute_loss`` returns. If the optimizer is distributed, it keeps the norm of this rank's own gradients before they are
     reduced. In a loop of your own, call the record's ``batch(x, y)``, ``loss(loss)`` and ``gradients(gradients)``, also within a
     ``tf.function``. Calling it again for a model replaces the earlier record.

@@ -262,7 +262,6 @@ class NodeConnection:
 
     def end_text(self, host: str, greeted: bool) -> str:
         """Return Ray's text on the end."""
-        # Orders can fail before the thread of reports has stored its reason.
         self._over.wait(1.0)
         return f"its agent on the Ray node {host} is gone: {self._reason}"
 

@@ -63,14 +63,14 @@ __all__ = [
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """``%load_ext hvdlab``."""
+    """Load the magics: ``%load_ext hvdlab``."""
     from hvdlab.magics.extension import load
 
     load(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """``%unload_ext hvdlab``: stops the pool, says so, and removes the magics. ``%reload_ext hvdlab`` keeps everything."""
+    """Stop the pool, print that, and remove the magics: ``%unload_ext hvdlab``. ``%reload_ext hvdlab`` keeps everything."""
     from hvdlab.magics.extension import unload
 
     unload(ipython)
@@ -85,5 +85,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # Completion lists it: only names that a user wants, and those of every module.
+    # Completion lists it: only names for users, and those of every module.
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

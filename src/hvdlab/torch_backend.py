@@ -1,6 +1,6 @@
 """Entry point ``torch.backends``, which ``import torch`` calls: makes the backend "hvdlab" known.
 
-It costs well under a millisecond, as it imports nothing: all else is imported when a process group of this backend is made.
+It costs well under a millisecond, as it imports nothing: all other modules are imported when a process group of this backend is made.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def register() -> None:
 
 
 def _through_world(original: Any) -> Any:
-    """``init_process_group``, which in a world that is there needs none of torch's stores.
+    """Return an ``init_process_group`` that needs none of torch's stores in an existing world.
 
-    Torch asks a backend for a group only after its own rendezvous, where rank 0 would wait in C++ for the other ranks, and
+    Torch asks a backend for a group only after its own rendezvous, where rank 0 would wait in C++ for the other ranks. It
     has no other place to come in before that.
     """
 
@@ -48,7 +48,7 @@ def _through_world(original: Any) -> Any:
 
 
 def _of_any_backend(original: Any) -> Any:
-    """``monitored_barrier``, which torch refuses for groups of other backends than Gloo before it asks them."""
+    """Return a ``monitored_barrier`` for all backends: torch's own refuses all but Gloo before it asks them."""
 
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -62,7 +62,7 @@ def _of_any_backend(original: Any) -> Any:
 
 
 def _create(options: Any, watch: object) -> Any:
-    """Torch's creator of a group. Only now are other modules of hvdlab's imported."""
+    """Create a group for torch. Only now are other modules of hvdlab's imported."""
     from hvdlab.torch.c10d.rendezvous import create
 
     return create(options, watch)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Adapter(Protocol[T]):
-    """A framework's tensors, as far as collectives care.
+    """Adapter of a framework's tensors, as far as collectives use them.
 
     All functions are called on the thread that submits or waits, but for :meth:`empty` and :meth:`host_view`, which
     the engine's executor thread calls, too. None of them may submit a collective.
@@ -23,10 +23,10 @@ class Adapter(Protocol[T]):
     """
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> T:
-        """The tensor that a user gave to a collective.
+        """Return the tensor that a user gave to a collective.
 
         Args:
-            value: What the user gave. A binding may take more than tensors, such as lists.
+            value: The user's argument. A binding may accept more than tensors, such as lists.
             kind: The collective, for the error's text.
             in_place: Whether the collective will write its result to the tensor.
 
@@ -36,35 +36,35 @@ class Adapter(Protocol[T]):
         ...
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether this is one tensor, as opposed to a list of tensors."""
+        """Return whether this is one tensor, as opposed to a list of tensors."""
         ...
 
     def dtype(self, tensor: T) -> DType:
-        """Its element type; raises ``UnsupportedError`` if the core has none for it."""
+        """Return its element type; raises ``UnsupportedError`` if the core has none for it."""
         ...
 
     def shape(self, tensor: T) -> tuple[int, ...]:
-        """Its dimensions."""
+        """Return its dimensions."""
         ...
 
     def is_direct(self, tensor: T) -> bool:
-        """Whether the core can read and write its own memory: C-contiguous and in host memory."""
+        """Return whether the core can read and write its own memory: C-contiguous and in host memory."""
         ...
 
     def host_view(self, tensor: T) -> HostArray:
-        """The memory of a direct tensor, in the core's storage type; the view keeps that memory alive."""
+        """Return the memory of a direct tensor, in the core's storage type; the view keeps that memory alive."""
         ...
 
     def stage(self, tensor: T) -> T:
-        """A direct copy of any tensor. Raises ``UnsupportedError`` for one without plain elements."""
+        """Return a direct copy of any tensor. Raises ``UnsupportedError`` for one without plain elements."""
         ...
 
     def empty_like(self, tensor: T) -> T:
-        """A direct tensor of the shape and dtype of another direct one, without gradient."""
+        """Return a direct tensor of the shape and dtype of another direct one, without gradient."""
         ...
 
     def empty(self, shape: tuple[int, ...], like: T) -> T:
-        """A direct tensor of this shape, and of the dtype of another one. May be called on any thread."""
+        """Return a direct tensor of this shape, and of the dtype of another one. May be called on any thread."""
         ...
 
     def deliver(self, output: T, into: T) -> None:
@@ -72,15 +72,15 @@ class Adapter(Protocol[T]):
         ...
 
     def placed(self, output: T, like: T) -> T:
-        """A result in host memory, where the user expects it: on the device of the tensor that was staged."""
+        """Return a result in host memory, where the user expects it: on the device of the tensor that was staged."""
         ...
 
     def mark_written(self, tensor: T) -> None:
-        """The core is about to write to this direct tensor, which automatic differentiation can't see."""
+        """Record that the core is about to write to this direct tensor, which automatic differentiation can't see."""
         ...
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
-        """Whether a collective of these must be recorded for differentiation. :meth:`check` has not seen them yet."""
+        """Return whether a collective of these must be recorded for differentiation. :meth:`check` has not seen them yet."""
         ...
 
     def received_splits(self, counts: tuple[int, ...]) -> Any:
@@ -89,22 +89,22 @@ class Adapter(Protocol[T]):
 
 
 class DeviceMemory(Protocol[T]):
-    """A framework's tensors on devices, for process sets that have a data plane for these.
+    """Device memory of a framework: its tensors on devices, for process sets that have a data plane for these.
 
-    For a framework without it, tensors on devices are staged through the host. All that :class:`Adapter` says of threads
-    and errors holds here, too; work of the device that a tensor depends on need not be done when a function returns.
+    For a framework without it, tensors on devices are staged through the host. The rules of :class:`Adapter` for threads
+    and errors hold here, too; work of the device that a tensor depends on need not be done when a function returns.
     """
 
     def device(self, tensor: T) -> str:
-        """The device class that a tensor is on, such as ``cuda``; ``cpu`` for one of the host, or without plain elements."""
+        """Return the device class that a tensor is on, such as ``cuda``; ``cpu`` for one of the host, or without plain elements."""
         ...
 
     def is_direct(self, tensor: T) -> bool:
-        """Whether a tensor of a device is C-contiguous, so that a plane can work on its own memory."""
+        """Return whether a tensor of a device is C-contiguous, so that a plane can work on its own memory."""
         ...
 
     def view(self, tensor: T) -> Buffer:
-        """The memory of a direct tensor; valid once all work that the calling thread has submitted for it is done."""
+        """Return the memory of a direct tensor; valid once all work that the calling thread has submitted for it is done."""
         ...
 
     def views_together(self) -> AbstractContextManager[None]:
@@ -112,19 +112,19 @@ class DeviceMemory(Protocol[T]):
         ...
 
     def stage(self, tensor: T) -> T:
-        """A direct copy of a tensor, on its device."""
+        """Return a direct copy of a tensor, on its device."""
         ...
 
     def empty_like(self, tensor: T) -> T:
-        """A direct tensor of the shape, dtype and device of another one, without gradient."""
+        """Return a direct tensor of the shape, dtype and device of another one, without gradient."""
         ...
 
     def empty(self, shape: tuple[int, ...], like: T) -> T:
-        """A direct tensor of this shape, of the dtype and device of another one. May be called on any thread."""
+        """Return a direct tensor of this shape, of the dtype and device of another one. May be called on any thread."""
         ...
 
     def received(self, output: T) -> T:
-        """The tensor that the user gets for a result. Called by the user's thread; another thread may have allocated it."""
+        """Return the tensor that the user gets for a result. Called by the user's thread; another thread may have allocated it."""
         ...
 
 

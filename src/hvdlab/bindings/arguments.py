@@ -28,7 +28,7 @@ _NOT_THE_USERS = ("hvdlab.", "torch.", "tensorflow.", "keras.", "tf_keras.")
 
 
 def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
-    """The reduction operator of a call that still may use Horovod's old ``average=``.
+    """Return the reduction operator of a call that still may use Horovod's old ``average=``.
 
     Raises:
         InvalidRequestError: Both were given, or ``op`` is no operator.
@@ -48,7 +48,7 @@ def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp
 
 
 def checked_operator(op: ReduceOp | int) -> ReduceOp:
-    """``op`` as an operator that hvdlab can execute."""
+    """Return ``op`` as an operator that hvdlab can execute."""
     if type(op) is ReduceOp:
         return op
     try:
@@ -61,7 +61,7 @@ def checked_operator(op: ReduceOp | int) -> ReduceOp:
 
 
 def gradient_operator(op: ReduceOp | int) -> ReduceOp:
-    """``op`` as an operator with which optimizers and tapes can reduce gradients.
+    """Return ``op`` as an operator with which optimizers and tapes can reduce gradients.
 
     Raises:
         InvalidRequestError: It is none: ``Average``, ``Sum`` and ``Adasum`` are.
@@ -96,7 +96,7 @@ def allreducing(
     postscale_factor: float,
     process_set: int,
 ) -> Operation:
-    """The operation of an allreduce."""
+    """Return the operation of an allreduce."""
     chosen = op if type(op) is ReduceOp and average is None else chosen_operator(average, op)
     return Operation(
         OpKind.ALLREDUCE, chosen, float(prescale_factor), float(postscale_factor), -1, process_set
@@ -104,12 +104,12 @@ def allreducing(
 
 
 def gathering(process_set: int) -> Operation:
-    """The operation of an allgather."""
+    """Return the operation of an allgather."""
     return Operation(OpKind.ALLGATHER, process_set=process_set)
 
 
 def broadcasting(root_rank: int, process_set: int) -> Operation:
-    """The operation of a broadcast; raises ``InvalidRequestError`` if ``root_rank`` is no number."""
+    """Return the operation of a broadcast; raises ``InvalidRequestError`` if ``root_rank`` is no number."""
     try:
         root = operator.index(root_rank)
     except TypeError:
@@ -125,7 +125,7 @@ def scattering(
     postscale_factor: float,
     process_set: int,
 ) -> Operation:
-    """The operation of a reducescatter of these tensors; raises ``InvalidRequestError`` if one is 0-d."""
+    """Return the operation of a reducescatter of these tensors; raises ``InvalidRequestError`` if one is 0-d."""
     _refuse_scalars(adapter, tensors, OpKind.REDUCESCATTER)
     chosen = checked_operator(op)
     return Operation(
@@ -138,7 +138,7 @@ def scattering(
 
 
 def exchanging(adapter: Adapter[T], tensor: Any, splits: Any, process_set: int) -> Operation:
-    """The operation of an alltoall; raises ``InvalidRequestError`` for a 0-d tensor, or splits that are no counts."""
+    """Return the operation of an alltoall; raises ``InvalidRequestError`` for a 0-d tensor, or splits that are no counts."""
     _refuse_scalars(adapter, (tensor,), OpKind.ALLTOALL)
     return Operation(OpKind.ALLTOALL, process_set=process_set, splits=row_counts(splits))
 
@@ -149,14 +149,14 @@ def _refuse_scalars(adapter: Adapter[T], tensors: Sequence[Any], kind: OpKind) -
 
 
 def tensor_list(adapter: Adapter[T], tensors: Iterable[Any]) -> list[Any]:
-    """The tensors of a grouped collective; one tensor, which could be iterated over as well, is refused."""
+    """Return the tensors of a grouped collective; one tensor, which could be iterated over as well, is refused."""
     if adapter.is_tensor(tensors):
         raise InvalidRequestError("A grouped collective takes a list of tensors, not one tensor.")
     return list(tensors)
 
 
 def row_counts(splits: Any) -> tuple[int, ...] | None:
-    """The ``splits`` of an alltoall as numbers; they may come as a tensor, an array or a list."""
+    """Return the ``splits`` of an alltoall as numbers; they may come as a tensor, an array or a list."""
     if splits is None:
         return None
     try:
@@ -177,7 +177,7 @@ def _listed(splits: Any) -> Sequence[int]:
 
 
 def _levels_to_the_user() -> int:
-    """``stacklevel`` of a warning in the caller of this, for the line of the first caller outside hvdlab and the frameworks."""
+    """Return the ``stacklevel`` of a warning in the caller of this, for the line of the first caller outside hvdlab and the frameworks."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
         level, frame = level + 1, frame.f_back

@@ -21,14 +21,14 @@ class OnDevice(Protocol):
     """Facts about an array's elements, found on the device that they are on, without moving them."""
 
     def fingerprints(self) -> bytes:
-        """A fingerprint of :data:`~hvdlab.collectives.fingerprint.SIZE` bytes for each block, one behind the other; equal ones mean equal bytes.
+        """Return a fingerprint of :data:`~hvdlab.collectives.fingerprint.SIZE` bytes for each block, one behind the other; equal ones mean equal bytes.
 
         They are made by another method than on the host, so one may only be compared with one that a device has made.
         """
         ...
 
     def not_finite(self) -> tuple[int, int] | None:
-        """How many of the elements are NaN, and how many infinite; ``None`` if that takes a look at them on the host."""
+        """Return how many of the elements are NaN, and how many infinite; ``None`` if only the host can count them."""
         ...
 
 
@@ -57,11 +57,11 @@ class ArraySource:
 
     @property
     def block(self) -> int:
-        """Bytes of a block with a fingerprint of its own; whole elements."""
+        """Return the bytes of a block with a fingerprint of its own; whole elements."""
         return max(1, fingerprint.BLOCK // self.itemsize) * self.itemsize
 
     def fingerprints(self, pool: ThreadPoolExecutor | None = None) -> bytes:
-        """The fingerprints of the blocks, one behind the other: those of the device if it makes any, else those of the bytes.
+        """Return the fingerprints of the blocks, one behind the other: those of the device if it makes any, otherwise those of the bytes.
 
         Args:
             pool: Threads among which blocks that are read are divided.
@@ -78,7 +78,7 @@ def numpy_source(
     shape: tuple[int, ...] | None = None,
     device: str = "cpu",
 ) -> ArraySource:
-    """A numpy array (without Python objects) as a source; another framework may give its own ``dtype``, ``shape``, ``device``."""
+    """Return a numpy array (without Python objects) as a source; another framework may give its own ``dtype``, ``shape``, ``device``."""
     import numpy as np
 
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)

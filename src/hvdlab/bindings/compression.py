@@ -21,17 +21,17 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return what is sent, and whatever :meth:`decompress` needs besides."""
+        """Return the tensor to send, and the context that :meth:`decompress` needs besides."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Undo :meth:`compress` on what was received."""
+        """Undo :meth:`compress` on a received tensor."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Compressor that sends tensors as they are."""
 
     @staticmethod
     def compress(tensor: T) -> tuple[T, Any]:
@@ -43,7 +43,7 @@ class NoneCompressor(Compressor):
 
 
 def compressed(compressor: type[Compressor], tensor: T, run: Callable[[T], T]) -> T:
-    """Run a collective on what a compressor makes of a tensor."""
+    """Run a collective on a compressed tensor, and decompress its result."""
     sent, context = compressor.compress(tensor)
     result: T = compressor.decompress(run(sent), context)
     return result
@@ -52,7 +52,7 @@ def compressed(compressor: type[Compressor], tensor: T, run: Callable[[T], T]) -
 def all_compressed(
     compressor: type[Compressor], tensors: Sequence[T], run: Callable[[list[T]], Sequence[T]]
 ) -> list[T]:
-    """Run a grouped collective on what a compressor makes of its tensors."""
+    """Run a grouped collective on compressed tensors, and decompress its results."""
     pairs = [compressor.compress(tensor) for tensor in tensors]
     outputs = run([sent for sent, _ in pairs])
     return [

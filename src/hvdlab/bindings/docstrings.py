@@ -1,4 +1,4 @@
-"""Docstrings of collectives that stand alone under ``?``: what is common to all forms is written here, once."""
+"""Docstrings of collectives that stand alone under ``?``: the text that all forms share is written here, once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WIDTH = 110
+"""Columns of a generated paragraph, as many as the source has."""
 
 _TENSORS = {
     "allreduce": "Equal shape and dtype on every rank; any shape, 0-d and empty ones included.",
@@ -70,8 +71,8 @@ def documented(function: F) -> F:
     """Complete the docstring of a public collective from its name and signature.
 
     The name is Horovod's: ``grouped_`` for lists of tensors, ``_async`` for a handle instead of the result, ``_`` at
-    the end for results that are written to the given tensors. What the docstring has of its own stays in front, but
-    for a ``Returns:`` section at its end, which takes the place of the usual one.
+    the end for results that are written to the given tensors. The docstring's own text stays in front, but
+    for a ``Returns:`` section at its end, which replaces the usual one.
     """
     own = inspect.getdoc(function)
     if own is None:  # python -OO

@@ -8,7 +8,7 @@ from hvdlab.bindings import framework_hooks
 
 
 class FrameworkPreloads:
-    """A :class:`~hvdlab.launch.forkserver.program.Preloads` that needs nothing besides what is asked for.
+    """A :class:`~hvdlab.launch.forkserver.program.Preloads` that adds nothing to the requested modules.
 
     Attributes:
         required: Nothing.
@@ -21,11 +21,11 @@ class FrameworkPreloads:
         framework_hooks.set_environment()
 
     def usual(self) -> Sequence[str]:
-        """Frameworks whose hooks ask to be preloaded."""
+        """Return frameworks whose hooks ask to be preloaded."""
         return tuple(name for name in framework_hooks.names() if framework_hooks.hooks_of(name).preload)
 
     def along_with(self, framework: str) -> Sequence[str]:
-        """Our binding of a framework, by the framework's hooks; nothing for a framework without hooks."""
+        """Return our binding of a framework, by the framework's hooks; an empty sequence for a framework without hooks."""
         known = framework in framework_hooks.names()
         binding = framework_hooks.hooks_of(framework).binding if known else ""
         return (binding,) if binding else ()
@@ -35,7 +35,7 @@ class FrameworkPreloads:
         return [module for hooks in framework_hooks.loaded() for module in hooks.training]
 
     def refresh(self, threads: int) -> None:
-        """New random states and thread pools for the frameworks that were imported before the fork."""
+        """Make new random states and thread pools for the frameworks that were imported before the fork."""
         for hooks in framework_hooks.loaded():
             hooks.reseed()
             hooks.set_threads(threads)

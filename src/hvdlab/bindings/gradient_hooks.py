@@ -22,19 +22,19 @@ P_contra = TypeVar("P_contra", contravariant=True)
 
 
 class RemovableHook(Protocol):
-    """A hook that was registered."""
+    """Registered hook, which can be removed."""
 
     def remove(self) -> None:
         """Unregister the hook: the framework calls it no more. Idempotent."""
 
 
 class HookInstaller(Protocol[P_contra]):
-    """Where a framework registers hooks of parameters' gradients.
+    """Installer of hooks of parameters' gradients in a framework.
 
     A framework without such hooks keeps a list of its own, and calls :meth:`BackwardPassCounter.accumulated` itself.
 
     Attributes:
-        another_loss: What a user of this framework can do where it was another loss that made gradients once more than
+        another_loss: The user's remedy in this framework where another loss has made gradients once more than
             expected, as sentences.
     """
 
@@ -46,15 +46,15 @@ class HookInstaller(Protocol[P_contra]):
         ...
 
     def registered(self, parameter: P_contra) -> Iterable[object]:
-        """The hooks of a parameter's gradient; hooks that are not hvdlab's may be among them."""
+        """Return the hooks of a parameter's gradient; hooks that are not hvdlab's may be among them."""
         ...
 
 
 class GradientHook:
-    """Tells a watcher, if there still is one, that a gradient has been accumulated.
+    """Hook that notifies a watcher, if it still exists, of an accumulated gradient.
 
     The parameter must not keep the watcher (and with it the optimizer) alive: in a notebook an optimizer is often
-    made anew for the same model, and the forgotten one would start reductions that no ``step()`` ever collects.
+    made again for the same model, and the forgotten one would start reductions that no ``step()`` ever collects.
     """
 
     __slots__ = ("__weakref__", "_watcher")
@@ -73,10 +73,10 @@ class GradientHook:
 
 
 class BackwardPassCounter(ABC, Generic[P]):
-    """Counts the backward passes of a step.
+    """Counter of a step's backward passes.
 
     A parameter has one watcher: the last one whose :meth:`watch` named it. An earlier one then stops altogether, and
-    says so when it is used.
+    raises an error when it is used.
 
     Args:
         registry: Where the framework registers hooks.
@@ -98,8 +98,9 @@ class BackwardPassCounter(ABC, Generic[P]):
         self._touched = False
         #: Whether the reduction was begun, and neither ended nor failed on all ranks.
         self._unfinished = False
-        #: How many cells had failed when the step began: what a failed cell has left of a step is void.
+        #: How many cells had failed when the step began: the rest of a step that a failed cell has left is void.
         self._failed_cells = 0
+        #: The registered hooks, which :meth:`retire` removes.
         self._hooks: list[RemovableHook] = []
         #: Whether another watcher has taken over a parameter.
         self._replaced = False
@@ -116,14 +117,14 @@ class BackwardPassCounter(ABC, Generic[P]):
             self._hooks.append(self._registry.register(parameter, GradientHook(self)))
 
     def _watcher_of(self, parameter: P) -> BackwardPassCounter[Any] | None:
-        """The watcher of this parameter's gradient so far."""
+        """Return the watcher of this parameter's gradient so far."""
         hooks = self._registry.registered(parameter)
         found = (hook.watcher for hook in hooks if isinstance(hook, GradientHook))
         return next((watcher for watcher in found if watcher is not None), None)
 
     @property
     def watching(self) -> bool:
-        """Whether it sees backward passes at all: not on a rank outside the process set, say."""
+        """Whether it sees backward passes at all: not, for example, on a rank outside the process set."""
         return bool(self._left)
 
     def watches(self, parameter: P) -> bool:
@@ -151,7 +152,7 @@ class BackwardPassCounter(ABC, Generic[P]):
         return self._touched
 
     def accumulated(self, parameter: P) -> None:
-        """A backward pass has added to the parameter's gradient. Called by the hook.
+        """Count an accumulation that a backward pass made in the parameter's gradient. Called by the hook.
 
         Raises:
             AssertionError: Backward passes have done so more often than ``passes`` since the last step.
@@ -173,11 +174,11 @@ class BackwardPassCounter(ABC, Generic[P]):
 
     @abstractmethod
     def complete(self, parameter: P) -> None:
-        """A parameter's gradient has been accumulated often enough."""
+        """Start work on a parameter whose gradient has been accumulated often enough."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Give up the running step: wait for what is in flight, whatever comes of it, and begin anew."""
+        """Give up the running step: wait for the operations in flight, ignore their outcome, and begin again."""
 
     def check(self) -> None:
         """Raise ``InvalidRequestError`` if another watcher has taken over."""
@@ -193,7 +194,7 @@ class BackwardPassCounter(ABC, Generic[P]):
         self._left = dict.fromkeys(self._left, self.passes)
 
     def _drop_what_was_given_up(self) -> None:
-        """A step that a failed cell left half done, or that was interrupted while it was synchronized, is void."""
+        """Drop a step that a failed cell left half done, or that was interrupted while it was synchronized."""
         if self._unfinished or (self._touched and self._failed_cells != context.engine().failed_cells):
             self.drop()
 
@@ -230,13 +231,13 @@ def bucketed(
         names: The tensor name of each one's gradient.
         groups: A number of groups of about equal length, or lists of parameters; a parameter in no list gets a
             bucket of its own.
-        is_parameter: Whether an object is a parameter; a group may hold nothing else.
+        is_parameter: Whether an object is a parameter; a group holds only parameters.
 
     Returns:
         Of each bucket the name, which is that of its first gradient with the number of the others, and the parameters.
 
     Raises:
-        InvalidRequestError: A parameter is in the lists more than once, a list has something else in it, or ``groups`` is
+        InvalidRequestError: A parameter is in the lists more than once, a list has another object in it, or ``groups`` is
             negative or neither a number nor lists.
     """
     together = _even(parameters, groups) if isinstance(groups, int) else _listed(groups)
@@ -256,7 +257,7 @@ def bucketed(
 
 
 def _even(parameters: Sequence[P], count: int) -> list[list[P]]:
-    """``count`` runs of neighbours whose lengths differ by at most one."""
+    """Return ``count`` runs of neighbours whose lengths differ by at most one."""
     if count < 0:
         raise InvalidRequestError(f"groups= takes a number of groups, not {count}.")
     count = min(count, len(parameters))

@@ -44,27 +44,28 @@ class BackwardPass(Protocol):
         """Call ``callback`` when the backward pass ends, unless it fails.
 
         A callback may give another one, which is called after all that were given before. Does nothing outside of a backward pass, or if
-        the framework does not say when one ends.
+        the framework does not report when one ends.
         """
 
 
 class Announcer:
-    """Says when what is held is to be submitted and announced. For one thread at a time.
+    """Scheduler of the submission and announcement of gradients that are held. For one thread at a time.
 
     Args:
         backward: Has the rest announced at the end of the backward pass.
-        submit: Submits what is held. A method, whose object may own the announcer: it is referred to weakly.
+        submit: Submits the held gradients. A method, whose object may own the announcer: it is referred to weakly.
     """
 
     def __init__(self, backward: BackwardPass, submit: Callable[[], None]) -> None:
         self._backward = backward
         self._submit = weakref.WeakMethod(submit)
+        #: Held bytes, since when (``time.monotonic()``), and whether any are held.
         self._bytes = 0
         self._since = 0.0
         self._waiting = False
 
     def hold(self, nbytes: int) -> None:
-        """``nbytes`` more are held: announce now, or at the end of the backward pass at the latest.
+        """Count ``nbytes`` more held bytes, and announce them now, or by the end of the backward pass.
 
         Outside a backward pass the thread that waits for them announces them.
         """
@@ -78,13 +79,13 @@ class Announcer:
             self.announce()
 
     def announce(self) -> None:
-        """Submit and announce what is held, if anything."""
+        """Submit and announce the held gradients, if any."""
         if self._waiting:
             self._submit_held()
             context.engine().flush()
 
     def end(self) -> None:
-        """The backward pass ends: submit the rest, and announce it once all that share the backward pass have submitted theirs.
+        """Submit the rest at the end of the backward pass, and announce it once all announcers of that pass have submitted theirs.
 
         Two of them may have used one name. That is found on every rank alike if nothing is executed in between.
         """
@@ -93,13 +94,14 @@ class Announcer:
             self._backward.at_end(_flush)
 
     def _submit_held(self) -> None:
+        # First: if a bucket is refused, hold() must begin afresh in the next backward pass.
         self._waiting = False
         submit = self._submit()
         if submit is not None:
             submit()
 
     def forget(self) -> None:
-        """Hold nothing any more: what was held has ended."""
+        """Forget the held gradients: their reduction has ended."""
         self._waiting = False
 
 
@@ -119,12 +121,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """How gradients are reduced.
+    """Settings of the reduction of gradients.
 
     Attributes:
         compression: The compressor that they are sent through.
-        op: ``Average`` or ``Sum``; ``Adasum`` is not for gradients, but for what an optimizer makes of them.
-        predivide: What they are divided by before the sum, as part of the division of an average.
+        op: ``Average`` or ``Sum``; ``Adasum`` is not for gradients, but for the changes that an optimizer makes with them.
+        predivide: Divisor before the sum, as part of the division of an average.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones.
         process_set: The ranks that reduce them together.
     """
@@ -136,18 +138,18 @@ class ReductionSettings:
     process_set: ProcessSet
 
     def operation(self) -> Operation:
-        """The allreduce of a bucket; for an average the division is split around the sum."""
+        """Return the allreduce of a bucket; for an average the division is split around the sum."""
         before, after = (1.0 / self.predivide, self.predivide) if self.op is Average else (1.0, 1.0)
         return Operation(OpKind.ALLREDUCE, self.op, before, after, process_set=set_id(self.process_set))
 
 
 class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, T]):
-    """How a framework's parameters hold their gradients. One object for each reducer: it may remember what it saw.
+    """Access to a framework's parameters and their gradients. One object for each reducer, so it can keep state.
 
     All functions are called on the thread of the backward pass, or of ``synchronize``.
 
     Attributes:
-        names_twice: What it means, and what a user of this framework can do, if two optimizers reduce gradients of the
+        names_twice: The meaning, and the user's remedy in this framework, if two optimizers reduce gradients of the
             same name at once, as sentences.
     """
 
@@ -155,7 +157,7 @@ class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, 
     def names_twice(self) -> str: ...
 
     def untracked(self) -> AbstractContextManager[object]:
-        """Within it nothing is recorded for differentiation."""
+        """Return a context within which no operation is recorded for differentiation."""
         ...
 
     def gradient(self, parameter: P_contra) -> T:
@@ -167,7 +169,7 @@ class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, 
         ...
 
     def is_sparse(self, gradient: T) -> bool:
-        """Whether it is reduced by :meth:`reduce_sparse`."""
+        """Return whether it is reduced by :meth:`reduce_sparse`."""
         ...
 
     def reduce_sparse(self, gradient: T, name: str, settings: ReductionSettings) -> Handle:
@@ -175,11 +177,11 @@ class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, 
         ...
 
     def as_sent(self, parameters: Sequence[P_contra], tensors: Sequence[T]) -> Sequence[T]:
-        """Views of tensors that the core can work on without copies, if they lie in memory as their parameters do."""
+        """Return views of tensors that the core can work on without copies, if they lie in memory as their parameters do."""
         ...
 
     def nbytes(self, tensors: Sequence[T]) -> int:
-        """The size of these together, in bytes."""
+        """Return the size of these together, in bytes."""
         ...
 
     def install(self, parameter: P_contra, reduced: T) -> None:
@@ -193,7 +195,7 @@ class _InFlight(Generic[P, T]):
     Attributes:
         handle: Its handle.
         parameters: The parameters that the gradients belong to.
-        contexts: What each of them needs to be decompressed.
+        contexts: For each of them, the context that decompresses it.
         outputs: Where the results are, if the handle does not yield them.
     """
 
@@ -211,7 +213,7 @@ class _Bucket(Generic[P, T]):
         parameters: Its parameters.
         nbytes: The size of its dense gradients in bytes, or -1 if it is not known yet.
         ready: How many of them have been accumulated often enough.
-        work: What is in flight: one allreduce of all dense gradients, one for each sparse one; ``None`` if it has not
+        work: The handles in flight: one allreduce of all dense gradients, one for each sparse one; ``None`` if it has not
             been started.
     """
 
@@ -226,7 +228,7 @@ class _Bucket(Generic[P, T]):
 
 
 class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
-    """Starts allreduces from hooks of the backward pass, and collects them.
+    """Reducer that starts allreduces from hooks of the backward pass, and collects them.
 
     Args:
         binding: Runs collectives on the framework's tensors.
@@ -240,12 +242,13 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
     ) -> None:
         super().__init__(adapter, passes)
         self._binding, self._adapter, self._settings = binding, adapter, settings
+        #: All buckets in the order of :meth:`watch`, and the bucket of each parameter.
         self._buckets: list[_Bucket[P, T]] = []
         self._bucket_of: dict[P, _Bucket[P, T]] = {}
         #: Buckets whose allreduce is due in the next turn.
         self._held: list[_Bucket[P, T]] = []
         self._announcer = Announcer(adapter, self._start_held)
-        #: The allreduce of this step's buckets. Made anew for each step: the process set's id may be another by then.
+        #: The allreduce of this step's buckets. Made again for each step: the process set's id can be another by then.
         self._operation: Operation | None = None
 
     def watch(self, name: str, parameters: Iterable[P]) -> None:
@@ -264,7 +267,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
             self._announcer.hold(bucket.nbytes)
 
     def synchronize(self) -> None:
-        """Reduce what is still missing, wait for all, and leave the results in the parameters' gradients.
+        """Reduce the gradients that are still missing, wait for all, and leave the results in the parameters' gradients.
 
         Parameters without a gradient take part with zeros, since another rank may have one. After an error, the
         gradients are undefined and the next backward pass starts afresh.
@@ -347,6 +350,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
         if dense:
             some, theirs = zip(*dense, strict=True)
             started.append(self._start_dense(bucket.name, some, theirs, site))
+        # Before the sparse ones: if one of them is refused, drop() still waits for those that were started.
         bucket.work = started
         for number, (parameter, gradient) in enumerate(pairs):
             if adapter.is_sparse(gradient):
@@ -377,7 +381,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
     def _collect(self) -> None:
         """Wait for every bucket, also after one has failed: no gradient may be written to after this."""
         failure: CollectiveError | DuplicateNameError | None = None
-        # Around all of it, and not for each bucket: with some frameworks to begin it takes as long as all else that is done here.
+        # Around all of it, and not for each bucket: with some frameworks to enter it costs as much time as all other work here.
         with self._adapter.untracked():
             for work in (work for bucket in self._buckets for work in bucket.work or ()):
                 try:

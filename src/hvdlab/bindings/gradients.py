@@ -1,11 +1,11 @@
 """Which collectives the gradient of a collective is made of.
 
-Horovod's conventions hold, so that code written for it computes what it did: gradients of an average or a sum are
-averaged or summed like the tensors were, while allgather and broadcast *average* the gradients of all ranks, as if the
+Horovod's conventions hold, so that code written for it computes the same values: gradients of an average or a sum are
+averaged or summed like the tensors were. Allgather and broadcast *average* the gradients of all ranks, as if the
 loss were the mean of the ranks' losses.
 
 Reductions that are no sums (Min, Max, Product, Adasum) have the derivative of the sum of the ranks' losses; every rank
-computes it for itself from the tensors of all, so for these a backward pass takes as many tensors' memory as there are
+computes it for itself from the tensors of all, so for these a backward pass needs as many tensors' memory as there are
 ranks.
 
 Gradients are made of collectives, so every rank that ran the collective must run its backward pass, too. Where the
@@ -33,7 +33,7 @@ _REDUCTIONS = frozenset({OpKind.ALLREDUCE, OpKind.REDUCESCATTER})
 
 
 class Differentiation(Protocol[T]):
-    """How a framework records an operation, and what the rules need of its tensors. All of it is differentiable."""
+    """Differentiation by a framework: its way to record an operation, and the functions of tensors that the rules need. All are differentiable."""
 
     def record(self, forward: ForwardPass, tensors: Sequence[T]) -> Sequence[Any]:
         """Run :meth:`Differentiable.forward` so that its backward pass calls :meth:`Differentiable.backward`.
@@ -45,23 +45,23 @@ class Differentiation(Protocol[T]):
         ...
 
     def rows(self, tensor: T, start: int, count: int, shape: tuple[int, ...]) -> T:
-        """``count`` rows (of dimension 0) from ``start``, in this shape."""
+        """Return ``count`` rows (of dimension 0) from ``start``, in this shape."""
         ...
 
     def zeros_like(self, tensor: T) -> T:
-        """A tensor of zeros."""
+        """Return a tensor of zeros."""
         ...
 
     def scaled(self, tensor: T, factor: float) -> T:
-        """The tensor times a number."""
+        """Return the tensor times a number."""
         ...
 
     def as_row(self, tensor: T) -> T:
-        """The tensor with a dimension of 1 in front."""
+        """Return the tensor with a dimension of 1 in front."""
         ...
 
     def derivative(self, operation: Operation, stacked: T, gradient: T, mine: int, count: int) -> T:
-        """The gradient of a reduction that is no sum.
+        """Return the gradient of a reduction that is no sum.
 
         Args:
             operation: The reduction.
@@ -101,7 +101,7 @@ class ForwardPass:
 
     @property
     def gradient_name(self) -> str | None:
-        """Name of the collectives on its gradients."""
+        """Return the name of the collectives on its gradients."""
         return None if self.name is None else f"{self.name}.gradient"
 
 
@@ -166,7 +166,7 @@ class Differentiable(Generic[T]):
         return output, self._binding.received_splits(result)
 
     def backward(self, forward: ForwardPass, tensors: Sequence[T], gradients: Sequence[T]) -> Sequence[T]:
-        """The gradients of the tensors from those of the outputs; ``tensors`` may be empty if ``forward.linear``."""
+        """Return the gradients of the tensors from those of the outputs; ``tensors`` may be empty if ``forward.linear``."""
         if forward.linear:
             return _RULES[forward.operation.kind](self, forward, gradients)
         return self._of_nonlinear(forward, tensors, gradients)
@@ -211,7 +211,7 @@ class Differentiable(Generic[T]):
     def _of_nonlinear(
         self, forward: ForwardPass, tensors: Sequence[T], gradients: Sequence[T]
     ) -> Sequence[T]:
-        """The gradient of a reduction that is no sum, from all ranks' tensors and the sum of their gradients."""
+        """Return the gradient of a reduction that is no sum, from all ranks' tensors and the sum of their gradients."""
         operation = forward.operation
         whole = _SUM if operation.kind is OpKind.ALLREDUCE else _GATHER
         summed = self._on_gradients(forward, whole, gradients)
@@ -229,10 +229,10 @@ def _keep_rows(forward: ForwardPass, tables: Sequence[tuple[tuple[int, ...], ...
 
 
 def own_rows(tables: Sequence[tuple[tuple[int, ...], ...]], process_set: int) -> list[tuple[int, int]]:
-    """Where this rank's rows begin in the output of an allgather, and how many they are.
+    """Return where this rank's rows begin in the output of an allgather, and how many they are.
 
     Args:
-        tables: For each tensor what each member announced, as a handle has it when it is done.
+        tables: For each tensor each member's announcement, as a handle has it when it is done.
         process_set: The ranks that took part.
     """
     mine = position(process_set)

@@ -40,16 +40,16 @@ class CoreHandle(Protocol):
         ...
 
     def tell_blocked(self, seconds: float) -> None:
-        """The user's code has waited for it for ``seconds``, on a thread that does not call :meth:`wait`."""
+        """Record that the user's code has waited for it for ``seconds``, on a thread that does not call :meth:`wait`."""
         ...
 
     def tell_unblocked(self) -> None:
-        """The user's code waits no more."""
+        """Record that the user's code waits no more."""
         ...
 
 
 class OutputAllocator(Generic[T]):
-    """Allocates the output of a collective as a tensor, once its shape is known.
+    """Allocator of a collective's output as a tensor, once its shape is known.
 
     The core calls it, on its executor thread.
     """
@@ -67,7 +67,7 @@ class OutputAllocator(Generic[T]):
 
     @property
     def allocated(self) -> T:
-        """The output; only after the collective is complete."""
+        """Return the output; only after the collective is complete."""
         assert self._tensor is not None, "the core completed a collective without asking for its output"
         return self._tensor
 
@@ -85,17 +85,17 @@ class Part(Generic[T]):
         self._output = output
         self._deliver = deliver
         self._result: Result | None = None
-        #: What :meth:`delivered` returned, in a tuple of its own: a framework's tensors may be falsy, or ``None``.
+        #: The result of :meth:`delivered`, in a tuple of its own: a framework's tensors can be falsy, or ``None``.
         self._delivered: tuple[T] | None = None
 
     @property
     def result(self) -> Result:
-        """The core's result; only after :meth:`wait`."""
+        """Return the core's result; only after :meth:`wait`."""
         assert self._result is not None
         return self._result
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, without waiting for another rank."""
+        """Return whether :meth:`wait` would return, or raise, without waiting for another rank."""
         return self._core.done()
 
     def add_hook(self, hook: CompletionHook) -> bool:
@@ -108,18 +108,18 @@ class Part(Generic[T]):
         return self._core.tell_unblocked
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the output is complete. Raises what the core's handle raises."""
+        """Wait until the output is complete. Raises the same errors as the core's handle."""
         self._result = self._core.wait(timeout)
 
     def delivered(self) -> T:
-        """The output, delivered to where the user expects it; only after :meth:`wait`, and by one thread at a time."""
+        """Return the output, delivered to where the user expects it; only after :meth:`wait`, and by one thread at a time."""
         if self._delivered is None:
             self._delivered = (delivered(self._output, self._deliver),)
         return self._delivered[0]
 
 
 def delivered(output: T | OutputAllocator[T], deliver: Deliver[T] | None) -> T:
-    """The output of a collective that is complete, where the user expects it."""
+    """Return the output of a collective that is complete, where the user expects it."""
     tensor: Any = output.allocated if isinstance(output, OutputAllocator) else output
     given: T = tensor if deliver is None else deliver(tensor)
     return given
@@ -132,7 +132,7 @@ Finish = Callable[[list[T], Sequence[Part[T]]], Any]
 class Handle:
     """A collective, or a group of them, in flight. Made by the ``*_async`` functions.
 
-    Its tensors are kept alive until it is done. Like the functions that take it, it may be used from any thread.
+    Its tensors are kept alive until it is done. Like the functions that accept it, it may be used from any thread.
 
     Attributes:
         tables: Once it is done: for each tensor the numbers that each member announced, by position (for an
@@ -155,7 +155,7 @@ class Handle:
         self._completion: _Completion | None = None
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return (or raise) at once."""
+        """Return whether :meth:`wait` would return (or raise) at once."""
         return self._settled or all(part.done() for part in self._parts)
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -179,19 +179,19 @@ class Handle:
     def tell_blocked(self, seconds: float) -> Callable[[], None] | None:
         """Let the other ranks know that the user's code can't go on before this has ended, so that deadlocks are found.
 
-        Waiting with :meth:`wait` says so by itself; this is for a framework that waits otherwise.
+        :meth:`wait` reports the wait by itself; this is for a framework that waits otherwise.
 
         Args:
             seconds: For how long it has waited.
 
         Returns:
-            A function to call when it waits no more; ``None`` if the collective has ended, and nothing was said.
+            A function to call when it waits no more; ``None`` if the collective has ended, and no wait was reported.
         """
         part = next((part for part in self._parts if not part.done()), None)
         return None if part is None else part.tell_blocked(seconds)
 
     def __call__(self) -> Any:
-        """The same as :meth:`wait`: what Horovod's ``sparse_allreduce_async`` returns is called, not synchronized."""
+        """Wait as :meth:`wait` does: the result of Horovod's ``sparse_allreduce_async`` is called, not synchronized."""
         return self.wait()
 
     def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
@@ -204,7 +204,7 @@ class Handle:
 
         Args:
             callback: Called with this handle. If the collective is finished already, it is called at once, on this
-                thread; else on a thread of hvdlab's, on which other collectives and messages wait meanwhile, and
+                thread; otherwise on a thread of hvdlab's, on which other collectives and messages wait meanwhile, and
                 perhaps after ``synchronize`` has returned on another. So it must be quick, and safe to be called on
                 any thread. It may submit further collectives, but must not wait for them (which raises
                 ``InvalidRequestError`` on hvdlab's threads) and must not call ``hvd.shutdown()``. An exception that it
@@ -266,10 +266,11 @@ class _Completion:
             if self._left:
                 self._callbacks.append(callback)
                 return
+        # Outside the lock: the callback can add another one to this handle.
         _call(callback, handle)
 
     def __call__(self, result: Result | None, error: Exception | None, /) -> None:
-        """A part has ended; the last one has the callbacks called."""
+        """Count a part that has ended; after the last one, have the callbacks called."""
         with self._lock:
             self._left -= 1
             if self._left:
@@ -324,7 +325,7 @@ def wait_for_all(handles: Sequence[Handle]) -> list[Any]:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether ``synchronize(handle)`` would return, or raise, without waiting.
+    """Return whether ``synchronize(handle)`` would return, or raise, without waiting.
 
     Raises:
         InvalidRequestError: ``handle`` is no handle of an ``*_async`` function.
@@ -338,7 +339,7 @@ def synchronize(handle: Handle, timeout: float | None = None) -> Any:
 
 
 def checked(handle: Handle) -> Handle:
-    """A user's handle; raises ``InvalidRequestError`` if it is something else."""
+    """Return a user's handle; raises ``InvalidRequestError`` for any other object."""
     if not isinstance(handle, Handle):
         raise InvalidRequestError(
             f"Expected the handle that an *_async function returned, not {type(handle).__name__}."

@@ -1,4 +1,4 @@
-"""The arrays of frameworks, for key-value stores. A framework is looked at only where the program has imported it."""
+"""The arrays of frameworks, for key-value stores. A framework is used only where the program has imported it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 def _is(module: str, *names: str) -> Any:
-    """Whether an object is of one of these classes of a module, which is never imported here."""
+    """Return whether an object is of one of these classes of a module, which is never imported here."""
 
     def matches(value: Any) -> bool:
         found = sys.modules.get(module)
@@ -71,7 +71,7 @@ def _wrap_tensorflow(array: Array) -> Any:
 
 
 def mxnet_memory(array: Any) -> Array:
-    """The memory of a dense NDArray on the CPU, which MXNet 1.9.1 gives by no protocol.
+    """Return the memory of a dense NDArray on the CPU, which MXNet 1.9.1 gives by no protocol.
 
     The caller has waited for the operations on it that are in flight. The view keeps the array alive.
     """
@@ -88,7 +88,7 @@ def mxnet_memory(array: Any) -> Array:
 
 
 def wait_to_write_mxnet(array: Any) -> None:
-    """Wait until no operation of MXNet's reads or writes an NDArray. What such an operation raised is raised here."""
+    """Wait until no operation of MXNet's reads or writes an NDArray. An exception of such an operation is raised here."""
     base = sys.modules["mxnet"].base
     base.check_call(base._LIB.MXNDArrayWaitToWrite(array.handle))
 
@@ -152,7 +152,7 @@ MXNET = ArrayType(
 
 
 def register_frameworks() -> None:
-    """Let the stores take arrays of torch, TensorFlow, cupy and MXNet.
+    """Let the stores accept arrays of torch, TensorFlow, cupy and MXNet.
 
     Tensors on other devices are copied through host memory. Views of CPU tensors of torch and MXNet share their memory.
     """

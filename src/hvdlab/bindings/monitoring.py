@@ -37,14 +37,14 @@ class TrainingWatch(ABC):
         self._model = model
         #: Counts the steps of the optimizer; a distributed one has it without a watch, too.
         self._meter = meter
-        #: Whether the batch size is the user's, which what trains the model then leaves as it is.
+        #: Whether the user has set the batch size, so that the training loop must not change it.
         self.knows_batch_size = batch_size is not None
-        #: After how many steps what costs something is recorded; 0 for never.
+        #: After how many steps values that cost time are recorded; 0 for never.
         self._every = every
 
     @property
     def batch_size(self) -> float | None:
-        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
+        """Return the number of samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
 
         Raises:
             InvalidRequestError: Set to a number that is not positive and finite.
@@ -58,7 +58,7 @@ class TrainingWatch(ABC):
 
     @property
     def step(self) -> int:
-        """Steps that the optimizer has taken. Set it to continue the count of an earlier training."""
+        """Return the number of steps that the optimizer has taken. Set it to continue the count of an earlier training."""
         return self._meter.count
 
     @step.setter
@@ -67,11 +67,11 @@ class TrainingWatch(ABC):
         self._step_set()
 
     def _step_set(self) -> None:  # noqa: B027  (nothing depends on it in most frameworks)
-        """The user has set the number of steps."""
+        """Adapt to a number of steps that the user has set."""
 
     @abstractmethod
     def close(self) -> None:
-        """Record no more of what only the watch records. Idempotent."""
+        """Stop recording the values that only the watch records. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +213,7 @@ def raise_divergence(
     digests: Mapping[str, bytes],
     samples: Sequence[tuple[int, bytes]],
 ) -> Never:
-    """Gather from all ranks what the error's text needs, and raise :class:`DivergenceError`; called by all ranks.
+    """Gather the facts for the error's text from all ranks, and raise :class:`DivergenceError`; called by all ranks.
 
     Args:
         name: Name of the comparison, equal on all ranks.
@@ -235,7 +235,7 @@ def raise_divergence(
 
 
 def _since(samples: Sequence[dict[int, bytes]], step: int) -> int | None:
-    """The first step at which the samples differ; 0 if no step was taken, None if no step common to all ranks differs."""
+    """Return the first step at which the samples differ; 0 if no step was taken, None if no step common to all ranks differs."""
     if step == 0:
         return 0
     common = sorted(set(samples[0]).intersection(*samples[1:]))

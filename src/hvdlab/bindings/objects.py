@@ -28,7 +28,7 @@ def broadcast_object(
     """Return ``root_rank``'s object on every rank.
 
     Args:
-        obj: Anything cloudpickle takes; only the root's matters.
+        obj: Any object that cloudpickle accepts; only the root's matters.
         root_rank: The rank it comes from: a rank of the world, also within a process set.
         name: Equal on all ranks.
         process_set: Ranks that take part; all by default.
@@ -58,7 +58,7 @@ def allgather_object(
     """Return the list of all ranks' objects, in the order of the ranks, on every rank.
 
     Args:
-        obj: Anything cloudpickle takes.
+        obj: Any object that cloudpickle accepts.
         name: Equal on all ranks.
         process_set: Ranks that take part; all by default.
 

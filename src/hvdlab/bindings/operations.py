@@ -50,7 +50,7 @@ class Operation(NamedTuple):
 
 
 class Binding(Generic[T]):
-    """Runs collectives on the tensors of one framework.
+    """Binding of one framework: runs collectives on its tensors.
 
     Args:
         adapter: Reads and makes the framework's tensors.
@@ -133,7 +133,7 @@ class Binding(Generic[T]):
     def _request(
         self, operation: Operation, given: Any, in_place: bool
     ) -> tuple[Request, T | OutputAllocator[T], Deliver[T] | None]:
-        """A request without a name, the tensor or allocator of its output, and how the output gets to the user."""
+        """Return a request without a name, the tensor or allocator of its output, and how the output gets to the user."""
         adapter, kind = self.adapter, operation.kind
         tensor = adapter.check(given, kind, in_place)
         dtype = adapter.dtype(tensor)
@@ -174,7 +174,7 @@ class Binding(Generic[T]):
         return request, output, partial(self._written_back, into=tensor, given=given)
 
     def _device(self, devices: DeviceMemory[T], operation: Operation, tensor: T, dtype: DType) -> str:
-        """The device class on which a collective of this tensor works: its own if there is a plane that can do it, else the host's."""
+        """Return the device class on which a collective of this tensor works: its own if a plane can do it, otherwise the host's."""
         device = devices.device(tensor)
         if device == HOST or operation.op is ReduceOp.ADASUM:
             return HOST
@@ -186,14 +186,14 @@ class Binding(Generic[T]):
         return HOST if wide else device
 
     def _placing(self, direct: bool, device: str, tensor: T) -> Deliver[T] | None:
-        """The function that takes an output to where the user expects it; ``None`` if it is there already."""
+        """Return the function that moves an output to its place for the user; ``None`` if it is in place already."""
         if device != HOST:
             assert self._devices is not None
             return self._devices.received
         return None if direct else partial(self.adapter.placed, like=tensor)
 
     def _broadcast_buffer(self, memory: HostMemory[T] | DeviceMemory[T], tensor: T, root: int) -> T:
-        """The tensor that a broadcast works on if it must not change its argument: read at the root, written elsewhere."""
+        """Return the tensor that a broadcast works on if it must not change its argument: read at the root, written elsewhere."""
         if context.engine("broadcast").rank == root:
             return memory.stage(tensor)
         return memory.empty_like(tensor)

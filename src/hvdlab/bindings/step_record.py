@@ -1,8 +1,8 @@
-"""The last steps of a training, kept until they are needed: what ``hvd.record()`` returns, for any framework.
+"""The last steps of a training, kept until they are needed, for any framework: ``hvd.record()`` returns such a record.
 
-What is kept of a step is a fingerprint of its inputs, its loss and the norm of its gradients, and as long as there is
+A step's record is a fingerprint of its inputs, its loss and the norm of its gradients, and as long as there is
 room the batch itself. It is shown with an error, and ``%hvd_replay`` brings a batch to the notebook. A framework brings
-what it keeps of a tensor (:class:`Sample`), the state of its random numbers, and the hooks that call
+its sample of a tensor (:class:`Sample`), the state of its random numbers, and the hooks that call
 :meth:`StepRecord.begin` and the like.
 """
 
@@ -32,6 +32,7 @@ SHOWN = 3
 """Steps that are shown with an error, besides the first that is not finite."""
 
 DEEPEST = 4
+"""Levels of mappings and sequences in which a batch is searched for tensors."""
 LONGEST_PATH = 120
 """Characters that are shown of an input's path, which is made of keys of the batch."""
 
@@ -47,7 +48,7 @@ class Sample(Protocol):
         ...
 
     def digest(self) -> bytes:
-        """A fingerprint of the elements that are kept."""
+        """Return a fingerprint of the elements that are kept."""
         ...
 
 
@@ -55,7 +56,7 @@ class RandomState(Protocol):
     """The state of a framework's random numbers before a step."""
 
     def restored(self, model: Any) -> AbstractContextManager[object]:
-        """In this context a call of ``model`` gets the same random numbers; afterwards they go on as before."""
+        """Return a context in which a call of ``model`` gets the same random numbers; afterwards they continue as before."""
         ...
 
 
@@ -74,16 +75,16 @@ class Input:
 
 @dataclass(slots=True)
 class Step:
-    """A step.
+    """Step of a training, as the record keeps it.
 
     Attributes:
         number: From 1 on, since the record was made.
         began: When it began, by ``time.monotonic_ns()``.
-        inputs: What is kept of its tensors.
+        inputs: Samples of its tensors.
         batch: ``(args, kwargs)`` of the model's call, if it is kept.
         nbytes: Bytes of the batch.
         generator: The state of the random numbers before it.
-        loss, norm: Its loss and the norm of its gradients, as numbers or what ``float`` makes one of.
+        loss, norm: Its loss and the norm of its gradients, as numbers or objects that ``float`` accepts.
     """
 
     number: int
@@ -97,7 +98,7 @@ class Step:
 
     @property
     def wrong(self) -> str:
-        """The first thing about it that is not finite: ``inputs``, ``loss`` or ``gradients``; empty if all is."""
+        """Return the first thing about it that is not finite: ``inputs``, ``loss`` or ``gradients``; empty if all is."""
         if not all(one.sample.finite for one in self.inputs):
             return "inputs"
         for value, name in ((self.loss, "loss"), (self.norm, "gradients")):
@@ -119,7 +120,7 @@ class Replay:
 
     Attributes:
         rank, step: The rank that recorded it, and its number.
-        args, kwargs: What the model was called with.
+        args, kwargs: The arguments of the model's call.
         loss, gradient_norm: As recorded; None if they were not.
         generator: State of the random numbers before the call.
         text: All of it in one line.
@@ -135,7 +136,7 @@ class Replay:
     text: str = field(repr=False, default="")
 
     def run(self, model: Any) -> Any:
-        """Call ``model`` as it was called then, with the same random numbers (of the CPU). Returns what it returns."""
+        """Call ``model`` as it was called then, with the same random numbers (of the CPU). Returns its result."""
         with self.generator.restored(model):
             return model(*self.args, **self.kwargs)
 
@@ -149,7 +150,7 @@ class StepRecord:
 
     Attributes:
         steps: The last ones, oldest first.
-        replay_type: What :meth:`replay` returns.
+        replay_type: The class of :meth:`replay`'s result.
     """
 
     replay_type: ClassVar[type[Replay]] = Replay
@@ -158,6 +159,7 @@ class StepRecord:
         if last < 1:
             raise InvalidRequestError(f"last= is a number of steps from 1, not {last}.")
         self.steps: deque[Step] = deque(maxlen=last)
+        #: Bytes for batches, and the number of the last step.
         self._memory, self._count = memory, 0
         #: Frameworks may call from threads of their own.
         self._lock = threading.Lock()
@@ -172,7 +174,7 @@ class StepRecord:
         nbytes: int,
         generator: RandomState,
     ) -> None:
-        """A step begins. Its batch is kept as far as there is room; batches of older steps are dropped for it."""
+        """Begin a step. Its batch is kept as far as memory permits; batches of older steps are dropped for it."""
         with self._lock:
             self._count += 1
             self.steps.append(Step(self._count, time.monotonic_ns(), inputs, batch, nbytes, generator))
@@ -180,24 +182,25 @@ class StepRecord:
             for step in reversed(self.steps):
                 room -= step.nbytes
                 if room < 0:
+                    # Batches are dropped from the oldest on, so all before this one are gone.
                     if step.batch is None:
                         break
                     step.batch = None
 
     def set_loss(self, value: Any) -> None:
-        """The loss of the step that runs."""
+        """Record the loss of the running step."""
         with self._lock:
             if self.steps:
                 self.steps[-1].loss = value
 
     def set_norm(self, value: Any) -> None:
-        """The norm of the gradients of the step that runs."""
+        """Record the norm of the running step's gradients."""
         with self._lock:
             if self.steps:
                 self.steps[-1].norm = value
 
     def close(self) -> None:
-        """End it and forget what was recorded. Idempotent."""
+        """End it and forget its record. Idempotent."""
         with self._lock:
             self.steps.clear()
         _records.discard(self)
@@ -212,7 +215,7 @@ class StepRecord:
 
     @property
     def first_wrong(self) -> Step | None:
-        """The first step with something that is not finite, unless all was well again later on."""
+        """Return the first step with a value that is not finite, unless all later values were finite again."""
         found = None
         for step in reversed(self._all()):
             if step.wrong:
@@ -228,7 +231,7 @@ class StepRecord:
             return list(self.steps)
 
     def lines(self) -> list[str]:
-        """The last steps, and the first that is not finite, a line each."""
+        """Return the last steps, and the first that is not finite, a line each."""
         wrong, last = self.first_wrong, self._all()[-SHOWN:]
         if wrong is None:
             return [str(step) for step in last]
@@ -238,10 +241,10 @@ class StepRecord:
         return [mark if step is wrong else str(step) for step in last]
 
     def replay(self, step: int | None = None) -> Replay:
-        """A recorded step, for another process.
+        """Return a recorded step, for another process.
 
         Args:
-            step: Its number; by default the first step that is not finite, or else the last.
+            step: Its number; by default the first step that is not finite, or, without one, the last.
 
         Raises:
             LookupError: The step or its batch is not kept.
@@ -270,7 +273,7 @@ class StepRecord:
 def tensors(
     value: Any, is_tensor: Callable[[Any], bool], path: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """The tensors in a batch, also in mappings and sequences of it, each with the path to it."""
+    """Yield the tensors in a batch, also in mappings and sequences of it, each with the path to it."""
     if is_tensor(value):
         yield path or "input", value
     elif depth < DEEPEST and isinstance(value, Mapping):
@@ -285,13 +288,13 @@ def tensors(
 
 
 def newest() -> StepRecord | None:
-    """The record on this rank that has recorded a step last; ``None`` if there is none with steps."""
+    """Return the record on this rank that has recorded a step last; ``None`` if there is none with steps."""
     with_steps = [one for one in _records if one.steps]
     return max(with_steps, key=lambda one: one.steps[-1].began, default=None)
 
 
 def recent() -> tuple[tuple[str, ...], str]:
-    """The lines to be shown with an error, and the one about the first step that is not finite."""
+    """Return the lines to be shown with an error, and the one about the first step that is not finite."""
     found = newest()
     if found is None:
         return (), ""
@@ -303,8 +306,8 @@ def suspects() -> tuple[int, int, str] | None:
     """Return the facts from which ``%hvd_replay`` chooses a rank; ``None`` if nothing was recorded.
 
     Returns:
-        The number of the first step that is not finite (a huge number if all are finite), 0 to 2 for inputs, loss or
-        gradients (3 if all are finite), and that step, or else the last one, as text.
+        The number of the first step that is not finite (a huge number if all are finite); 0 to 2 for inputs, loss or
+        gradients (3 if all are finite); and that step, or, without one, the last, as text.
     """
     found = newest()
     if found is None:
@@ -316,7 +319,7 @@ def suspects() -> tuple[int, int, str] | None:
 
 
 def replay(step: int | None = None) -> Replay:
-    """:meth:`StepRecord.replay` of the :func:`newest` record. Raises ``LookupError`` if there is none."""
+    """Return :meth:`StepRecord.replay` of the :func:`newest` record. Raises ``LookupError`` if there is none."""
     found = newest()
     if found is None:
         raise LookupError("nothing was recorded; hvd.record(model) before the training does")

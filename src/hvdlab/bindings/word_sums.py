@@ -1,11 +1,11 @@
-"""Fingerprints that a device makes of what is in its memory, out of sums of products, which have the same bits in whatever order they are computed.
+"""Fingerprints that a device makes of its memory's contents, out of sums of products, which have the same bits in any order of computation.
 
 A block is read as signed words of 32 bits in rows. For each of some sets of weights, a row becomes the sum of its words times their weights, modulo
-2**64. The halves of these sums are words again, and become one sum in the same way. What remains of the block is a number for each set of weights;
+2**64. The halves of these sums are words again, and become one sum in the same way. The block is reduced to a number for each set of weights;
 their SHA-1 is its fingerprint.
 
-Equal blocks have equal fingerprints. Let two blocks differ in a word, by less than 2**32: that has 31 factors of two at most, so the sums of its row are
-equal for one in 2**33 of all weights at most, whatever the other words are, and then those of the block for as many. With independent weights for each set
+Equal blocks have equal fingerprints. Let two blocks differ in a word, by less than 2**32. The difference has 31 factors of two at most. So the sums of its row are
+equal for one in 2**33 of all weights at most, for any values of the other words. Those of the block are equal for as many. With independent weights for each set
 two blocks that differ have equal numbers with a probability of ``2**(-32 * SETS)``, as low as that of two equal values of SHA-1. As SHA-1
 here, this is for data that was not made to deceive.
 """
@@ -36,7 +36,7 @@ LEAST = 256 << 10
 
 @cache
 def weights(rows: int, columns: int) -> Integers:
-    """For each set the weights of a row's words, then those of the lower and of the higher halves of all rows' sums. The same in all processes.
+    """Return for each set the weights of a row's words, then those of the lower and of the higher halves of all rows' sums. The same in all processes.
 
     Args:
         rows: Rows of a block.
@@ -52,7 +52,7 @@ def weights(rows: int, columns: int) -> Integers:
 
 
 def fingerprints(sums: npt.NDArray[Any]) -> bytes:
-    """The fingerprints of blocks, one behind the other, out of a row of ``SETS`` numbers for each."""
+    """Return the fingerprints of blocks, one behind the other, out of a row of ``SETS`` numbers for each."""
     import numpy as np
 
     return b"".join(fingerprint(row.tobytes()) for row in np.ascontiguousarray(sums, "<i8"))

@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """An iterator over what a thread takes from an iterable; the thread starts with the first item that is asked for.
+    """Iterator over the items that a thread reads from an iterable; the thread starts with the first request.
 
     An exception of the iterable is raised after the items before it. The thread has ended when iteration has, in
-    whatever way: at the end, by an exception, by :meth:`close`.
+    any way: at the end, by an exception, by :meth:`close`.
 
     Args:
         make: Called in the thread; makes the iterable.
@@ -26,10 +26,13 @@ class Ahead(Generic[T]):
     def __init__(self, make: Callable[[], Iterable[T]], limit: int) -> None:
         self._make = make
         self._limit = limit
+        #: Items that were read ahead.
         self._items: deque[T] = deque()
+        #: Guards all fields; notified when an item was added or consumed, and at the end.
         self._changed = threading.Condition()
         self._ended = False  # nothing more will come
-        self._stopped = False  # nothing more is wanted
+        self._stopped = False  # no more items are needed
+        #: The exception that has ended the iterable, until it is raised to the consumer.
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -52,12 +55,13 @@ class Ahead(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread, as soon as the iterable lets it, and drop what it has loaded. Idempotent."""
+        """End the thread, as soon as the iterable lets it, and drop its loaded items. Idempotent."""
         with self._changed:
             self._stopped = True
             self._items.clear()
             self._changed.notify_all()
         thread = self._thread
+        # A thread can't join itself, as when the iterable closes this.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -71,7 +75,7 @@ class Ahead(Generic[T]):
                         break
             finally:
                 close = getattr(iterator, "close", None)
-                if close is not None:  # a generator's: what it holds is let go of in its own thread
+                if close is not None:  # a generator's: its resources are released in its own thread
                     close()
         except BaseException as raised:  # noqa: BLE001  (raised again where the items are consumed)
             error = raised
@@ -92,18 +96,18 @@ logger = logging.getLogger("hvdlab.data")
 
 
 class BaseDataLoader:
-    """Iterates over batches; a subclass says over which."""
+    """Base of loaders that iterate over batches; a subclass defines which."""
 
     def __len__(self) -> int:
-        """Number of batches of one iteration."""
+        """Return the number of batches of one iteration."""
         raise NotImplementedError
 
     def _iterate(self) -> Iterable[Any]:
-        """The batches, as they are loaded."""
+        """Return the batches, as they are loaded."""
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """Return a batch as it is given out, on the thread that takes it; the batch itself by default."""
+        """Return a batch as it is given out, on the consuming thread; the batch itself by default."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -112,10 +116,10 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Loads batches ahead, in a thread that lives as long as an iteration does.
+    """Mixin that loads batches ahead, in a thread that lives as long as an iteration does.
 
     Put it in front of a :class:`BaseDataLoader`. ``_iterate`` runs in the thread; ``_process_batch`` (which may move
-    a batch to a device) where the batches are taken. What ``_iterate`` raises is raised there as well, after the batches
+    a batch to a device) where the batches are consumed. An exception of ``_iterate`` is raised there as well, after the batches
     that came before it. The thread has ended when the iteration has: at its end, after an exception, and when it is
     left early and forgotten, or :meth:`close_async_loader` is called.
 
@@ -133,11 +137,12 @@ class AsyncDataLoaderMixin:
     ) -> None:
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
+        #: Iterations at work; a forgotten one ends by itself.
         self._running: weakref.WeakSet[Ahead[Any]] = weakref.WeakSet()
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """End all iterations at work, and their threads. A thread that takes the next batch of one finds its end."""
+        """End all iterations at work, and their threads. A thread that asks one for its next batch gets its end."""
         for ahead in list(self._running):
             ahead.close()
 

@@ -1,6 +1,6 @@
 """Stand-in for Horovod: ``import horovod`` gives modules of hvdlab.
 
-The modules of this package have Horovod's names; :mod:`hvdlab.horovod.modules` says which modules of hvdlab stand for
+The modules of this package have Horovod's names; :mod:`hvdlab.horovod.modules` lists the modules of hvdlab that stand for
 the others. Nothing here is imported before it is used.
 """
 

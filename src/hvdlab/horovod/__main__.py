@@ -14,7 +14,7 @@ from hvdlab.horovod.import_hook import install_as_horovod
 
 
 def main(arguments: list[str]) -> None:
-    """Run what the arguments say, in this process."""
+    """Run the program of the arguments, in this process."""
     by_name = arguments[:1] == ["-m"]
     given = arguments[by_name:]
     if not given or given[0] in ("-h", "--help"):

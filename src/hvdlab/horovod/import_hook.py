@@ -34,6 +34,7 @@ _RANK_VARIABLES = (
 )  # fmt: skip
 
 _log = logging.getLogger("hvdlab")
+#: Lines that this process has logged; each is logged once.
 _said: set[str] = set()
 _environ_before: dict[str, str | None] = {}
 """What the environment held before it was changed for the processes that are started from here."""
@@ -48,7 +49,7 @@ class Mode(Enum):
 
 
 def mode(environ: Mapping[str, str]) -> Mode:
-    """``0`` is off, ``1`` always, and anything else if no Horovod is installed."""
+    """Return the user's choice: ``0`` is off, ``1`` always, and any other value if no Horovod is installed."""
     text = environ.get(VARIABLE, "").strip().lower()
     if text in ("0", "false", "no", "off"):
         return Mode.OFF
@@ -58,7 +59,7 @@ def mode(environ: Mapping[str, str]) -> Mode:
 def install_as_horovod(force: bool = False) -> bool:
     """Let ``import horovod`` and ``import horovod.torch`` mean hvdlab in this process from now on.
 
-    One line that says so is logged. A Horovod that is installed stays what it is, unless ``force`` is true.
+    One line is logged about it. An installed Horovod stays in place, unless ``force`` is true.
 
     Args:
         force: Whether to stand in for an installed Horovod as well.
@@ -94,7 +95,7 @@ def install_as_horovod(force: bool = False) -> bool:
 
 
 def uninstall() -> None:
-    """Undo :func:`install_as_horovod` and :func:`offer`. What has been imported by Horovod's names stays usable."""
+    """Undo :func:`install_as_horovod` and :func:`offer`. Modules that were imported by Horovod's names stay usable."""
     for finder in _finders():
         sys.meta_path.remove(finder)
     sys.path[:] = [entry for entry in sys.path if entry != SHIM]
@@ -111,7 +112,7 @@ def uninstall() -> None:
 
 
 def offer(environ: Mapping[str, str] | None = None) -> None:
-    """Let ``import horovod`` mean hvdlab if nothing else is installed under that name: what a pool does in its ranks.
+    """Let ``import horovod`` mean hvdlab if no other package is installed under that name, as a pool does in its ranks.
 
     Costs next to nothing; the line is logged when ``horovod`` is first imported. ``HVDLAB_AS_HOROVOD=0`` prevents it,
     ``HVDLAB_AS_HOROVOD=1`` also hides an installed Horovod.
@@ -127,7 +128,7 @@ def offer(environ: Mapping[str, str] | None = None) -> None:
 
 
 def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, str]:
-    """Variables to set for a Python process in which ``import horovod`` is to mean hvdlab.
+    """Return the variables to set for a Python process in which ``import horovod`` is to mean hvdlab.
 
     Args:
         environ: The environment that the process would have otherwise.
@@ -163,7 +164,7 @@ def stand_in() -> None:
 
 
 def installed() -> ModuleSpec | None:
-    """The Horovod that is installed beside hvdlab, if there is one."""
+    """Return the Horovod that is installed beside hvdlab, if there is one."""
     path = [entry for entry in sys.path if entry != SHIM]
     for finder in sys.meta_path:
         if isinstance(finder, HorovodFinder):
@@ -185,7 +186,7 @@ def _activate() -> None:
 def _forced() -> None:
     """Let processes that are started from here, with this path or this environment, do as this process does."""
     sys.path.remove(SHIM)
-    sys.path.insert(1, SHIM)  # what is first is looked at, and replaced, by others
+    sys.path.insert(1, SHIM)  # other tools inspect, and replace, the first finder
     for name, value in environment(os.environ, force=True).items():
         _environ_before[name] = os.environ.get(name)
         os.environ[name] = value
@@ -200,7 +201,7 @@ def _of_horovod(name: str) -> bool:
 
 
 def _imported() -> ModuleType | None:
-    """A module of Horovod itself."""
+    """Return a module of Horovod itself that is imported; ``None`` if none is."""
     names = [name for name in sys.modules if name == ROOT or name.startswith(ROOT + ".")]
     return next((sys.modules[name] for name in sorted(names) if not is_ours(sys.modules[name])), None)
 
@@ -221,7 +222,7 @@ def _say(text: str) -> None:
 
 
 class SameModule(InspectLoader):
-    """Loads a module by importing the module of which it is another name."""
+    """Loader of a module that is another name of an existing module, which it imports."""
 
     def __init__(self, name: str, loaded: Callable[[str], None]) -> None:
         self._name = name
@@ -240,7 +241,7 @@ class SameModule(InspectLoader):
         return spec.loader
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For ``python -m``."""
+        """Return the module's code, for ``python -m``."""
         return self._loader().get_code(self._name)
 
     def get_source(self, fullname: str) -> str | None:
@@ -251,7 +252,7 @@ class SameModule(InspectLoader):
 
 
 class HorovodFinder(MetaPathFinder):
-    """Finds ``horovod`` and its modules in hvdlab; Python must ask it before all other finders.
+    """Finder of ``horovod`` and its modules in hvdlab; Python must ask it before all other finders.
 
     Args:
         loaded: Called with ``horovod`` when it is imported.
@@ -263,10 +264,10 @@ class HorovodFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target_module: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """The specification of one of Horovod's modules; ``None`` for all others.
+        """Return the specification of one of Horovod's modules; ``None`` for all others.
 
         Raises:
-            ModuleNotFoundError: hvdlab does not have this module; the text says what to use.
+            ModuleNotFoundError: hvdlab does not have this module; the message names the replacement.
         """
         name = horovod_name(fullname)
         if name is None:
@@ -275,6 +276,7 @@ class HorovodFinder(MetaPathFinder):
         if why is not None:
             raise ModuleNotFoundError(why, name=name)
         stands_for = target(name)
+        # The name is that of hvdlab's own module, which its usual finder loads.
         if stands_for == fullname:
             return None
         found = importlib.util.find_spec(stands_for)
@@ -297,5 +299,5 @@ class HorovodFinder(MetaPathFinder):
 
 
 def is_ours(module: ModuleType) -> bool:
-    """Whether a module that goes by one of Horovod's names is one of hvdlab's."""
+    """Return whether a module that goes by one of Horovod's names is one of hvdlab's."""
     return getattr(module, "__name__", "").startswith(OWN.partition(".")[0] + ".")

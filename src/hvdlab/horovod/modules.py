@@ -44,7 +44,7 @@ _PRESENT = frozenset(
 
 
 def horovod_name(fullname: str) -> str | None:
-    """Horovod's name of a module that is imported as ``horovod.x`` or, by ``from horovod import x``, under hvdlab's name."""
+    """Return Horovod's name of a module that is imported as ``horovod.x`` or, by ``from horovod import x``, under hvdlab's name."""
     if fullname == ROOT or fullname.startswith(ROOT + "."):
         return fullname
     if fullname.startswith(OWN + "."):
@@ -53,7 +53,7 @@ def horovod_name(fullname: str) -> str | None:
 
 
 def target(name: str) -> str:
-    """The module of hvdlab that stands for ``horovod.x``, whether there is one or not."""
+    """Return the module of hvdlab that stands for ``horovod.x``, whether there is one or not."""
     head, tail = name, ""
     while head:
         if head in STANDS_FOR:

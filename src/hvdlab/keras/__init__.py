@@ -1,6 +1,6 @@
 """Horovod's API for Keras on hvdlab's collective core: ``import hvdlab.keras as hvd``. Keras runs on TensorFlow.
 
-The names are those of :mod:`hvdlab.tensorflow.keras`; some functions take fewer arguments here, as in Horovod.
+The names are those of :mod:`hvdlab.tensorflow.keras`; some functions have fewer arguments here, as in Horovod.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ def DistributedOptimizer(
     """Make an optimizer of Keras that reduces gradients over all ranks before it applies them.
 
     The result has the name of ``optimizer``'s class, its settings, and its state if there is any, and can be given to
-    ``model.compile``. :func:`hvdlab.tensorflow.keras.DistributedOptimizer` takes further arguments.
+    ``model.compile``. :func:`hvdlab.tensorflow.keras.DistributedOptimizer` has further arguments.
 
     Args:
         optimizer: An optimizer of Keras 3 or of Keras 2 (``tf_keras``).
         name: Beginning of the collectives' names; by default ``Distributed`` and the name of the optimizer's class.
         device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
         device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
-        compression: Applied to gradients that are sent, and undone on what is received.
+        compression: Applied to gradients that are sent, and undone on received ones.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
             of ranks over this number.
@@ -161,8 +161,8 @@ def allreduce(
         average: Whether to average (the default, as in Horovod) or to sum. Not used if ``op`` is given.
         prescale_factor: Multiplies the inputs.
         postscale_factor: Multiplies the result.
-        op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``; by default as ``average`` says.
-        compression: Applied to what is sent, and undone on what is received.
+        op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``; by default according to ``average``.
+        compression: Applied to tensors that are sent, and undone on received ones.
 
     Returns:
         A tensor.

@@ -1,6 +1,6 @@
 """MXNet's key-value store for arrays of any framework: ``from hvdlab import kvstore; kv = kvstore.create("device")``.
 
-See :func:`create` for the types of stores, :class:`KVStore` for what they do, and ``optimizer`` for what runs on their values.
+See :func:`create` for the types of stores, :class:`KVStore` for their operations, and ``optimizer`` for the optimizers that run on their values.
 Arrays are numpy's, torch's, TensorFlow's, cupy's or MXNet's, or any writable buffer; numbers and lists of numbers are not.
 """
 

@@ -2,5 +2,5 @@
 
 :mod:`~hvdlab.launch.starter` has the protocol, :mod:`~hvdlab.launch.registry` the launchers that there are.
 :mod:`~hvdlab.launch.forkserver` forks ranks on this host, :mod:`~hvdlab.launch.host_agent` starts programs on any host;
-:mod:`~hvdlab.launch.processes` and :mod:`~hvdlab.launch.processes` find out what can be known of a process and of its end.
+:mod:`~hvdlab.launch.processes` finds the facts about a process and its end.
 """

@@ -24,11 +24,11 @@ LACKS = {
 
 
 class MembershipRanks:
-    """Reports the starts and ends of ranks as the coordinator knows them. Any thread.
+    """Reporter of the starts and ends of ranks as the coordinator knows them. Any thread.
 
     Args:
         client: The connection to the coordinator.
-        ranks: Takes the reports.
+        ranks: Observer that gets the reports.
     """
 
     def __init__(self, client: Client, ranks: RankObserver) -> None:
@@ -51,7 +51,7 @@ class MembershipRanks:
                     os.kill(member.pid, number)
 
     def end_all(self, size: int, reason: str, tail: str = "") -> None:
-        """The program that started the ranks of a job of ``size`` has ended: so have they, and none will come any more."""
+        """Report the end of the program that started the ranks of a job of ``size``: they have ended too, and none will follow."""
         with self._lock:
             left = [(rank, self._pids.pop(rank, 0)) for rank in range(size) if rank not in self._ended]
             self._ended.update(rank for rank, _ in left)
@@ -62,6 +62,7 @@ class MembershipRanks:
     def _on_membership(self, membership: Membership) -> None:
         events: list[Started | Ended] = []
         with self._lock:
+            # A membership that arrives after end_all() must not report the ranks as started again.
             for member in membership.members if not self._over else ():
                 if self._pids.get(member.rank) != member.pid:
                     self._pids[member.rank] = member.pid

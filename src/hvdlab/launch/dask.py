@@ -48,7 +48,7 @@ ROOM_WITHIN = 100.0
 
 
 class DaskLauncher:
-    """Starts ranks on the workers of this process's Dask client, or of the scheduler at ``DASK_SCHEDULER_ADDRESS``."""
+    """Launcher that starts ranks on the workers of this process's Dask client, or of the scheduler at ``DASK_SCHEDULER_ADDRESS``."""
 
     name = "dask"
     capabilities = Capabilities.all_but(
@@ -60,7 +60,7 @@ class DaskLauncher:
         self._client: Any = None
 
     def options(self) -> Sequence[Option]:
-        """How many ranks a worker takes, and what they run in."""
+        """Return the options for the ranks of a worker, the wait for room, and the interpreter."""
         return (
             Option("per_worker", "ranks of a worker (default: as many as it has threads)", OptionKind.COUNT),
             Option(
@@ -72,7 +72,7 @@ class DaskLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` if hosts are named, ``StartError`` without a Dask cluster."""
+        """Raise ``InvalidRequestError`` if hosts are named, ``StartError`` without a Dask cluster."""
         if hosts:
             raise InvalidRequestError(
                 "the launcher `dask` has its workers from Dask: name no hosts, but start workers where ranks are to be."
@@ -80,7 +80,7 @@ class DaskLauncher:
         self._connected()
 
     def is_far(self, hosts: str) -> bool:
-        """Unless the cluster is this host."""
+        """Return True unless the cluster is this host."""
         room = Room(self._connected())
         return not all(is_local(worker.machine) for worker in room.workers())
 
@@ -96,7 +96,7 @@ class DaskLauncher:
         )
 
     def source(self) -> HostSource:
-        """The workers as hosts of an elastic job."""
+        """Return the workers as hosts of an elastic job."""
         return _Workers(Room(self._connected()))
 
     def _connected(self) -> Any:
@@ -106,7 +106,7 @@ class DaskLauncher:
 
 
 class _Workers(HostSource):
-    """Asks the scheduler."""
+    """Host source that asks the scheduler."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -116,7 +116,7 @@ class _Workers(HostSource):
 
 
 def connect() -> Any:
-    """This process's client, or a new one. Raises ``StartError`` if there is no cluster, or a client that can't be waited for."""
+    """Return this process's client, or a new one. Raises ``StartError`` if there is no cluster, or a client that can't be waited for."""
     try:
         import dask.config  # pyright: ignore[reportMissingImports]
         import distributed  # pyright: ignore[reportMissingImports]
@@ -152,13 +152,13 @@ _TURN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DaskWorker:
-    """A worker of Dask's.
+    """Worker of Dask's, as a host of ranks.
 
     Attributes:
         name: Its name as a host of ranks.
         address: Where it is reached.
         machine: The address of its machine.
-        slots: How many ranks it takes.
+        slots: How many ranks it accepts.
     """
 
     name: str
@@ -172,14 +172,14 @@ class Room:
 
     Args:
         client: Dask's client.
-        per_worker: How many ranks each takes; 0 for as many as it has threads.
+        per_worker: How many ranks each accepts; 0 for as many as it has threads.
     """
 
     def __init__(self, client: Any, per_worker: int = 0) -> None:
         self.client, self._per_worker = client, per_worker
 
     def workers(self) -> list[DaskWorker]:
-        """Those that run; workers of a machine follow each other.
+        """Return the running workers; workers of a machine follow each other.
 
         Raises:
             StartError: The scheduler does not answer.
@@ -203,7 +203,7 @@ class Room:
 
 
 def _host_name(name: str, address: str) -> str:
-    """A name that a host may have: ``worker-0`` for the worker 0, and the address without its protocol for one that is named by it."""
+    """Return a name that a host may have: ``worker-0`` for the worker 0, and the address without its protocol for one that is named by it."""
     if name.isdigit():
         return f"worker-{name}"
     return re.sub(r"[^\w.-]", "-", address.partition("://")[2] if "://" in name else name)
@@ -222,22 +222,22 @@ class WorkerReach:
         self.known: Mapping[str, DaskWorker] = {}
 
     def is_here(self, host: str) -> bool:
-        """Always False: a process of another parent is not the worker's."""
+        """Return False always: a process of another parent is not the worker's."""
         return False
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> ActorConnection:
-        """By an actor on the worker."""
+        """Connect by an actor on the worker."""
         if errors is not None:
             errors.close()
         return ActorConnection(self._room.client, self.known[host].address, python)
 
     def machine(self, host: str) -> str:
-        """The worker's machine."""
+        """Return the worker's machine."""
         worker = self.known.get(host)
         return worker.machine if worker is not None else host
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """None: a worker's environment is the cluster's business."""
+        """Return no variables: the cluster decides on a worker's environment."""
         return {}
 
 
@@ -245,8 +245,8 @@ class DaskStarter(RoomStarter):
     """A :class:`~hvdlab.launch.starter.PlacingStarter` of ranks on workers.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
         room: The workers.
         python: The interpreter of agents and ranks.
         timeout: Seconds within which there must be room.
@@ -265,7 +265,7 @@ class DaskStarter(RoomStarter):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """As :meth:`start`, on a worker that :meth:`DaskLauncher.source` has named, whatever room it has.
+        """Start a rank as :meth:`start` does, on a worker that :meth:`DaskLauncher.source` has named, regardless of its room.
 
         Raises:
             InvalidRequestError: This was closed.
@@ -278,11 +278,11 @@ class DaskStarter(RoomStarter):
         self._exec.give_up(host)
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: only the workers that there are when a rank is started say where it is."""
+        """Return ``None``: a rank's place depends on the workers that exist when it starts."""
         return None
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what the agents report."""
+        """Handle the agents' reports."""
         if isinstance(event, Ended):
             with self._changed:
                 self._host_of.pop(event.rank, None)
@@ -334,7 +334,7 @@ class DaskStarter(RoomStarter):
         return ENDED_WITH_JOB
 
     def _place_all(self, ranks: Sequence[int], size: int) -> str:
-        """Start the ranks if there is room for all that still wait; else a text that says what is lacking."""
+        """Start the ranks if there is room for all that still wait; otherwise return a text that names the lacking room."""
         workers = self._room.workers()
         with self._changed:
             wanted = [rank for rank in ranks if rank in self._waiting]
@@ -362,9 +362,9 @@ class DaskStarter(RoomStarter):
 
 
 class AgentActor:
-    """Runs an agent on a worker, until it is hung up or dropped, or the worker ends: then the agent's input ends.
+    """Actor that runs an agent on a worker, until it is hung up or dropped, or the worker ends: then the agent's input ends.
 
-    Its methods run on the worker's event loop, so that they take none of the threads of the worker's tasks.
+    Its methods run on the worker's event loop, so that they occupy none of the threads of the worker's tasks.
 
     Args:
         python: The agent's interpreter.
@@ -395,7 +395,7 @@ class AgentActor:
 class ActorConnection:
     """The connection to the agent on a worker; see :class:`~hvdlab.launch.host_agent.connection.AgentConnection`.
 
-    A coroutine on the client's event loop passes on what is written to and read from the pipes.
+    A coroutine on the client's event loop passes on all bytes written to and read from the pipes.
 
     Args:
         client: Dask's client.
@@ -412,6 +412,7 @@ class ActorConnection:
         self._open = {self.inbox, self.outbox}
         #: Why the agent is lost, once it is.
         self._said = ""
+        #: Set when the relay has ended, after ``_said`` was stored.
         self._over = threading.Event()
         self._relaying: Future[None] = asyncio.run_coroutine_threadsafe(
             self._relay(), client.loop.asyncio_loop
@@ -419,6 +420,7 @@ class ActorConnection:
 
     def end_text(self, host: str, greeted: bool) -> str:
         """Return Dask's text on the end."""
+        # The end of the pipe can be seen before the relay has stored its reason.
         self._over.wait(1.0)
         return f"its agent on the Dask worker {host} is gone" + (f": {self._said}" if self._said else "")
 
@@ -478,7 +480,7 @@ class ActorConnection:
 
 
 async def _read_pipe(pipe: Any) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
-    """A reader of a pipe's file, and the transport whose end closes the file."""
+    """Return a reader of a pipe's file, and the transport whose end closes the file."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(loop=loop)
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader, loop=loop), pipe)
@@ -489,7 +491,7 @@ async def _read_pipe(pipe: Any) -> tuple[asyncio.StreamReader, asyncio.BaseTrans
 async def _closing_pipes(
     readable: int, writable: int
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """The ends of two pipes as streams, which are closed in the end."""
+    """Provide the ends of two pipes as streams, which are closed in the end."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
         reader, reading = await _read_pipe(stack.enter_context(os.fdopen(readable, "rb", 0)))

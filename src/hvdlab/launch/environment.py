@@ -63,5 +63,5 @@ def excluded_by_user(environ: Mapping[str, str]) -> set[str]:
 
 
 def default_python() -> str:
-    """The interpreter of ranks and agents."""
+    """Return the interpreter of ranks and agents."""
     return sys.executable or str(Path("python3"))

@@ -21,15 +21,15 @@ SCRIPT_WITHIN = 10.0
 
 
 class HostSource:
-    """Says which hosts there are, and how many ranks each takes. Derive from it, and override :meth:`find`.
+    """Source of the hosts and the number of ranks that each accepts. Derive from it, and override :meth:`find`.
 
-    :meth:`find` is called about once a second, on a thread of its own, and may take its time: nothing else waits for it.
+    :meth:`find` is called about once a second, on a thread of its own, and can be slow: no other work waits for it.
     """
 
     def find(self) -> Mapping[str, int]:
-        """The hosts that can be used now, by name, each with its number of slots.
+        """Return the hosts that can be used now, by name, each with its number of slots.
 
-        Whatever this raises is reported once, and the hosts that were known before stay until it answers again.
+        Any exception of this is reported once, and the hosts that were known before stay until it answers again.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not say which hosts there are: override find()"
@@ -37,10 +37,10 @@ class HostSource:
 
 
 class HostDiscovery(HostSource):
-    """Horovod's base class of host sources: derive from it, and override :meth:`find_available_hosts_and_slots`."""
+    """Base class of host sources, under Horovod's name: derive from it, and override :meth:`find_available_hosts_and_slots`."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """The hosts that can be used now, by name, each with its number of slots."""
+        """Return the hosts that can be used now, by name, each with its number of slots."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say which hosts there are: override find_available_hosts_and_slots()"
         )
@@ -73,7 +73,7 @@ class HostDiscoveryScript(HostDiscovery):
     Args:
         discovery_script: A command line for the shell.
         slots: Slots of a host that is printed without a number; 1 if ``None``.
-        within: Seconds that the command may take; then it is killed, with all that it started.
+        within: Time limit of the command, in seconds; then it is killed, with all that it started.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HostDiscoveryScript(HostDiscovery):
             return
         try:
             path = next(iter(shlex.split(self._discovery_script)), "")
-        except ValueError:  # a quote without its end: the shell says so
+        except ValueError:  # a quote without its end: the shell reports it
             return
         if not re.fullmatch(r"[\w.+@-]*(/[\w.+@-]*)+", path):
             return
@@ -112,7 +112,7 @@ class HostDiscoveryScript(HostDiscovery):
         """Run the command.
 
         Raises:
-            StartError: It could not be run, failed, took too long, or printed a line that is no host; the text says which.
+            StartError: It could not be run, failed, exceeded its limit, or printed a line that is no host; the message names the cause.
         """
         hosts: dict[str, int] = {}
         for line in self._printed().splitlines():
@@ -152,7 +152,7 @@ class HostDiscoveryScript(HostDiscovery):
             raise StartError(f"it did not end within {self._within:g} s, and was killed") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it left in the background
+                os.killpg(process.pid, signal.SIGKILL)  # also its processes in the background
             process.communicate()
         if process.returncode:
             last = err.strip().rpartition("\n")[2][:200]
@@ -175,7 +175,7 @@ class _Duck(HostSource):
 
 
 def as_host_source(given: object, slots: int | None = None) -> HostSource:
-    """The source of hosts for anything that a user may give as one.
+    """Return the source of hosts for anything that a user may give as one.
 
     Args:
         given: A :class:`HostSource` (a :class:`HostDiscovery`); an object with ``find`` or
@@ -226,7 +226,7 @@ def checked(found: object) -> dict[str, int]:
 
 
 class HostAsker:
-    """Asks a source again and again, on a thread of its own.
+    """Thread that asks a source again and again.
 
     The thread is a daemon, since a source of the user's may never return from ``find()``; :meth:`close` does not wait for
     such a source.
@@ -235,7 +235,7 @@ class HostAsker:
         source: The source.
         asked: Called before each question, on that thread.
         found: Called with the hosts that it found.
-        failed: Called with a clause that says why it found none.
+        failed: Called with a clause on why it found none.
         interval: Seconds between an answer and the next question.
     """
 
@@ -252,6 +252,7 @@ class HostAsker:
         self._closing = threading.Event()
         #: Held during each report, so that none comes after :meth:`close`.
         self._reporting = threading.Lock()
+        #: Set while the source is asked, for a time that only the source knows.
         self._answering = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdlab-hosts", daemon=True)
         self._thread.start()
@@ -260,7 +261,7 @@ class HostAsker:
         """Ask no more, and report nothing more. Idempotent."""
         with self._reporting:
             self._closing.set()
-        if not self._answering.is_set():  # else only the source knows when it returns
+        if not self._answering.is_set():  # otherwise only the source knows when it returns
             self._thread.join()
 
     def _run(self) -> None:

@@ -6,8 +6,8 @@
        ▲                  │                     │
        └── not found twice in a row ◀───────────┘
 
-A source that fails says nothing about its hosts, so they stay. One whose answers about a host change again and again is not
-followed for that host until it has said the same for a while.
+A source that fails reports nothing about its hosts, so they stay. One whose answers about a host change again and again is not
+followed for that host until it has given the same answer for a while.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ GONE_AFTER = 2
 WAVERS = 4
 """If the answer about a host changes this often within :data:`WAVERS_WITHIN` seconds, the source is not followed for it."""
 WAVERS_WITHIN = 30.0
+"""Seconds within which the changes of an answer are counted."""
 STEADY = 10.0
 """Seconds that such a source has to say the same before it is followed again."""
 QUIET = 60.0
@@ -35,12 +36,12 @@ COOLDOWN = (10.0, 600.0)
 
 @dataclass(frozen=True, slots=True)
 class HostsAsked:
-    """The source is being asked."""
+    """Event: the source is being asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostsFound:
-    """The source has answered.
+    """Event: the source has answered.
 
     Attributes:
         slots: Slots of each host, by its name.
@@ -51,7 +52,7 @@ class HostsFound:
 
 @dataclass(frozen=True, slots=True)
 class NotFound:
-    """The source has failed.
+    """Event: the source has failed.
 
     Attributes:
         text: Why, as a clause that begins with *it*.
@@ -62,7 +63,7 @@ class NotFound:
 
 @dataclass(frozen=True, slots=True)
 class HostFailed:
-    """A host can't be used: it refused, or was lost.
+    """Event: a host can't be used: it refused, or was lost.
 
     Attributes:
         host: The host's name.
@@ -75,7 +76,7 @@ class HostFailed:
 
 @dataclass(frozen=True, slots=True)
 class HostTick:
-    """Time has passed; :attr:`HostTable.deadline` may be due."""
+    """Event: time has passed; :attr:`HostTable.deadline` may be due."""
 
 
 HostEvent = HostsAsked | HostsFound | NotFound | HostFailed | HostTick
@@ -83,14 +84,14 @@ HostEvent = HostsAsked | HostsFound | NotFound | HostFailed | HostTick
 
 @dataclass(frozen=True, slots=True)
 class SayOfHosts:
-    """One line for the operator."""
+    """Effect: one line for the operator."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class HostsChanged:
-    """These hosts can be used from now on, and no others.
+    """Effect: these hosts can be used from now on, and no others.
 
     Attributes:
         slots: Slots of each; the hosts that were known first come first.
@@ -105,7 +106,7 @@ HostEffect = SayOfHosts | HostsChanged
 
 
 class Cooldown:
-    """How long a host is put aside: twice as long after each failure.
+    """Time for which a host is put aside: twice as long after each failure.
 
     Args:
         shortest, longest: Seconds after the first failure, and at most.
@@ -125,7 +126,7 @@ class Cooldown:
         self.failures = 0
 
     def begin(self, now: float) -> float:
-        """The host has failed. Returns for how many seconds it is put aside; a cooldown that runs is not prolonged."""
+        """Put a failed host aside. Returns for how many seconds it is put aside; a cooldown that runs is not prolonged."""
         if self.until is not None and now < self.until:
             return self.until - now
         seconds = min(self.longest, self.shortest * 2.0 ** min(self.failures, 64))
@@ -134,12 +135,12 @@ class Cooldown:
         return seconds
 
     def is_running(self, now: float) -> bool:
-        """Whether the host is put aside."""
+        """Return whether the host is put aside."""
         return self.until is not None and now < self.until
 
 
 def check_cooldown(shortest: float, longest: float) -> None:
-    """Raises ``InvalidRequestError`` unless these are the ends of a range of seconds."""
+    """Raise ``InvalidRequestError`` unless these are the ends of a range of seconds."""
     if not 0 < shortest <= longest:
         raise InvalidRequestError(
             f"--blacklist-cooldown-range {shortest:g} {longest:g}: give two numbers of seconds above 0, the smaller one "
@@ -152,7 +153,7 @@ class _Entry:
     """State of a host."""
 
     cooldown: Cooldown
-    #: Slots by the source's last answer, 0 if it did not have the host; since when, and how often in a row, it says so.
+    #: Slots by the source's last answer, 0 if it did not have the host; since when, and how often in a row, it answers so.
     said: int = 0
     since: float = 0.0
     times: int = 0
@@ -160,14 +161,14 @@ class _Entry:
     slots: int = 0
     #: When the source's answer about it changed.
     changes: deque[float] = field(default_factory=lambda: deque(maxlen=WAVERS))
-    #: Whether the source is not followed for this host now, which a line has said.
+    #: Whether the source is not followed for this host now, which a line has reported.
     wavering: bool = False
-    #: Whether it is put aside, as far as lines have said.
+    #: Whether it is put aside, as far as lines have reported.
     aside: bool = False
 
 
 class HostTable:
-    """Feed it with :meth:`handle`; call it again with :class:`HostTick` at :attr:`deadline`.
+    """State machine of the hosts that can be used. Feed it with :meth:`handle`; call it again with :class:`HostTick` at :attr:`deadline`.
 
     Args:
         cooldown: Seconds that a host is put aside after its first failure, and at most.
@@ -178,6 +179,7 @@ class HostTable:
         check_cooldown(*cooldown)
         self._cooldown, self._source = cooldown, source
         self._hosts: dict[str, _Entry] = {}  # in the order in which they were first found
+        #: The hosts as the last effect has reported them.
         self._usable: dict[str, int] = {}
         self._aside: frozenset[str] = frozenset()
         #: When the source was asked, if it has not answered yet.
@@ -188,19 +190,19 @@ class HostTable:
 
     @property
     def usable(self) -> dict[str, int]:
-        """Slots of the hosts that can be used, by name; those that were found first come first."""
+        """Return the slots of the hosts that can be used, by name; those that were found first come first."""
         return dict(self._usable)
 
     @property
     def deadline(self) -> float | None:
-        """When :class:`HostTick` is due, or ``None``."""
+        """Return when :class:`HostTick` is due, or ``None``."""
         times = [e.cooldown.until for e in self._hosts.values() if e.aside and e.cooldown.until is not None]
         if self._asked is not None and self._failed is None:
             times.append(self._asked + LATE)
         return min(times, default=None)
 
     def handle(self, event: HostEvent, now: float) -> list[HostEffect]:
-        """Take one event."""
+        """Handle one event."""
         self._effects = []
         match event:
             case HostsAsked():
@@ -250,6 +252,7 @@ class HostTable:
                     f"the same for {STEADY:g} s"
                 )
             )
+        # More slots are believed at once; fewer would let ranks go.
         elif said > entry.slots or entry.times >= GONE_AFTER:
             entry.slots = said
 
@@ -270,7 +273,7 @@ class HostTable:
             self._effects.append(SayOfHosts(f"{host} is put aside for {seconds:g} s: {reason}"))
 
     def _publish(self, now: float) -> None:
-        """Add an effect that says which hosts can be used, if that has changed."""
+        """Add an effect with the hosts that can be used, if they have changed."""
         usable: dict[str, int] = {}
         for name, entry in self._hosts.items():
             if entry.aside and not entry.cooldown.is_running(now):

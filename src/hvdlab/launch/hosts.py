@@ -20,7 +20,7 @@ _SLOTS = re.compile(r"\b(?:slots|cpus?)\s*=\s*(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host, and how many ranks it takes."""
+    """A host, and how many ranks it accepts."""
 
     name: str
     slots: int
@@ -36,7 +36,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a rank runs.
+    """Place of a rank.
 
     Attributes:
         rank: Its number.
@@ -50,7 +50,7 @@ class Slot:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """``a:4,b`` to hosts; one slot where no number is given.
+    """Parse ``a:4,b`` to hosts; one slot where no number is given.
 
     Raises:
         InvalidRequestError: The text can't be read as hosts.
@@ -59,7 +59,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file: Horovod's ``a slots=4``, Open MPI's (``max_slots`` and the like are ignored), MPICH's ``a:4``.
+    """Return the hosts of a file: Horovod's ``a slots=4``, Open MPI's (``max_slots`` and the like are ignored), MPICH's ``a:4``.
 
     Raises:
         InvalidRequestError: The file can't be read, or a line of it is no host.
@@ -90,7 +90,7 @@ def _host(text: str) -> Host:
 
 
 def _merged(hosts: Sequence[Host], source: str) -> list[Host]:
-    """The hosts with the slots of those that are named several times added up."""
+    """Return the hosts with the slots of those that are named several times added up."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -100,7 +100,7 @@ def _merged(hosts: Sequence[Host], source: str) -> list[Host]:
 
 
 def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
-    """The slots of ``size`` ranks: hosts are filled one after the other.
+    """Return the slots of ``size`` ranks: hosts are filled one after the other.
 
     Raises:
         InvalidRequestError: The hosts have too few slots.
@@ -118,7 +118,7 @@ def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
 
 
 def is_local(name: str) -> bool:
-    """Whether this is the host that we are on: by its name, or by one of its addresses."""
+    """Return whether this is the host that we are on: by its name, or by one of its addresses."""
     plain = name.strip("[]")
     if plain in (LOCALHOST, "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()):
         return True

@@ -1,4 +1,4 @@
-"""Jobs that a launcher keeps itself when the process that started them ends, on what their ranks run on.
+"""Jobs that a launcher keeps itself when the process that started them ends, on the resources of their ranks.
 
 A :class:`JobKeeper` is found by the launcher's name (:func:`hvdlab.launch.registry.keeper`). It begins a job, lists those that there are, and
 lets one process at a time use each: that has a :class:`HeldJob`.
@@ -28,7 +28,7 @@ class KeepRequest:
     Attributes:
         name: The name that users know the job by; empty for one that the keeper chooses.
         size, plane: Number of ranks, and the data plane that the user asked for.
-        module: What a rank runs: ``python -m module``.
+        module: The module that a rank runs: ``python -m module``.
         options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
         vacant: Topic and body of the mail by which ranks learn that no process uses the job any more.
         tenant: The process that begins it, and uses it.
@@ -69,7 +69,7 @@ class Access:
     """Access to a job, for the process that uses it.
 
     Attributes:
-        world: What ranks know of the job; its address is one that other hosts reach.
+        world: The job as ranks know it; its address is one that other hosts reach.
         client_token: The coordinator's secret for clients.
         size: Number of ranks, lost ones included.
         living: Rank to process of the ranks that live.
@@ -89,7 +89,7 @@ class HeldJob(Protocol):
     """A kept job that this process uses.
 
     Attributes:
-        job: What the keeper says of it.
+        job: The keeper's account of it.
         access: How it was when this process began to use it.
     """
 
@@ -98,7 +98,7 @@ class HeldJob(Protocol):
 
     @property
     def lost(self) -> str:
-        """Why this process uses the job no more although it did not let go of it; empty as long as it does."""
+        """Return why this process uses the job no more although it did not release it; empty as long as it does."""
         ...
 
     def starter(self) -> Starter:
@@ -106,34 +106,34 @@ class HeldJob(Protocol):
         ...
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Report what happens to ranks from :attr:`access` on; ``lost`` is called once with :attr:`lost`. Call it once."""
+        """Report the ranks' events from :attr:`access` on; ``lost`` is called once with :attr:`lost`. Call it once."""
 
     def coordinator_ended(self) -> str:
-        """How the coordinator ended that this process was connected to; empty if it runs. Raises ``StartError`` if the job is gone."""
+        """Return how the coordinator ended that this process was connected to; empty if it runs. Raises ``StartError`` if the job is gone."""
         ...
 
     def replace_coordinator(self, timeout: float) -> None:
         """Have another coordinator, unless the keeper has replaced it already. Raises ``StartError``."""
 
     def resized(self, size: int) -> None:
-        """Note how many ranks the job has now."""
+        """Record how many ranks the job has now."""
 
     def let_go(self) -> None:
         """Use the job no more; it stays. Idempotent."""
 
     def end(self) -> None:
-        """End the job, and give back what it has. Idempotent."""
+        """End the job, and give back its resources. Idempotent."""
 
 
 class JobKeeper(Protocol):
-    """Keeps jobs of one launcher."""
+    """Keeper of one launcher's jobs."""
 
     def reachable(self) -> bool:
-        """Whether the place where jobs are kept is known to this process, so that they can be listed without a search."""
+        """Return whether the place where jobs are kept is known to this process, so that they can be listed without a search."""
         ...
 
     def all(self) -> list[KeptJob]:
-        """The jobs that live. Raises ``StartError`` if the place where they are kept can't be reached."""
+        """Return the jobs that live. Raises ``StartError`` if the place where they are kept can't be reached."""
         ...
 
     def begin(self, request: KeepRequest, timeout: float) -> HeldJob:
@@ -149,7 +149,7 @@ class JobKeeper(Protocol):
         """Use a job.
 
         Raises:
-            InvalidRequestError: There is none of this name, or another process uses it; the text says which.
+            InvalidRequestError: No job has this name, or another process uses it; the message names the case.
             StartError: It does not answer.
         """
         ...
@@ -159,7 +159,7 @@ class JobKeeper(Protocol):
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """This name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
+    """Return this name, or a default one; raises ``InvalidRequestError`` if it is in use or no name."""
     if not name:
         number = 1
         while (name := DEFAULT if number == 1 else f"{DEFAULT}-{number}") in taken:
@@ -177,11 +177,11 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 
 def none_there(name: str, names: Sequence[str]) -> str:
-    """That there is no pool of this name, and which there are."""
+    """Return a text that no pool has this name, with the names of those that exist."""
     known = ", ".join(f"`{each}`" for each in names)
     return f"there is no pool `{name}`; {f'there is {known}' if known else 'none is kept here'}"
 
 
 def in_use(name: str, user: str) -> str:
-    """Which process uses the pool, and what the user can do."""
+    """Return a text on the process that uses the pool, and the user's remedy."""
     return f"the pool `{name}` is in use by {user}; `%hvd_pool detach` there lets go of it, and so does the end of that process"

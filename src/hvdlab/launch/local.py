@@ -45,11 +45,11 @@ class LocalLauncher:
     forks = True
 
     def options(self) -> Sequence[Option]:
-        """None: ranks have the notebook's own interpreter and environment."""
+        """Return no options: ranks have the notebook's own interpreter and environment."""
         return ()
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` if this host lacks memory or descriptors for so many, or others are named."""
+        """Raise ``InvalidRequestError`` if this host lacks memory or descriptors for so many, or others are named."""
         if hosts:
             raise InvalidRequestError(
                 f"hosts={hosts!r} needs a launcher that reaches other hosts, such as launcher='ssh' or 'mpi'."
@@ -57,7 +57,7 @@ class LocalLauncher:
         check_room(size, already)
 
     def is_far(self, hosts: str) -> bool:
-        """Always False."""
+        """Return False."""
         return False
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> LocalStarter | ExecStarter:
@@ -75,14 +75,14 @@ class LocalLauncher:
 
 
 class LocalStarter:
-    """Starts ranks by a fork server.
+    """Starter of ranks by a fork server.
 
     The caller hands the fork server's messages to :meth:`hear`, since a fork server has only one listener.
 
     Args:
         fork_server: Forks the ranks.
-        world: What every rank needs to know of the job.
-        ranks: Takes what happens to ranks.
+        world: The job as every rank must know it.
+        ranks: Observer that gets the ranks' events.
     """
 
     def __init__(self, fork_server: ForkServer, world: WorldEnvironment, ranks: RankObserver) -> None:
@@ -100,14 +100,14 @@ class LocalStarter:
         self._fork_server.send(Signal(rank, number))
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """None: all are on this host."""
+        """Return None: all are on this host."""
         return None
 
     def close(self, timeout: float) -> None:
-        """Nothing to do: the owner of the fork server ends it, and the ranks with it."""
+        """Do nothing: the owner of the fork server ends it, and the ranks with it."""
 
     def hear(self, event: FromServer) -> None:
-        """Take a message of the fork server; ignores those that are not about ranks."""
+        """Handle a message of the fork server; ignores those that are not about ranks."""
         match event:
             case Forked(number, pid) if number > CONTROLLER:
                 self._ranks.handle(Started(number, pid))
@@ -122,7 +122,7 @@ def check_room(np: int, already: int = 0, available: int | None = None) -> None:
     """Check that this host has memory and file descriptors for ``np`` ranks, ``already`` of which run.
 
     Raises:
-        InvalidRequestError: It has too little; the text says how many ranks would fit.
+        InvalidRequestError: It has too little; the message names how many ranks would fit.
     """
     new = np - already
     memory = available_memory() if available is None else available
@@ -142,7 +142,7 @@ def check_room(np: int, already: int = 0, available: int | None = None) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be used without swapping."""
+    """Return the bytes that can be used without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -151,7 +151,7 @@ def available_memory() -> int:
 
 
 def check_loaded(loaded: Loaded) -> None:
-    """Raises ``StartError`` if an import of the fork server failed, with what to do."""
+    """Raise ``StartError`` with a remedy if an import of the fork server failed."""
     if not loaded.failed:
         return
     name, text = next(iter(loaded.failed.items()))

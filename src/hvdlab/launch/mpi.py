@@ -1,6 +1,6 @@
-"""The launcher ``mpi``: all ranks of a pool by one mpiexec. And mpiexec: where it is, which MPI it is of, what it needs here.
+"""The launcher ``mpi``: all ranks of a pool by one mpiexec. And mpiexec: where it is, its MPI, its needs here.
 
-An agent of ours starts mpiexec, and ends it with all that it has started when the notebook ends, in whatever way. A rank
+An agent of ours starts mpiexec, and ends it with all that it has started when the notebook ends, however it ends. A rank
 gets its number and its place from MPI's environment.
 """
 
@@ -44,13 +44,13 @@ from hvdlab.launch.starter import (
 
 
 def program() -> str | None:
-    """Path of mpiexec: that of this Python environment, else the system's."""
+    """Return the path of mpiexec: this Python environment's, otherwise the system's."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def why_unavailable() -> str:
-    """Why ranks can't be started by MPI, or an empty text."""
+    """Return why ranks can't be started by MPI, or an empty text."""
     if program() is None:
         return "`mpiexec` is neither in this Python environment nor on the PATH"
     if importlib.util.find_spec("mpi4py") is None:
@@ -68,17 +68,17 @@ def version(mpiexec: str) -> str:
 
 
 def is_open_mpi(version: str) -> bool:
-    """Whether this version is one of Open MPI."""
+    """Return whether this version is one of Open MPI."""
     return any(word in version for word in ("Open MPI", "OpenRTE", "PRRTE"))
 
 
 def open_mpi_options() -> list[str]:
-    """Options by which Open MPI accepts root, and more ranks than cores."""
+    """Return the options by which Open MPI accepts root, and more ranks than cores."""
     return [*(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--oversubscribe"]
 
 
 def arguments(mpiexec: str, hosts: Sequence[Host], variables: Iterable[str]) -> list[str]:
-    """The arguments that this mpiexec needs beside the number of ranks and their program.
+    """Return the arguments that this mpiexec needs beside the number of ranks and their program.
 
     Args:
         mpiexec: Its path.
@@ -98,7 +98,7 @@ def arguments(mpiexec: str, hosts: Sequence[Host], variables: Iterable[str]) -> 
 
 
 class MpiLauncher:
-    """Starts the ranks of a pool by mpiexec."""
+    """Launcher that starts the ranks of a pool by mpiexec."""
 
     name = "mpi"
     capabilities = Capabilities.all_but(
@@ -111,7 +111,7 @@ class MpiLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        """Options about what is started, and how."""
+        """Return the options for the started program, and its start."""
         return (
             Option("python", "interpreter of the ranks (default: the path of the notebook's)"),
             Option("mpi_args", "further arguments of mpiexec", OptionKind.WORDS),
@@ -123,17 +123,17 @@ class MpiLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``StartError`` without mpiexec, ``InvalidRequestError`` for hosts that can't be read or lack slots."""
+        """Raise ``StartError`` without mpiexec, ``InvalidRequestError`` for hosts that can't be read or lack slots."""
         _program()
         if hosts:
             assign(parse_hosts(hosts), size)
 
     def is_far(self, hosts: str) -> bool:
-        """True if hosts are named, unless all of them are this one."""
+        """Return True if hosts are named, unless all of them are this one."""
         return bool(hosts) and not all(is_local(host.name) for host in parse_hosts(hosts))
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> MpiStarter:
-        """The starter of a pool's ranks. Raises ``StartError`` without mpiexec."""
+        """Return the starter of a pool's ranks. Raises ``StartError`` without mpiexec."""
         return MpiStarter(request, ranks, _program())
 
 
@@ -151,8 +151,8 @@ class MpiStarter:
     """A :class:`~hvdlab.launch.starter.Starter` by one mpiexec.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
         mpiexec: The path of mpiexec.
     """
 
@@ -160,8 +160,11 @@ class MpiStarter:
         self._request, self._mpiexec = request, mpiexec
         self._hosts = parse_hosts(request.hosts) if request.hosts else []
         self._connected = MembershipRanks(request.client, ranks)
+        #: Ranks that were ordered; 0 before.
         self._size = 0
+        #: Runs mpiexec, as the only program of its job.
         self._exec: ExecStarter | None = None
+        #: The token's file on each host, if ranks run on other hosts than this one.
         self._secret: SecretOnHosts | None = None
         self._output = _LastOutput()
         #: Set once mpiexec has ended.
@@ -217,11 +220,11 @@ class MpiStarter:
         self._connected.signal(rank, number)
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """None: a rank learns its place from MPI's environment."""
+        """Return None: a rank learns its place from MPI's environment."""
         return None
 
     def close(self, timeout: float) -> None:
-        """Give mpiexec time to end after its ranks, so that it clears up, then end what is left. Idempotent."""
+        """Give mpiexec time to end after its ranks, so that it clears up, then end the rest. Idempotent."""
         if self._exec is not None:
             self._stopped.wait(timeout)
             self._exec.close(0.0)
@@ -229,7 +232,7 @@ class MpiStarter:
             self._secret.close()
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what happens to mpiexec itself: its end is that of its ranks."""
+        """Handle events of mpiexec itself: its end is the end of its ranks."""
         if isinstance(event, Ended):
             self._stopped.set()
             words = event.reason if event.pid == 0 else f"`mpiexec` ended: {event.reason}"
@@ -240,7 +243,7 @@ class SecretOnHosts:
     """A secret in a file of the same name on each host, for the user alone, until :meth:`close`.
 
     The secret goes there over standard input of a remote shell. The shell's command removes the file when that input ends,
-    which it does also when this process ends, in whatever way.
+    which it does also when this process ends, for any reason.
 
     Args:
         hosts: The hosts; this one needs no remote shell.
@@ -255,7 +258,7 @@ class SecretOnHosts:
     """
 
     def __init__(self, hosts: Sequence[Host], shell: Sequence[str], secret: str) -> None:
-        # No other user can foresee this name and make the directory first, or read what is in it. If a host has two names, the
+        # No other user can foresee this name and make the directory first, or read its contents. If a host has two names, the
         # directory is there already.
         directory = f"/tmp/hvdlab-{secrets.token_hex(16)}"
         self.path = f"{directory}/token"
@@ -277,6 +280,7 @@ class SecretOnHosts:
 
     def close(self) -> None:
         """Have the files removed. Idempotent."""
+        # All inputs end before the first wait, so that the hosts remove their files side by side.
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -294,6 +298,7 @@ class SecretOnHosts:
 
 _PLACED = "hvdlab-token-placed"
 _PLACED_WITHIN, _REMOVED_WITHIN = 30.0, 5.0
+"""Seconds that a host has to make the file, and to remove it."""
 
 
 def _place(words: Sequence[str], secret: str) -> subprocess.Popen[bytes]:
@@ -309,7 +314,7 @@ def _place(words: Sequence[str], secret: str) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise StartError(f"the launcher `mpi` can't run `{words[0]}`: {error.strerror or error}") from error
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # the shell has ended; its output says why
+    with contextlib.suppress(OSError):  # the shell has ended; its output has the reason
         process.stdin.write(f"{secret}\n".encode())
     return process
 
@@ -334,7 +339,7 @@ def _await_placed(host: str, process: subprocess.Popen[bytes]) -> None:
 
 
 class _LastOutput:
-    """The end of what mpiexec and its ranks wrote other than through cells."""
+    """Last output of mpiexec and its ranks that did not go through cells."""
 
     def __init__(self) -> None:
         self._tail = OutputTail()
@@ -343,7 +348,7 @@ class _LastOutput:
         self._tail.add(data)
 
     def returned(self, rank: int, data: bytes) -> None:
-        """A program returns nothing."""
+        """Do nothing: a program returns no result."""
 
     def text(self) -> str:
         return self._tail.text()

@@ -25,7 +25,7 @@ class Option:
 
     Attributes:
         name: Its name, as in ``name=value``.
-        help: What it is for, in one line.
+        help: Its purpose, in one line.
         kind: How its text is read: as ``str``, ``int``, ``bool`` or ``tuple[str, ...]``.
     """
 
@@ -34,7 +34,7 @@ class Option:
     kind: OptionKind = OptionKind.TEXT
 
     def read(self, text: str) -> str | int | bool | tuple[str, ...]:
-        """The value of a text. Raises ``ValueError`` or ``KeyError`` if it has none."""
+        """Return the value of a text. Raises ``ValueError`` or ``KeyError`` if it has none."""
         match self.kind:
             case OptionKind.TEXT:
                 return text
@@ -49,7 +49,7 @@ class Option:
 
 
 def split(texts: Iterable[str]) -> dict[str, str]:
-    """``["a=1", "b=2"]`` to ``{"a": "1", "b": "2"}``; the last of a name counts.
+    """Parse ``["a=1", "b=2"]`` to ``{"a": "1", "b": "2"}``; the last of a name counts.
 
     Raises:
         InvalidRequestError: One of them is not of this form.
@@ -64,11 +64,11 @@ def split(texts: Iterable[str]) -> dict[str, str]:
 
 
 def parse(launcher: str, known: Sequence[Option], given: Mapping[str, str]) -> dict[str, object]:
-    """The values of a launcher's options.
+    """Return the values of a launcher's options.
 
     Args:
         launcher: Its name.
-        known: The options that it takes.
+        known: The options that it accepts.
         given: Texts by name. ``-`` and ``_`` in names are the same.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Processes: what Linux shows of those that are not our children, how a process ended, in words, and the end of its output."""
+"""Processes: Linux' records of those that are not our children, how a process ended, in words, and the end of its output."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ _GET_INFO = 0xC040FF0B
 """``PIDFD_GET_INFO`` with the first 64 bytes of ``struct pidfd_info``, of linux/pidfd.h."""
 _INFO = struct.Struct("=QQ11Ii")
 _WANT_EXIT = 1 << 3
+"""``PIDFD_INFO_EXIT``: the caller asks for the exit status."""
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks since the boot; 0 if there is no such process."""
+    """Return when the process started, in clock ticks since the boot; 0 if there is no such process."""
     fields = process_status(pid)
     return int(fields[START_TIME]) if fields else 0
 
 
 def started_at(pid: int) -> float:
-    """When the process started, in seconds since 1970; now, if there is no such process."""
+    """Return when the process started, in seconds since 1970; now, if there is no such process."""
     ticks, now = start_time(pid), time.time()
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
     return now - since_boot + ticks / os.sysconf("SC_CLK_TCK") if ticks else now
 
 
 def open_process(pid: int, started: int) -> int:
-    """A descriptor that becomes readable when this very process ends; -1 if it has ended."""
+    """Return a descriptor that becomes readable when this very process ends; -1 if it has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except (ProcessLookupError, OverflowError, OSError) as error:
@@ -60,7 +61,7 @@ def readable(descriptor: int, timeout: float | None) -> bool:
 
 
 def exit_status(pidfd: int, pid: int) -> int | None:
-    """How a process ended that need not be our child, as a status of ``waitpid``; ``None`` if that is unknown."""
+    """Return how a process ended that need not be our child, as a status of ``waitpid``; ``None`` if that is unknown."""
     answer = bytearray(_INFO.size)
     struct.pack_into("=Q", answer, 0, _WANT_EXIT)
     with contextlib.suppress(OSError):  # Linux before 6.15
@@ -73,7 +74,7 @@ def exit_status(pidfd: int, pid: int) -> int | None:
 
 
 def peak_memory(pid: int) -> int:
-    """The most memory that a process has had resident so far, in bytes; 0 once it has ended."""
+    """Return the most memory that a process has had resident so far, in bytes; 0 once it has ended."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -85,7 +86,7 @@ def peak_memory(pid: int) -> int:
 
 
 def kill_session(leader: int) -> None:
-    """Kill what an ended process has left in the session that it led."""
+    """Kill the processes that an ended one has left in the session that it led."""
     for entry in _all():
         if not entry.isdigit() or int(entry) == leader:
             continue
@@ -113,17 +114,18 @@ _WORDS = {
 
 TAIL_BYTES = 16 * 1024
 TAIL_LINES = 100
+"""Bytes and lines that are kept of the end of a process's output, at most."""
 
 
 def describe(event: Exited) -> str:
-    """``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, …"""
+    """Return a text such as ``killed by SIGKILL``, ``segmentation fault``, ``exit code 3``, …"""
     if event.out_of_memory:
         return "out of memory, killed by the kernel"
     return describe_exit(event.code, event.signal)
 
 
 def describe_exit(code: int, number: int) -> str:
-    """The same for an exit code (-1 if it is unknown) and the number of a signal (0 for none)."""
+    """Return such a text for an exit code (-1 if it is unknown) and the number of a signal (0 for none)."""
     if number:
         return describe_signal(number)
     return f"exit code {code}" if code >= 0 else "exit status unknown"
@@ -139,7 +141,7 @@ def detail(event: Exited) -> str:
 
 
 def describe_signal(number: int) -> str:
-    """A signal that ended a process, in words."""
+    """Return a signal that ended a process, in words."""
     try:
         known = signal.Signals(number)
     except ValueError:
@@ -154,7 +156,7 @@ class ExitStatus:
     Attributes:
         code: Exit code, if no signal ended it.
         signal: Number of the signal that ended it, or 0.
-        text: If not empty, says better than the two how it ended (``its host was lost``).
+        text: If not empty, describes its end better than the two (``its host was lost``).
     """
 
     code: int = 0
@@ -171,7 +173,7 @@ class ExitStatus:
         return 128 + self.signal if self.signal else self.code
 
     def __str__(self) -> str:
-        """For an operator: with the name of the signal, also where it has a meaning in words."""
+        """Return a text for an operator: with the name of the signal, also where it has a meaning in words."""
         if self.text:
             return self.text
         if not self.signal:
@@ -189,7 +191,7 @@ def _memory(size: int) -> str:
 
 
 def last_lines(text: str) -> str:
-    """The end of a text of any length, as it is reported."""
+    """Return the end of a text of any length, as it is reported."""
     return "\n".join(text[-TAIL_BYTES:].strip("\n").rstrip().splitlines()[-TAIL_LINES:])
 
 
@@ -201,7 +203,7 @@ class OutputTail:
         self._size = 0
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self._pieces.append(data)
         self._size += len(data)
         while self._size - len(self._pieces[0]) >= TAIL_BYTES:
@@ -209,7 +211,7 @@ class OutputTail:
 
     @property
     def data(self) -> bytes:
-        """The last bytes, at most ``TAIL_BYTES``."""
+        """Return the last bytes, at most ``TAIL_BYTES``."""
         return b"".join(self._pieces)[-TAIL_BYTES:]
 
     def text(self) -> str:
@@ -218,7 +220,7 @@ class OutputTail:
 
 
 class OutOfMemoryCounter:
-    """Counts the kernel's out-of-memory kills, in this process's control group if it can be read, else in all.
+    """Counter of the kernel's out-of-memory kills, in this process's control group if it can be read, otherwise in all.
 
     Args:
         root: Where ``/proc`` and ``/sys`` are; tests pass a directory of their own.
@@ -229,7 +231,7 @@ class OutOfMemoryCounter:
         self._last = self._read()
 
     def increased(self) -> bool:
-        """Whether there was a kill since the last call (or since construction)."""
+        """Return whether there was a kill since the last call (or since construction)."""
         count = self._read()
         increased = count > self._last
         self._last = count

@@ -1,4 +1,4 @@
-"""A command line of Python's: what in it is the interpreter's, and running the rest in an interpreter that runs already."""
+"""A command line of Python's: the interpreter's part of it, and running the rest in an interpreter that runs already."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WITH_VALUE = "WX"
 
 @dataclass(frozen=True, slots=True)
 class PythonCommand:
-    """A command line such as ``python -u train.py --epochs 3``, taken apart.
+    """A command line such as ``python -u train.py --epochs 3``, in its parts.
 
     Attributes:
         interpreter: The program, ``python``.
         options: The interpreter's own options, ``("-u",)``.
-        kind: What is run: a script, a module (``-m``), or code (``-c``).
+        kind: Kind of the program: a script, a module (``-m``), or code (``-c``).
         what: The path, the module's name, or the code.
         arguments: The program's arguments, ``("--epochs", "3")``.
     """
@@ -41,7 +41,7 @@ class PythonCommand:
 
     @classmethod
     def parse(cls, command: Sequence[str]) -> Self | None:
-        """Take a command line apart; ``None`` if it does not start a Python program that is named in it."""
+        """Parse a command line; ``None`` if it does not start a Python program that is named in it."""
         if not command or not _INTERPRETER.fullmatch(os.path.basename(command[0])):
             return None
         interpreter, rest, options = command[0], list(command[1:]), []
@@ -72,7 +72,7 @@ class PythonCommand:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The whole command line."""
+        """Return the whole command line."""
         what = {"script": (), "module": ("-m",), "code": ("-c",)}[self.kind]
         return (self.interpreter, *self.options, *what, self.what, *self.arguments)
 
@@ -83,7 +83,7 @@ class PythonCommand:
         does not catch is shown as the interpreter shows it.
 
         Raises:
-            SystemExit: The program wants to end, or has ended by an exception.
+            SystemExit: The program asks to end, or has ended by an exception.
         """
         sys.orig_argv[:] = self.words
         sys.argv[:] = [self.what if self.kind == "script" else f"-{self.kind[0]}", *self.arguments]
@@ -127,7 +127,7 @@ class PythonCommand:
 
 
 def _set_first_path(place: str) -> None:
-    """Where modules are looked for first: beside the program, unless the interpreter was told otherwise."""
+    """Return where Python searches for modules first: beside the program, unless an option of the interpreter forbids it."""
     if not sys.flags.safe_path:
         sys.path[0] = place
 
@@ -146,7 +146,7 @@ def _run_as_main(source: bytes, path: str, package: str | None = None) -> None:
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     sys.modules["__main__"] = main
     code = compile(source, path or "<string>", "exec", dont_inherit=True)
-    exec(code, main.__dict__)  # noqa: S102  # the program that the user wants to run
+    exec(code, main.__dict__)  # noqa: S102  # the user's own program
 
 
 def _show(error: BaseException) -> None:

@@ -29,13 +29,13 @@ KEEPERS = {"ray": "hvdlab.ray.keeper:RayKeeper"}
 
 
 def names() -> tuple[str, ...]:
-    """The names of all launchers: ours, then others in alphabetical order. Nothing is imported."""
+    """Return the names of all launchers: ours, then others in alphabetical order. Nothing is imported."""
     others = {entry.name.lower() for entry in entry_points(group=GROUP)} - set(OURS)
     return (*OURS, *sorted(others))
 
 
 def find(name: str) -> Launcher | None:
-    """The launcher of this name; ``None`` if there is none.
+    """Return the launcher of this name; ``None`` if there is none.
 
     Raises:
         StartError: It is offered by a package, but can't be imported.
@@ -48,7 +48,7 @@ def find(name: str) -> Launcher | None:
         if entry.name.lower() == name:
             try:
                 return _made(entry.load())
-            # A package of someone else may fail in any way while it is imported.
+            # A foreign package can fail in any way while it is imported.
             except Exception as error:
                 raise StartError(
                     f"the launcher `{name}` ({entry.value}) can't be used: {type(error).__name__}: {error}"

@@ -28,7 +28,7 @@ class RoomStarter(ABC):
     the lock, so that a signal finds each rank either waiting or placed.
 
     Args:
-        ranks: Takes what happens to ranks.
+        ranks: Observer that gets the ranks' events.
         engine: Name of the engine, for the reasons of ends.
     """
 
@@ -63,14 +63,14 @@ class RoomStarter(ABC):
 
     @abstractmethod
     def _close_placed(self, timeout: float) -> None:
-        """Wait ``timeout`` seconds for placed ranks that are leaving, then end what is left. Idempotent."""
+        """Wait ``timeout`` seconds for placed ranks that are leaving, then end the rest. Idempotent."""
 
     def _release_room(self) -> None:
         """Give back to the engine the room that was asked of it, when no rank waits any more. Idempotent."""
         return
 
     def _claim(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Take ranks out of waiting.
+        """Remove ranks from the waiting ones.
 
         Returns:
             Those that waited, each with the size of its job. The caller starts them, or reports their ends.
@@ -90,6 +90,8 @@ class RoomStarter(ABC):
         thread = self._make_thread(target, f"hvdlab-{name}")
         with self._changed:
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            # Under the lock: close() joins all threads of the list, and one that was not started can't be
+            # joined.
             thread.start()
 
     def _make_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
@@ -110,6 +112,7 @@ class RoomStarter(ABC):
     def _order(self, ranks: Sequence[int], size: int, host: str) -> None:
         with self._changed:
             require_running(self._closing.is_set())
+            # Before the request: a thread of the engine can find room before that returns.
             self._waiting |= dict.fromkeys(ranks, size)
         try:
             self._request_room(ranks, size, host)
@@ -126,7 +129,7 @@ class RoomStarter(ABC):
         self._signal_placed(rank, number)
 
     def close(self, timeout: float) -> None:
-        """Wait ``timeout`` seconds for ranks that are leaving, end what is left, withdraw ranks that wait. Idempotent."""
+        """Wait ``timeout`` seconds for ranks that are leaving, end the rest, withdraw ranks that wait. Idempotent."""
         self._close_placed(timeout)
         with self._changed:
             self._closing.set()

@@ -63,7 +63,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"
 
 
 class SlurmLauncher:
-    """Starts ranks in one job of Slurm's, which it submits and cancels."""
+    """Launcher that starts ranks in one job of Slurm's, which it submits and cancels."""
 
     name = "slurm"
     capabilities = Capabilities.all_but(
@@ -75,7 +75,7 @@ class SlurmLauncher:
         self._starter: SlurmStarter | None = None
 
     def options(self) -> Sequence[Option]:
-        """Options about what the job asks for, and what is started in it."""
+        """Return the options for the job's resources, and for the program started in it."""
         return (
             *(Option(name, text) for name, (_, text) in _OF_SBATCH.items()),
             Option(
@@ -91,7 +91,7 @@ class SlurmLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``StartError`` without Slurm's commands, ``InvalidRequestError`` if hosts are named or a job lacks room."""
+        """Raise ``StartError`` without Slurm's commands, ``InvalidRequestError`` if hosts are named or a job lacks room."""
         missing = [name for name in COMMANDS if shutil.which(name) is None]
         if missing:
             raise StartError(
@@ -106,7 +106,7 @@ class SlurmLauncher:
             self._starter.check_room(size)
 
     def is_far(self, hosts: str) -> bool:
-        """Always True: nodes are, or may be, other hosts."""
+        """Return True always: nodes are, or may be, other hosts."""
         return True
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> SlurmStarter:
@@ -133,7 +133,7 @@ class SlurmLauncher:
 
 
 def _submission(options: Mapping[str, object]) -> list[str]:
-    """Arguments of ``sbatch``. The job writes no file, is not run a second time, and outlives the loss of a node."""
+    """Return the arguments of ``sbatch``. The job writes no file, is not run a second time, and outlives the loss of a node."""
     found = [
         "--parsable",
         "--no-requeue",
@@ -149,7 +149,7 @@ def _submission(options: Mapping[str, object]) -> list[str]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of Slurm's commands, and by ``srun`` of agents: without what a job or a display has given this process."""
+    """Return the environment of Slurm's commands, and by ``srun`` of agents: without variables that a job or a display has given this process."""
     found = {
         name: value
         for name, value in exported(environ).items()
@@ -184,11 +184,11 @@ class StepReach:
     arguments: Sequence[str] = ()
 
     def is_here(self, host: str) -> bool:
-        """Always False: a process outside of the job has none of its room."""
+        """Return False always: a process outside of the job has none of its room."""
         return False
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
-        """By a step of one task, with all that the job has on the node, beside which other steps may run.
+        """Connect by a step of one task, with all that the job has on the node, beside which other steps may run.
 
         Its environment is that of Slurm's commands, without variables of another job that this process may be in.
         """
@@ -198,11 +198,11 @@ class StepReach:
         return ProgramConnection(command, errors=errors, environment=self.commands.environment)
 
     def machine(self, host: str) -> str:
-        """The node."""
+        """Return the node."""
         return host
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """Variables by which a node counts as a host; its name, which shows where its ranks are, includes the job."""
+        """Return the variables by which a node counts as a host; its name, which shows where its ranks are, includes the job."""
         return {HOST_VARIABLE: f"{host} (job {self.job})"}
 
 
@@ -212,8 +212,8 @@ class SlurmStarter(RoomStarter):
     A thread submits the job and waits until it has its nodes; then it explains ends of ranks that only Slurm can explain.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
         submission: Arguments of ``sbatch``, but for the number of ranks.
         room: How many ranks the job has room for, if those that it begins with are fewer.
         slurm: Slurm's commands.
@@ -238,13 +238,14 @@ class SlurmStarter(RoomStarter):
         self._slurm, self._python = slurm, python
         #: The job, once it was submitted. This and the following are guarded by the lock.
         self._job: SlurmAllocation | None = None
-        #: What starts ranks, once the job has its nodes; below it the nodes, with their room.
+        #: Starts ranks, once the job has its nodes; below it the nodes, with their room.
         self._exec: ExecStarter | None = None
         self._nodes: tuple[Host, ...] = ()
         #: Rank to its node, from its first start on: it is started there again.
         self._node_of: dict[int, str] = {}
         #: Why no rank can be started any more, or empty.
         self._over = ""
+        #: Ends that wait for Slurm's explanation; ``None`` ends the thread.
         self._explain: queue.SimpleQueue[Ended | None] = queue.SimpleQueue()
 
     # -- any thread -----------------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ class SlurmStarter(RoomStarter):
             self._run_thread(partial(self._run, job), "slurm")
 
     def check_room(self, size: int) -> None:
-        """Raises ``InvalidRequestError`` if the job has no room for so many ranks."""
+        """Raise ``InvalidRequestError`` if the job has no room for so many ranks."""
         if self._job is not None and size > self._room:
             where = ", ".join(f"{node.name}:{node.slots}" for node in self._nodes)
             raise InvalidRequestError(
@@ -286,12 +287,12 @@ class SlurmStarter(RoomStarter):
             )
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """Where a rank is, once the job has its nodes."""
+        """Return where a rank is, once the job has its nodes."""
         with self._changed:
             return assign(self._nodes, size)[rank].where if self._nodes else None
 
     def close(self, timeout: float) -> None:
-        """As for every :class:`~hvdlab.launch.room_starter.RoomStarter`; the job is cancelled. Idempotent."""
+        """End the ranks as every :class:`~hvdlab.launch.room_starter.RoomStarter` does, and cancel the job. Idempotent."""
         super().close(timeout)
         with self._changed:
             job, running = self._job, any(thread.is_alive() for thread in self._threads)
@@ -318,7 +319,7 @@ class SlurmStarter(RoomStarter):
             job.cancel()
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what the agents report. Ends that only Slurm can explain, such as of an agent, wait for the explanation."""
+        """Handle the agents' reports. Ends that only Slurm can explain, such as of an agent, wait for the explanation."""
         if (
             isinstance(event, Ended)
             and event.code is None
@@ -381,7 +382,7 @@ class SlurmStarter(RoomStarter):
         return []
 
     def _begin(self, job: SlurmAllocation, nodes: list[Host]) -> None:
-        """The job has its nodes: start the ranks that wait."""
+        """Start the ranks that wait, since the job has its nodes."""
         reach = StepReach(job.id, self._slurm, self._step)
         failed = ENDED_WITH_JOB
         with self._changed:
@@ -409,7 +410,7 @@ class SlurmStarter(RoomStarter):
         self._withdraw(left, reason)
 
     def _explained(self, event: Ended, job: SlurmAllocation) -> Ended:
-        """The end of a rank that its agent did not report: with the reason of the job's or the node's end."""
+        """Return the end of a rank that its agent did not report: with the reason of the job's or the node's end."""
         node = self._node_of.get(event.rank, "")
         try:
             state = self._completed(job.id)
@@ -427,7 +428,7 @@ class SlurmStarter(RoomStarter):
         return replace(event, reason=reason)
 
     def _completed(self, job: str) -> JobState | None:
-        """The state of the job. If it is ending, wait until it has ended: only then Slurm says why. Raises ``StartError``."""
+        """Return the state of the job. If it is ending, wait until it has ended: only then Slurm reports why. Raises ``StartError``."""
         deadline = Deadline(ENDED_WITHIN)
         while True:
             state = self._slurm.job(job)
@@ -524,14 +525,14 @@ class JobState:
         return self.state == "PENDING" and (self.reason in _NEVER or _REFUSAL.search(self.reason) is not None)
 
     def waiting_text(self, job: str, now: datetime) -> str:
-        """``job 7 is PENDING (Resources), expected at 14:30``."""
+        """Return a text such as ``job 7 is PENDING (Resources), expected at 14:30``."""
         if self.runs:
             return f"job {job} has {self.nodes}; its script begins"
         why = f" ({self.reason})" if self.reason not in ("", "None") else ""
         return f"job {job} is {self.state}{why}{_expected(self.start, now)}"
 
     def end_text(self, job: str) -> str:
-        """Why it ended, as a clause: ``Slurm's job 7 came to its time limit``."""
+        """Return why it ended, as a clause: ``Slurm's job 7 came to its time limit``."""
         what = _ENDS.get(self.state, f"it is {self.state}").removeprefix("it ")
         said = f" ({self.reason})" if self.state == "FAILED" and self.reason not in ("", "None") else ""
         return f"Slurm's job {job}{': ' if what.startswith('a node') else ' '}{what}{said}"
@@ -547,7 +548,7 @@ def _expected(start: str, now: datetime) -> str:
 
 
 def rooms(nodes: Sequence[str], tasks: str, size: int) -> list[Host]:
-    """How many ranks each node has room for.
+    """Return how many ranks each node has room for.
 
     Args:
         nodes: The nodes' names.
@@ -567,7 +568,7 @@ def plain(text: str) -> str:
 
 
 class Slurm:
-    """Slurm's commands.
+    """Commands of Slurm.
 
     Args:
         environment: Their environment.
@@ -594,7 +595,7 @@ class Slurm:
         raise StartError(plain(done.stderr) or f"`squeue` ended with exit code {done.returncode}")
 
     def hostnames(self, nodes: str) -> list[str]:
-        """``n[1-2]`` to names. Raises ``StartError``."""
+        """Parse ``n[1-2]`` to names. Raises ``StartError``."""
         done = self._run("scontrol", "show", "hostnames", nodes)
         if done.returncode != 0:
             raise StartError(plain(done.stderr) or f"`scontrol` ended with exit code {done.returncode}")
@@ -649,7 +650,7 @@ _KEEP = (
 
 
 class SlurmAllocation:
-    """A job that is cancelled on :meth:`cancel`, or when this process ends, in whatever way.
+    """Job that is cancelled on :meth:`cancel`, or when this process ends for any reason.
 
     A shell submits it, and cancels it when its input ends: it has a session of its own, and is not stopped by signals.
 
@@ -679,7 +680,7 @@ class SlurmAllocation:
             raise StartError(f"`sh` can't be run: {error.strerror or error}") from error
 
     def submitted(self) -> str:
-        """Wait until Slurm has taken the job; returns its number.
+        """Wait until Slurm has accepted the job; returns its number.
 
         Raises:
             StartError: Slurm refused it; the text is Slurm's own.
@@ -696,7 +697,7 @@ class SlurmAllocation:
         _pipe(self._process.stdin).close()
 
     def wait(self, timeout: float) -> bool:
-        """Whether Slurm has taken the cancellation in time; if not, the shell goes on trying.
+        """Return whether Slurm has accepted the cancellation in time; if not, the shell goes on trying.
 
         Call it when no thread reads from the shell any more.
         """

@@ -18,7 +18,7 @@ SHELL = ("ssh",)
 
 
 class SshLauncher:
-    """Starts ranks on hosts that can be logged into without a password; those of this host without a shell."""
+    """Launcher that starts ranks on hosts that can be logged into without a password; those of this host without a shell."""
 
     name = "ssh"
     capabilities = Capabilities.all_but(
@@ -27,7 +27,7 @@ class SshLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        """Options about what is started on the hosts, and how."""
+        """Return the options for the program started on the hosts, and its start."""
         return (
             Option("python", "interpreter of the ranks on every host (default: the path of this one)"),
             Option("shell", "command that runs a command on a host (default: ssh)", OptionKind.WORDS),
@@ -39,14 +39,14 @@ class SshLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` for hosts that can't be read or lack slots, ``StartError`` without ssh."""
+        """Raise ``InvalidRequestError`` for hosts that can't be read or lack slots, ``StartError`` without ssh."""
         if not hosts:
             raise InvalidRequestError("the launcher `ssh` needs hosts; name them as hosts='a:4,b:4'.")
         found = parse_hosts(hosts)
         assign(found, size)
 
     def is_far(self, hosts: str) -> bool:
-        """True unless all hosts are this one."""
+        """Return True unless all hosts are this one."""
         return not all(is_local(host.name) for host in parse_hosts(hosts))
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> ExecStarter:

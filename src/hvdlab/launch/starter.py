@@ -1,8 +1,8 @@
 """Starting ranks: one protocol for every launcher, its capabilities and its reports.
 
 A :class:`Launcher` is a way to start ranks, known by a name. It makes a :class:`Starter` for a job, which starts and ends
-processes and reports to a :class:`RankObserver` what becomes of them. A launcher's :class:`Capabilities` say what it can do
-beside starting all ranks once; a caller that wants anything else gets an error that names the reason.
+processes and reports their events to a :class:`RankObserver`. A launcher's :class:`Capabilities` list its abilities
+beside starting all ranks once; a caller that asks for another gets an error that names the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDED_WITH_JOB = "it was ended with its job"
 
 
 class Capability(StrEnum):
-    """Something that not every launcher can do; the value completes "ranks … can't be …"."""
+    """Capability that not every launcher has; the value completes "ranks … can't be …"."""
 
     SINGLE_RANKS = "started one by one"
     """A rank can be started while others run: lost ranks can be replaced."""
@@ -50,8 +50,8 @@ class Capabilities:
     """Capabilities of a launcher, with the reason for each that it lacks.
 
     Attributes:
-        has: What it can do.
-        lacks: What it can't do, each with the reason, as a clause that may follow "because".
+        has: The abilities that it has.
+        lacks: The abilities that it lacks, each with the reason, as a clause that may follow "because".
 
     Raises:
         ValueError: A capability is in neither, or in both.
@@ -66,7 +66,7 @@ class Capabilities:
 
     @classmethod
     def all_but(cls, lacks: Mapping[Capability, str]) -> Capabilities:
-        """Everything but these."""
+        """Return all capabilities but these."""
         return cls(frozenset(set(Capability) - set(lacks)), dict(lacks))
 
     def __contains__(self, capability: Capability) -> bool:
@@ -76,12 +76,12 @@ class Capabilities:
         """Refuse a request that needs a capability which is lacking.
 
         Args:
-            capability: What is needed.
+            capability: The ability that is needed.
             launcher: The launcher's name.
-            remedy: What the user can do instead, as a clause.
+            remedy: The user's alternative, as a clause.
 
         Raises:
-            InvalidRequestError: The capability is lacking; the text says why.
+            InvalidRequestError: The capability is lacking; the message names the reason.
         """
         if capability not in self:
             raise InvalidRequestError(
@@ -90,7 +90,7 @@ class Capabilities:
             )
 
 
-# -- what happens to ranks --------------------------------------------------------------------------------------------
+# -- events of ranks --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class Ended:
         rank: Its number.
         pid: Its process.
         reason: How it ended, in words: ``killed by SIGKILL``.
-        tail: The last lines of its standard error, as far as they went nowhere else.
-        detail: What else is known of its end, such as its peak memory.
+        tail: The last lines of its standard error, as far as they were not shown elsewhere.
+        detail: Further facts about its end, such as its peak memory.
         code: Its exit code, if it is known and no signal ended it. If the program could not be started, the code with which
             a shell would exit (127: there is no such program).
         signal: The signal that ended it, or 0.
@@ -136,35 +136,35 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Ranks can't be started yet, and something else decides how long that takes, such as a batch system's queue.
+    """Report that ranks can't start yet, for a time that this process does not decide, such as a batch system's queue.
 
     Their time limit does not run meanwhile; it begins when the wait is over.
 
     Attributes:
-        text: What the starter waits for, in one line; empty once the wait is over.
+        text: The starter's reason to wait, in one line; empty once the wait is over.
     """
 
     text: str
 
 
 class RankObserver(Protocol):
-    """Takes what a starter reports."""
+    """Observer of a starter's reports."""
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Something happened to a rank. Called on any thread; must not block."""
+        """Receive an event of a rank. Called on any thread; must not block."""
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------
 
 
 class ProgramOutput(Protocol):
-    """Takes what the ranks of a program write and return. Called on any thread."""
+    """Observer of the output and results of a program's ranks. Called on any thread."""
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """A rank wrote to stdout (1) or stderr (2). May wait until there is room, and so hold up the rank."""
+        """Receive a rank's output to stdout (1) or stderr (2). May wait for room, and so hold up the rank."""
 
     def returned(self, rank: int, data: bytes) -> None:
-        """The next piece of what a rank's function returned; all pieces come before its end."""
+        """Receive the next piece of a rank's result; all pieces come before the rank's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Program:
     Attributes:
         command: Program and arguments; for a ``function`` the interpreter, with its arguments.
         environment: Variables for all ranks, beside this process's own and those of their place in the job.
-        output: Takes what ranks write, as it comes and before their ends are reported. Output that a launcher can't catch
+        output: Gets the ranks' output, as it comes and before their ends are reported. Output that a launcher can't catch
             goes to this process's own streams.
         function: A pickled call, or empty; see :class:`hvdlab.launch.host_agent.wire.Start`. Only launchers that have
             an agent on each host get one.
@@ -197,13 +197,13 @@ class LaunchRequest:
     """Request to start the ranks of a job.
 
     Attributes:
-        world: What every rank needs to know of the job.
+        world: The job as every rank must know it.
         client: A connection to the job's coordinator.
         fork_server: The job's fork server on this host; ``None`` if it has none.
-        module: What a rank runs if it is started as a program: ``python -m module``.
-        forked: What a rank runs if a fork server of its host forks it: the name of a
+        module: The module of a rank that is started as a program: ``python -m module``.
+        forked: The program of a rank that a fork server of its host forks: the name of a
             :class:`~hvdlab.launch.forkserver.program.ForkedProgram`; empty if ranks can't be forked.
-        program: What ranks run instead, for launchers with :attr:`Capability.PROGRAMS`.
+        program: The ranks' program instead, for launchers with :attr:`Capability.PROGRAMS`.
         size: How many ranks the job begins with; 0 if that is not known yet.
         hosts: ``a:4,b:4`` as the user gave it, or empty.
         options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
@@ -221,36 +221,36 @@ class LaunchRequest:
 
 
 class StartRequest(Protocol):
-    """Part of a :class:`LaunchRequest` that says what a rank runs: what host agents need."""
+    """Part of a :class:`LaunchRequest` with a rank's program, for host agents."""
 
     @property
     def world(self) -> WorldEnvironment:
-        """As there."""
+        """Return :attr:`LaunchRequest.world`."""
         ...
 
     @property
     def module(self) -> str:
-        """As there."""
+        """Return :attr:`LaunchRequest.module`."""
         ...
 
     @property
     def forked(self) -> str:
-        """As there."""
+        """Return :attr:`LaunchRequest.forked`."""
         ...
 
     @property
     def program(self) -> Program | None:
-        """As there."""
+        """Return :attr:`LaunchRequest.program`."""
         ...
 
     @property
     def options(self) -> Mapping[str, object]:
-        """As there."""
+        """Return :attr:`LaunchRequest.options`."""
         ...
 
 
 class Starter(Protocol):
-    """Starts and ends the ranks of one job."""
+    """Starter of one job: starts and ends its ranks."""
 
     def start(self, ranks: Sequence[int], size: int) -> None:
         """Begin to start these ranks of a job of ``size``; does not wait until they run.
@@ -264,11 +264,11 @@ class Starter(Protocol):
         """Send a signal to a rank's process; does nothing if it has ended, or this launcher can't reach it."""
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """Where a rank is in a job of ``size``; ``None`` if all are on this host, or only the launcher knows."""
+        """Return where a rank is in a job of ``size``; ``None`` if all are on this host, or only the launcher knows."""
         ...
 
     def close(self, timeout: float) -> None:
-        """Called while ranks are leaving: wait ``timeout`` seconds for what started them, end what is left. Idempotent."""
+        """Wait ``timeout`` seconds, while ranks are leaving, for the processes that started them; end the rest. Idempotent."""
 
 
 @runtime_checkable
@@ -276,10 +276,10 @@ class PlacingStarter(Starter, Protocol):
     """A starter whose caller can choose the host of ranks, also a host that the starter did not know when it was made."""
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """As :meth:`start`, on the host of this name."""
+        """Start a rank as :meth:`start` does, on the host of this name."""
 
     def give_up(self, host: str) -> None:
-        """End what was started on a host; its ranks are reported as not started, or ended."""
+        """End the processes that were started on a host; its ranks are reported as not started, or ended."""
 
 
 def require_running(closed: bool) -> None:
@@ -293,8 +293,8 @@ class Launcher(Protocol):
 
     Attributes:
         name: The name that users give.
-        capabilities: What it can do.
-        forks: Whether :attr:`LaunchRequest.fork_server` forks the ranks, which then has to import what they share.
+        capabilities: Its abilities.
+        forks: Whether :attr:`LaunchRequest.fork_server` forks the ranks, which then has to import their common modules.
     """
 
     name: str
@@ -302,7 +302,7 @@ class Launcher(Protocol):
     forks: bool
 
     def options(self) -> Sequence[Option]:
-        """The options that the launcher takes."""
+        """Return the options that the launcher accepts."""
         ...
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
@@ -314,12 +314,12 @@ class Launcher(Protocol):
             already: How many of them run already.
 
         Raises:
-            StartError: What the launcher needs is not installed.
+            StartError: Software that the launcher needs is not installed.
             InvalidRequestError: There is no room for so many, or ``hosts`` is not understood.
         """
 
     def is_far(self, hosts: str) -> bool:
-        """Whether ranks may run on other hosts, so that the coordinator has to listen on the network."""
+        """Return whether ranks may run on other hosts, so that the coordinator has to listen on the network."""
         ...
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> Starter:

@@ -13,7 +13,7 @@ from hvdlab.collectives.text import visible
 _LONGEST = 300
 """Characters of a text of a tenant that are shown at most."""
 
-# -- what happens -----------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Tenant:
 
     Attributes:
         pid, started: Its number, and when it started in clock ticks since the boot of its host.
-        host: What tells its host from others.
+        host: Key that distinguishes its host from others.
         place: Its working directory, which shows which notebook it is.
     """
 
@@ -38,7 +38,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A process wants to use the job. It has seen that the tenancy ``ended`` is over since its process has ended, if that is not 0."""
+    """Event: a process asks to use the job. It has seen that the tenancy ``ended`` is over since its process has ended, if that is not 0."""
 
     tenant: Tenant
     ended: int = 0
@@ -46,38 +46,38 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A tenancy's process has given a sign of life."""
+    """Event: a tenancy's process has given a sign of life."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReleased:
-    """A tenancy's process uses the job no more."""
+    """Event: a tenancy's process uses the job no more."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTick:
-    """Nothing has happened until now."""
+    """Event: time has passed without another event."""
 
 
 Event = Claimed | Heard | LeaseReleased | LeaseTick
 
-# -- what to do -------------------------------------------------------------------------------------------------------
+# -- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The claim is granted, under this number."""
+    """Effect: the claim is granted, under this number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRefused:
-    """Another process has the job, under this number."""
+    """Effect: another process has the job, under this number."""
 
     number: int
     tenant: Tenant
@@ -85,12 +85,12 @@ class LeaseRefused:
 
 @dataclass(frozen=True, slots=True)
 class Vacant:
-    """The job has no tenant any more: ranks must wait for none."""
+    """Effect: the job has no tenant any more: ranks must wait for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The job had no tenant for so long that it ends."""
+    """Effect: the job had no tenant for so long that it ends."""
 
 
 Effect = Admitted | LeaseRefused | Vacant | Abandoned
@@ -111,22 +111,24 @@ class Tenancy:
 
     def __init__(self, lease: float, unused_for: float, now: float) -> None:
         self._lease, self._unused_for = lease, unused_for
+        #: The number of the last tenancy, and when its last sign of life came or the vacancy began.
         self._number, self._since = 0, now
         self.tenant: Tenant | None = None
 
     def holds(self, number: int) -> bool:
-        """Whether the tenancy of this number goes on."""
+        """Return whether the tenancy of this number goes on."""
         return self.tenant is not None and number == self._number
 
     @property
     def next_at(self) -> float:
-        """When :class:`LeaseTick` has an effect, unless something happens before."""
+        """Return when :class:`LeaseTick` has an effect, unless something happens before."""
         if self.tenant is not None:
             return self._since + self._lease
         return self._since + (self._unused_for if self._number else max(self._lease, self._unused_for))
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle an event and return its effects."""
+        # First: a claim after the lease's end must find no tenant.
         effects = self._pass_time(now)
         match event:
             case Claimed(tenant, ended):
@@ -139,6 +141,7 @@ class Tenancy:
         return effects
 
     def _claim(self, tenant: Tenant, ended: int, now: float) -> list[Effect]:
+        # A claimant that has seen the tenant's process end need not wait for the lease's end.
         if self.tenant is not None and ended != self._number:
             return [LeaseRefused(self._number, self.tenant)]
         self.tenant, self._since = tenant, now

@@ -2,7 +2,7 @@
 
 A *direct* array (dense, on the CPU) shares its memory with the core, without a copy. One on another device is *staged*: the core
 works on a copy in host memory. MXNet runs operations on arrays later, on threads of its own; the core waits for an array's operations
-before it looks at the array's memory.
+before it uses the array's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES: dict[Any, DType | None] = {}
 
 
 class MXNetAdapter:
-    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of MXNet's arrays; see :class:`hvdlab.bindings.adapter.Adapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> NDArray:
         if not isinstance(value, mx.nd.NDArray):
@@ -76,7 +76,7 @@ class MXNetAdapter:
         return output.as_in_context(like.context)
 
     def mark_written(self, tensor: NDArray) -> None:
-        """MXNet does not notice what is written in place: a backward pass that needs the old values is the user's error."""
+        """Do nothing, since MXNet does not notice writes in place: a backward pass that needs the old values is the user's error."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
         return False

@@ -12,7 +12,7 @@ __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class FP16Compressor(Compressor):
-    """Sends floating-point arrays as float16; leaves others as they are."""
+    """Compressor that sends floating-point arrays as float16; leaves others as they are."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:

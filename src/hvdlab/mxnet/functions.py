@@ -56,7 +56,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
 
 
 def _copies(parameter: Any) -> list[Any]:
-    """The array of a parameter on each of its devices."""
+    """Return the array of a parameter on each of its devices."""
     if not isinstance(parameter, mx.gluon.Parameter):
         return [parameter]
     copies: list[Any] = parameter.list_data()

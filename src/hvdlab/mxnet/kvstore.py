@@ -49,7 +49,7 @@ class _StatesOfMXNet(kvstore.KVStore):
     _mxnets_updater: Any = None
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Write the states of the optimizer to a file: for one of MXNet's in MXNet's format, else in hvdlab's.
+        """Write the states of the optimizer to a file: for one of MXNet's in MXNet's format, otherwise in hvdlab's.
 
         Args:
             fname: Its path.
@@ -62,7 +62,7 @@ class _StatesOfMXNet(kvstore.KVStore):
         write_file(fname, self._mxnets_updater.get_states(dump_optimizer))
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Take over the states that :meth:`save_optimizer_states`, or a store of MXNet's, wrote.
+        """Load the states that :meth:`save_optimizer_states`, or a store of MXNet's, wrote.
 
         MXNet's files are pickles, which run code when they are read: read only those that you trust.
 
@@ -78,16 +78,16 @@ class _StatesOfMXNet(kvstore.KVStore):
 
 
 class _OneProcessStore(_StatesOfMXNet, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
-    """A store of hvdlab's that MXNet takes for one of its own; it has none of MXNet's inside."""
+    """Store of hvdlab's that counts as one of MXNet's own; it has none of MXNet's inside."""
 
     def __del__(self) -> None:
-        """There is no handle of MXNet's to free."""
+        """Do nothing: MXNet has no handle to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values by what is pushed; see :meth:`hvdlab.kvstore.KVStore.set_optimizer`.
+        """Update the stored values by pushed values; see :meth:`hvdlab.kvstore.KVStore.set_optimizer`.
 
         Args:
-            optimizer: An ``mx.optimizer.Optimizer``, or what hvdlab's stores take.
+            optimizer: An ``mx.optimizer.Optimizer``, or one that hvdlab's stores accept.
         """
         self._mxnets_updater = None
         if isinstance(optimizer, mx.optimizer.Optimizer):
@@ -97,16 +97,16 @@ class _OneProcessStore(_StatesOfMXNet, mx.kvstore.KVStore):  # type: ignore[misc
 
 
 class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
-    """A store of several workers that MXNet takes for one of its own."""
+    """Store of several workers that counts as one of MXNet's own."""
 
     def __del__(self) -> None:
-        """There is no handle of MXNet's to free."""
+        """Do nothing: MXNet has no handle to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values by what is pushed; see :func:`hvdlab.kvstore.create`.
+        """Update the stored values by pushed values; see :func:`hvdlab.kvstore.create`.
 
         Args:
-            optimizer: An ``mx.optimizer.Optimizer``, which is copied, or what hvdlab's stores take. Alike on all workers.
+            optimizer: An ``mx.optimizer.Optimizer``, which is copied, or one that hvdlab's stores accept. Alike on all workers.
         """
         mxnets_updater = None
         if isinstance(optimizer, mx.optimizer.Optimizer):
@@ -118,17 +118,17 @@ class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # t
 
 
 class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
-    """A store on parameter servers that MXNet takes for one of its own."""
+    """Store on parameter servers that counts as one of MXNet's own."""
 
     def __del__(self) -> None:
-        """There is no handle of MXNet's to free."""
+        """Do nothing: MXNet has no handle to free."""
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values on the servers by what is pushed; see :func:`hvdlab.kvstore.create`.
+        """Update the stored values on the servers by pushed values; see :func:`hvdlab.kvstore.create`.
 
         Args:
             optimizer: MXNet's SGD, NAG, Adam, AdaGrad, RMSProp or Test, of which hvdlab has the same formulas, with a scheduler of
-                MXNet's or none; or what hvdlab's stores take. Alike on all workers. Learning rate and multipliers are those of now; parameters' own are among
+                MXNet's or none; or an optimizer that hvdlab's stores accept. Alike on all workers. Learning rate and multipliers are those of now; parameters' own are among
                 them.
 
         Raises:
@@ -140,7 +140,7 @@ class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MX
 
 
 def _ours(theirs: Any) -> kvstore.optimizer.Optimizer:
-    """hvdlab's optimizer with the arithmetic and the settings of one of MXNet's."""
+    """Return hvdlab's optimizer with the arithmetic and the settings of one of MXNet's."""
     name = type(theirs).__name__
     if name not in _ON_SERVERS or getattr(mx.optimizer, name) is not type(theirs):
         raise kvstore.KVStoreError(
@@ -159,7 +159,7 @@ def _ours(theirs: Any) -> kvstore.optimizer.Optimizer:
 def install_kvstore() -> None:
     """Let ``mx.kv.create``, and a name given to ``gluon.Trainer``, make hvdlab's stores of all types.
 
-    They are instances of ``mx.kvstore.KVStore`` and take optimizers of MXNet's. Values, gradients and outputs may be row-sparse arrays
+    They are instances of ``mx.kvstore.KVStore`` and accept optimizers of MXNet's. Values, gradients and outputs may be row-sparse arrays
     of MXNet's. Classes that were registered with MXNet are made as before. May be
     called again.
     """

@@ -2,7 +2,7 @@
 
 Results are complete when a function returns. ``priority`` is accepted and changes nothing: calls wait, so none overtakes another.
 Collectives are not differentiated, as in Horovod. Each docstring is completed by
-:func:`hvdlab.bindings.docstrings.documented` with what all forms have in common.
+:func:`hvdlab.bindings.docstrings.documented` with the text that all forms share.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     op: ReduceOp | int | None = None,
 ) -> Sequence[NDArray]:
-    """:func:`allreduce` of several arrays, executed together. An empty list is returned as it is."""
+    """Reduce several arrays as by :func:`allreduce`, executed together. An empty list is returned as it is."""
     operation = _reducing(average, op, prescale_factor, postscale_factor, process_set)
     return _grouped(operation, tensors, name)
 
@@ -154,7 +154,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     op: ReduceOp | int | None = None,
 ) -> Sequence[NDArray]:
-    """:func:`allreduce_` of several arrays, executed together; returns the list that was given."""
+    """Reduce several arrays as by :func:`allreduce_`, executed together; returns the list that was given."""
     operation = _reducing(average, op, prescale_factor, postscale_factor, process_set)
     _grouped(operation, tensors, name, in_place=True)
     return tensors
@@ -178,7 +178,7 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[NDArray]:
-    """:func:`allgather` of several arrays, executed together. An empty list is returned as it is."""
+    """Gather several arrays as by :func:`allgather`, executed together. An empty list is returned as it is."""
     return _grouped(arguments.gathering(set_id(process_set)), tensors, name)
 
 
@@ -214,7 +214,7 @@ def alltoall(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray | tuple[NDArray, NDArray]:
-    """Send each rank its own rows and concatenate what comes from all ranks.
+    """Send each rank its own rows and concatenate the rows from all ranks.
 
     Returns:
         The received rows; if ``splits`` was given also how many of them came from each rank, as int32.
@@ -250,7 +250,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Sequence[NDArray]:
-    """:func:`reducescatter` of several arrays, executed together. An empty list is returned as it is."""
+    """Reduce and divide several arrays as by :func:`reducescatter`, executed together. An empty list is returned as it is."""
     listed = arguments.tensor_list(ADAPTER, tensors)
     operation = _scattering(listed, op, prescale_factor, postscale_factor, process_set)
     return _grouped(operation, tensors, name)

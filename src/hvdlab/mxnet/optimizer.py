@@ -19,13 +19,13 @@ from hvdlab.mxnet.compression import Compression
 
 
 class GradientSums:
-    """Sums gradients over the ranks of a process set.
+    """Sums of gradients over the ranks of a process set.
 
     Args:
-        gradient_predivide_factor: ``f``: gradients are divided by it before the sum; what is done after it makes an average.
+        gradient_predivide_factor: ``f``: gradients are divided by it before the sum; the division after it makes an average.
         num_groups: How many groups the gradients of a call are executed in; 0 for none.
         process_set: The ranks that take part; a rank outside is alone.
-        compression: What is sent of each gradient.
+        compression: Compressor of the gradients that are sent.
 
     Raises:
         InvalidRequestError: ``gradient_predivide_factor`` is not positive, ``num_groups`` is negative, or the process set is not
@@ -143,11 +143,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXN
             setattr(self._optimizer, name, value)
 
     def create_state(self, index: Any, weight: NDArray) -> Any:
-        """The wrapped optimizer's state for one weight."""
+        """Return the wrapped optimizer's state for one weight."""
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: NDArray) -> Any:
-        """The wrapped optimizer's state for one weight, with a float32 copy if it uses that."""
+        """Return the wrapped optimizer's state for one weight, with a float32 copy if it uses that."""
         return self._optimizer.create_state_multi_precision(index, weight)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -156,7 +156,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXN
         self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As :meth:`update`, for states of :meth:`create_state_multi_precision`."""
+        """Update a weight as :meth:`update` does, for states of :meth:`create_state_multi_precision`."""
         self._add_up(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
@@ -186,7 +186,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # MXNet has n
         params: A ``ParameterDict``, a dict, or a list of parameters, which are sorted by name so that ranks agree.
         optimizer: Its name or an ``mx.optimizer.Optimizer``. A :class:`DistributedOptimizer` is unwrapped, with a warning.
         optimizer_params: Its arguments, if ``optimizer`` is a name.
-        compression: What is sent of each gradient.
+        compression: Compressor of the gradients that are sent.
         gradient_predivide_factor: Divides gradients before the sum, and multiplies them after it, against overflow.
         prefix: Goes before the names of gradients, which keeps several trainers of one program apart.
         num_groups: How many groups the gradients of a step are executed in; 0 for none.

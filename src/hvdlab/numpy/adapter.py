@@ -20,7 +20,7 @@ AnyArray: TypeAlias = Any
 
 
 class NumpyAdapter:
-    """See :class:`hvdlab.bindings.adapter.Adapter`. Buffers, DLPack objects, numbers and lists are tensors, too."""
+    """Adapter of arrays; see :class:`hvdlab.bindings.adapter.Adapter`. Buffers, DLPack objects, numbers and lists are tensors, too."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> AnyArray:
         array = as_array(value)
@@ -52,7 +52,7 @@ class NumpyAdapter:
         return type(tensor) is not DeviceArray and bool(tensor.flags.c_contiguous)
 
     def host_view(self, tensor: Array) -> Array:
-        # Not by the name of the type, which numpy makes anew each time: that took longer than everything else here.
+        # Not by the name of the type, which numpy makes again each time: that cost more time than all other steps here.
         return tensor if dtype_of(tensor) is not None else tensor.view(np.uint16)
 
     def stage(self, tensor: AnyArray) -> AnyArray:
@@ -75,7 +75,7 @@ class NumpyAdapter:
         return like.from_host(output) if isinstance(like, DeviceArray) else output
 
     def mark_written(self, tensor: AnyArray) -> None:
-        """Arrays are not differentiated."""
+        """Do nothing: arrays are not differentiated."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
         return False
@@ -103,10 +103,10 @@ def _check_writable(value: Any, array: AnyArray) -> None:
 
 
 def as_array(value: Any) -> AnyArray:
-    """An array of what a user gave: its own memory if numpy can view that or if it is an array of a GPU, else a copy.
+    """Return an array of a user's value: its own memory if numpy can view it or it is an array of a GPU, otherwise a copy.
 
     Raises:
-        UnsupportedError: It is a DLPack object that numpy can't take over.
+        UnsupportedError: It is a DLPack object that numpy can't import.
     """
     if type(value) is np.ndarray:
         return value

@@ -25,7 +25,7 @@ class DeviceArray:
     """An array of a GPU.
 
     Args:
-        owner: What the user gave, or a new array of the same package.
+        owner: The user's array, or a new one of the same package.
         described: Its ``__cuda_array_interface__``, or the same made of its DLPack capsule.
         capsule: The capsule, which keeps its memory.
 
@@ -52,11 +52,11 @@ class DeviceArray:
         return len(self.shape)
 
     def element_type(self) -> DType | None:
-        """The core's element type; ``None`` if the core has none for this array's."""
+        """Return the core's element type; ``None`` if the core has none for this array's."""
         return dtype_of(np.empty(0, self.dtype))
 
     def namespace(self) -> Any:
-        """The functions of the array's package.
+        """Return the functions of the array's package.
 
         Raises:
             UnsupportedError: The package has none by the array API's standard, and is not CuPy, whose arrays don't name theirs.
@@ -72,14 +72,14 @@ class DeviceArray:
         return find()
 
     def copy(self) -> DeviceArray:
-        """A C-contiguous copy, on its GPU."""
+        """Return a C-contiguous copy, on its GPU."""
         made = self.empty(self.shape)
         if made.pointer != self.pointer:
             made.owner[...] = self.owner
         return device_array(made.owner) or made
 
     def empty(self, shape: tuple[int, ...]) -> DeviceArray:
-        """A new array of its package, type and GPU."""
+        """Return a new array of its package, type and GPU."""
         device: Any = getattr(self.owner, "device", None)
         current: Any = device if hasattr(device, "__enter__") else contextlib.nullcontext()
         with current:
@@ -88,7 +88,7 @@ class DeviceArray:
         return made
 
     def on_host(self) -> Array:
-        """A copy in host memory, for a process set without a data plane for CUDA."""
+        """Return a copy in host memory, for a process set without a data plane for CUDA."""
         get = getattr(self.owner, "get", None)
         if get is None:
             raise UnsupportedError(
@@ -97,14 +97,14 @@ class DeviceArray:
         return np.asarray(get(), order="C")
 
     def from_host(self, array: Array) -> Any:
-        """A new array of its package with these elements."""
+        """Return a new array of its package with these elements."""
         made = self.empty(array.shape)
         made.owner.set(array)
         return made.owner
 
 
 class ArraysOnDevices:
-    """See :class:`hvdlab.bindings.adapter.DeviceMemory`."""
+    """Device memory of arrays; see :class:`hvdlab.bindings.adapter.DeviceMemory`."""
 
     def device(self, tensor: Array | DeviceArray) -> str:
         return gpu_plane.CUDA if isinstance(tensor, DeviceArray) else HOST
@@ -148,7 +148,7 @@ class ArraysOnDevices:
 
 
 def device_array(value: Any) -> DeviceArray | None:
-    """An array of a GPU as hvdlab takes it; ``None`` if this is none."""
+    """Return an array of a GPU as hvdlab uses it; ``None`` for other objects."""
     if isinstance(value, DeviceArray):
         return value
     described = getattr(value, "__cuda_array_interface__", None)
@@ -163,7 +163,7 @@ def device_array(value: Any) -> DeviceArray | None:
 
 
 class _DLTensor(ctypes.Structure):
-    """The beginning of what a DLPack capsule holds."""
+    """Beginning of the structure in a DLPack capsule."""
 
     _fields_: ClassVar = [
         ("data", ctypes.c_void_p),

@@ -1,9 +1,9 @@
 """The collectives on numpy arrays, buffers, DLPack objects, and arrays of GPUs (CuPy's, or with ``__cuda_array_interface__``).
 
-Arrays may be of any layout; what is not C-contiguous is copied. Results are numpy arrays, or arrays of the same GPU package. ``process_set`` is a
+Arrays may be of any layout; one that is not C-contiguous is copied. Results are numpy arrays, or arrays of the same GPU package. ``process_set`` is a
 ``ProcessSet``, its id, or another object with a ``process_set_id``. Scalars count as one row where rows are divided.
 
-Each docstring is completed by :func:`hvdlab.bindings.docstrings.documented` with what all forms have in common.
+Each docstring is completed by :func:`hvdlab.bindings.docstrings.documented` with the text that all forms share.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def alltoall(
     """Send ``splits[j]`` rows to the ``j``-th rank.
 
     Returns:
-        The array of what came, in the order of the ranks, and the number of rows from each, a tuple.
+        The array of the received rows, in the order of the ranks, and the number of rows from each, a tuple.
     """
     given = _rows(tensor)
     operation = arguments.exchanging(ADAPTER, given, splits, _set_id(process_set))
@@ -406,7 +406,7 @@ def _scattering(
 
 
 def _rows(tensor: Any) -> AnyArray:
-    """The array of what was given; a scalar as one row."""
+    """Return the user's value as an array; a scalar as one row."""
     array = as_array(tensor)
     if array.ndim:
         return array

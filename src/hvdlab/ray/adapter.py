@@ -12,7 +12,7 @@ START_TIMEOUT = 300.0
 
 
 def start_timeout(settings: Any) -> float:
-    """Seconds within which workers must have joined: of Horovod's settings, or hvdlab's."""
+    """Return the seconds within which workers must have joined: of Horovod's settings, or hvdlab's."""
     found = getattr(settings, "start_timeout", None)
     if not isinstance(found, int | float):
         found = getattr(settings, "timeout_s", None)
@@ -20,7 +20,7 @@ def start_timeout(settings: Any) -> float:
 
 
 def interfaces(settings: Any) -> list[str]:
-    """The interfaces of the driver that the settings name."""
+    """Return the interfaces of the driver that the settings name."""
     nics = getattr(settings, "nics", None)
     return [nics] if isinstance(nics, str) else sorted(nics or ())
 
@@ -31,7 +31,7 @@ class BaseParams:
 
     Attributes:
         cpus_per_worker: Ray's CPUs.
-        use_gpu: Whether it takes GPUs.
+        use_gpu: Whether it uses GPUs.
         gpus_per_worker: How many; 1 if ``None`` with ``use_gpu``.
 
     Raises:

@@ -9,11 +9,11 @@ from hvdlab.ray.strategy import imported
 class RayHostDiscovery(HostDiscovery):
     """The nodes of the Ray cluster to which this process is connected, by address, each with the ranks that it has room for.
 
-    Slots are counted from what nodes have, not from what is free on them. ``hvdlab.run(fn, host_discovery_script=RayHostDiscovery(), min_np=2)``
+    Slots are counted from all resources of the nodes, not from the free ones. ``hvdlab.run(fn, host_discovery_script=RayHostDiscovery(), min_np=2)``
     starts ranks there by ssh.
 
     Args:
-        use_gpu: Whether a rank takes GPUs.
+        use_gpu: Whether a rank uses GPUs.
         cpus_per_slot: Ray's CPUs of a rank.
         gpus_per_slot: GPUs of a rank, with ``use_gpu``.
     """
@@ -22,7 +22,7 @@ class RayHostDiscovery(HostDiscovery):
         self.use_gpu, self.cpus_per_slot, self.gpus_per_slot = use_gpu, cpus_per_slot, gpus_per_slot
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Hosts with room for a rank at least.
+        """Return the hosts with room for a rank at least.
 
         Raises:
             StartError: Ray is missing.
@@ -43,7 +43,7 @@ class RayHostDiscovery(HostDiscovery):
 
 
 def node_names() -> dict[str, str]:
-    """The ids of the nodes that live, by name: a node's address, and enough of its id to tell nodes of one address apart."""
+    """Return the ids of the nodes that live, by name: a node's address, and enough of its id to distinguish nodes of one address."""
     found = {}
     for node in imported().nodes():
         if node["Alive"]:
@@ -53,7 +53,7 @@ def node_names() -> dict[str, str]:
 
 
 class RayNodes(HostDiscovery):
-    """Ray's nodes as hosts, under names of :func:`node_names`, each with the ranks that it has room for.
+    """Host source of Ray's nodes, under names of :func:`node_names`, each with the ranks that it has room for.
 
     Args:
         cpus_per_worker: Ray's CPUs of a rank.
@@ -64,7 +64,7 @@ class RayNodes(HostDiscovery):
         self._cpus, self._gpus = cpus_per_worker, gpus_per_worker
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Nodes with room for a rank at least, whether or not it is free."""
+        """Return the nodes with room for a rank at least, whether or not it is free."""
         names = {node: name for name, node in node_names().items()}
         hosts = {}
         for node in imported().nodes():

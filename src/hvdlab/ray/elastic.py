@@ -24,7 +24,7 @@ class ElasticSettings:
     Attributes:
         num_proc: With how many ranks a call begins; ``None`` for ``min_num_proc``.
         start_timeout: Seconds within which workers must have joined.
-        more: What else was given, under its name.
+        more: Further arguments, by name.
     """
 
     min_num_proc: int = 1
@@ -49,12 +49,12 @@ class ElasticRayExecutor:
     ``RayExecutor(settings, min_workers=…)`` is the same, and has more.
 
     Args:
-        settings: What :meth:`create_settings` returns.
-        use_gpu: Whether a rank takes GPUs.
+        settings: A result of :meth:`create_settings`.
+        use_gpu: Whether a rank uses GPUs.
         cpus_per_slot: Ray's CPUs of a rank.
         gpus_per_slot: GPUs of a rank; by default one.
         env_vars: Variables of the ranks.
-        override_discovery: Whether ranks run on the cluster's nodes; else on hosts that ``settings.discovery`` finds.
+        override_discovery: Whether ranks run on the cluster's nodes; otherwise on hosts that ``settings.discovery`` finds.
 
     Raises:
         ValueError: GPUs are counted but not used, or used but fewer than one.
@@ -73,15 +73,15 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """Settings for an executor.
+        """Return settings for an executor.
 
         Args:
-            min_num_proc: With so many ranks a call begins and goes on.
+            min_num_proc: Number of ranks with which a call begins and continues.
             max_num_proc: How many there are at most; by default as many as there is room for.
-            reset_limit: How many lost ranks of a call are started anew; by default 10.
+            reset_limit: How many lost ranks of a call are restarted; by default 10.
             elastic_timeout: Seconds that a call waits for nodes while it has too few ranks.
             timeout_s: Seconds within which the process of a rank must run. It must come to ``hvd.init()`` in as many once one has, and in no fewer
-                than 60, or as ``HVDLAB_START_TIMEOUT`` in ``env_vars`` says; the others begin without one that has not. One that is started later
+                than 60, or ``HVDLAB_START_TIMEOUT`` in ``env_vars``; the others begin without one that has not. One that is started later
                 has ``elastic_timeout`` seconds.
             ssh_identity_file: Horovod's; nothing is started by ssh.
             nics: Interfaces of the driver, of which one must be reached from the other nodes.
@@ -137,7 +137,7 @@ class ElasticRayExecutor:
         """Wait for room for ``min_num_proc`` ranks.
 
         Raises:
-            TimeoutError: There is no room in time; the text says what was asked for and what is free.
+            TimeoutError: There is no room in time; the message has the request and the free resources.
             StartError: Ray is missing or not connected.
         """
         adapter = ElasticAdapter(self.settings, self._params)
@@ -154,10 +154,10 @@ class ElasticRayExecutor:
             callbacks: Called with each dict that a rank gives to :func:`hvdlab.ray.ray_logger.log`.
 
         Returns:
-            What ``worker_fn`` returned, by rank, on the ranks that were there at the end.
+            The results of ``worker_fn``, by rank, of the ranks that existed at the end.
 
         Raises:
-            RankFailedError: The job failed; it names the rank that failed first, and is also an instance of what was raised there.
+            RankFailedError: The job failed; it names the rank that failed first, and is also an instance of the class of that rank's exception.
             InvalidRequestError: This was not started.
         """
         if self._adapter is None:

@@ -38,7 +38,7 @@ class RayHostDiscovery(discovery.RayHostDiscovery):
     """:class:`hvdlab.ray.elastic.RayHostDiscovery`, with the names that the arguments have here.
 
     Args:
-        use_gpu: Whether a rank takes GPUs.
+        use_gpu: Whether a rank uses GPUs.
         cpus_per_worker: Ray's CPUs of a rank.
         gpus_per_worker: GPUs of a rank, with ``use_gpu``.
     """
@@ -49,15 +49,15 @@ class RayHostDiscovery(discovery.RayHostDiscovery):
 
 @dataclass
 class ElasticParams(BaseParams):
-    """How many workers there may be, and for how long there may be too few.
+    """Limits of the number of workers, and of the time with too few.
 
     Attributes:
-        min_workers: With so many ranks a call begins and goes on.
+        min_workers: Number of ranks with which a call begins and continues.
         max_workers: How many there are at most; as many as there is room for if ``None``.
-        reset_limit: How many lost ranks of a call are started anew; 10 if ``None``.
+        reset_limit: How many lost ranks of a call are restarted; 10 if ``None``.
         cooldown_range: Seconds that a node that failed is put aside the first time, and at most.
         elastic_timeout: Seconds that a call waits for nodes while it has too few ranks.
-        override_discovery: Whether ranks run on the cluster's nodes; else on what ``settings.discovery`` finds.
+        override_discovery: Whether ranks run on the cluster's nodes; otherwise on hosts that ``settings.discovery`` finds.
 
     Raises:
         ValueError: No job has so many ranks.
@@ -88,11 +88,11 @@ class ElasticParams(BaseParams):
 
 
 class ElasticAdapter(Adapter):
-    """Runs each call as an elastic job of processes in actors; see :mod:`hvdlab.ray.launcher`.
+    """Adapter that runs each call as an elastic job of processes in actors; see :mod:`hvdlab.ray.launcher`.
 
     Args:
         settings: The executor's.
-        params: What workers are wanted.
+        params: The parameters of the requested workers.
     """
 
     def __init__(self, settings: Any, params: ElasticParams) -> None:
@@ -205,12 +205,12 @@ class ElasticAdapter(Adapter):
         )
 
     def shutdown(self) -> None:
-        """Nothing runs between calls."""
+        """Do nothing: nothing runs between calls."""
         self._source = None
 
 
 def _with_executable(call: bytes) -> Any:
-    """On a rank: make the executable, and call the function with it."""
+    """Make the executable, on a rank, and call the function with it."""
     function, wanted = cloudpickle.loads(call)
     executable = None
     if wanted is not None:

@@ -29,15 +29,15 @@ _MORE = 15.0
 
 
 class RayKeeper:
-    """Keeps the pools of the launcher ``ray`` in detached actors of the cluster that this process is connected to, or can find."""
+    """Keeper of the pools of the launcher ``ray`` in detached actors of the cluster that this process is connected to, or can find."""
 
     def reachable(self) -> bool:
-        """Whether this process is connected to a cluster, or ``RAY_ADDRESS`` names one."""
+        """Return whether this process is connected to a cluster, or ``RAY_ADDRESS`` names one."""
         ray = sys.modules.get("ray")
         return bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
 
     def all(self) -> list[KeptJob]:
-        """The pools of the cluster. Raises ``StartError`` if there is no cluster."""
+        """Return the pools of the cluster. Raises ``StartError`` if there is no cluster."""
         ray = connect()
         asked = {
             entry["name"]: _call(ray.get_actor(entry["name"], NAMESPACE).describe)
@@ -56,7 +56,7 @@ class RayKeeper:
         return sorted(found, key=lambda job: job.name)
 
     def begin(self, request: KeepRequest, timeout: float) -> RayHeldPool:
-        """Begin a pool without ranks. Raises what :meth:`hvdlab.launch.kept.JobKeeper.begin` does."""
+        """Begin a pool without ranks. Raises the same errors as :meth:`hvdlab.launch.kept.JobKeeper.begin`."""
         ray = connect()
         request = replace(request, name=free_name(request.name, {job.name for job in self.all()}))
         unused_for = float(str(request.options.get("unused_for", UNUSED_FOR)))
@@ -84,7 +84,7 @@ class RayKeeper:
         return RayHeldPool(actor, _answer(_call(actor.describe), _ANSWER_WITHIN), answer)
 
     def claim(self, name: str, tenant: Tenant) -> RayHeldPool:
-        """Use a pool. Raises what :meth:`hvdlab.launch.kept.JobKeeper.claim` does."""
+        """Use a pool. Raises the same errors as :meth:`hvdlab.launch.kept.JobKeeper.claim`."""
         ray = connect()
         try:
             actor = ray.get_actor(name, NAMESPACE)
@@ -108,20 +108,24 @@ class RayKeeper:
 class RayHeldPool:
     """A pool on the cluster that this process uses: a :class:`~hvdlab.launch.kept.HeldJob`.
 
-    A thread asks the pool's actor what has happened, which is also this process's sign of life.
+    A thread asks the pool's actor for events, which is also this process's sign of life.
 
     Args:
         actor: The pool's actor.
-        job: What it says of itself.
+        job: The actor's description of its job.
         entered: Its answer to the claim.
     """
 
     def __init__(self, actor: Any, job: KeptJob, entered: Entered) -> None:
         self.job: KeptJob = job
         self.access: Access = entered.access
+        #: Why this process uses the pool no more; empty while it does. The thread of :meth:`follow` stores
+        #: it.
         self.lost = ""
         self._actor, self._number, self._generation = actor, entered.number, entered.generation
+        #: Number of the next event to ask for. The actor keeps each event until a later one is asked for.
         self._next_event = entered.next_event
+        #: Set once this process gives the pool up itself, so that the actor's end is no loss.
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -130,14 +134,14 @@ class RayHeldPool:
         return HeldStarter(self._actor, self._number)
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Report what happens to ranks, and once that the pool is lost."""
+        """Report the ranks' events, and once that the pool is lost."""
         self._thread = threading.Thread(
             target=self._run, args=(ranks, lost), name="hvdlab-kept-ray", daemon=True
         )
         self._thread.start()
 
     def coordinator_ended(self) -> str:
-        """How the coordinator ended; empty if it runs. Raises ``StartError`` if the actor is gone."""
+        """Return how the coordinator ended; empty if it runs. Raises ``StartError`` if the actor is gone."""
         return str(_answer(_call(self._actor.coordinator_ended, self._generation), _ANSWER_WITHIN))
 
     def replace_coordinator(self, timeout: float) -> None:
@@ -146,13 +150,14 @@ class RayHeldPool:
         self._generation = int(_answer(replaced, timeout + _MORE))
 
     def resized(self, size: int) -> None:
-        """Note how many ranks the pool has."""
+        """Record how many ranks the pool has."""
         with contextlib.suppress(StartError):  # it has ended: that is reported
             _order(self._actor.resized, self._number, size)
 
     def let_go(self) -> None:
         """Use the pool no more; it stays."""
         if not self._over.is_set() and not self.lost:
+            # Before the call: its effect can reach the thread before its answer arrives here.
             self._over.set()
             with contextlib.suppress(StartError):
                 _answer(_call(self._actor.let_go, self._number), _ANSWER_WITHIN)
@@ -161,6 +166,7 @@ class RayHeldPool:
     def end(self) -> None:
         """End the pool: its ranks, its coordinator, its actor."""
         if not self._over.is_set() and not self.lost:
+            # Before the call, as in let_go().
             self._over.set()
             with contextlib.suppress(StartError):  # that the actor ended is the answer
                 _answer(_call(self._actor.end, self._number), _MORE)
@@ -182,6 +188,7 @@ class RayHeldPool:
             except Exception as error:  # noqa: BLE001  # the actor has ended, or Ray was shut down
                 if not self._over.is_set():
                     self.lost = f"its actor on Ray is gone ({death_reason(error)})"
+                    # The actor can report no end any more, and their processes end with it.
                     for rank, pid in living.items():
                         ranks.handle(Ended(rank, pid, self.lost))
                     lost(self.lost)
@@ -218,17 +225,17 @@ class HeldStarter:
             _order(self._actor.signal, self._number, rank, int(signal.Signals(number)))
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: Ray places ranks."""
+        """Return ``None``: Ray places ranks."""
         return None
 
     def close(self, timeout: float) -> None:
-        """Wait so long for ranks that got the order to leave, then end what is left. Idempotent."""
+        """Wait so long for ranks that got the order to leave, then end the rest. Idempotent."""
         with contextlib.suppress(StartError):
             _answer(_call(self._actor.end_ranks, self._number, timeout), timeout + _MORE)
 
 
 def _has_ended(tenant: Tenant, here: str) -> bool:
-    """Whether it was a process of this host, which ``here`` tells from others, and has ended."""
+    """Return whether it was a process of this host, which ``here`` distinguishes from others, and has ended."""
     if tenant.host != here:
         return False
     process = open_process(tenant.pid, tenant.started)
@@ -241,7 +248,7 @@ def _has_ended(tenant: Tenant, here: str) -> bool:
 
 
 def _call(method: Any, *arguments: object) -> Any:
-    """Ray's reference to the answer of a call. Raises ``StartError`` if Ray is gone."""
+    """Return Ray's reference to the answer of a call. Raises ``StartError`` if Ray is gone."""
     return _sent(method, "calls", arguments)
 
 

@@ -6,7 +6,7 @@
        └─ pipes ── threads ── calls of an actor ──▶ NodeActor ── pipes ──▶ agent ── forks ──▶ ranks of the node
 
 A rank needs a main thread, signals and standard streams of its own, which a Ray worker uses itself: so ranks are processes of the agent
-that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When its actor ends, in whatever way, the agent's input ends, and the
+that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When its actor ends for any reason, the agent's input ends, and the
 agent ends the ranks. The room of a rank is given back when the rank has ended.
 """
 
@@ -52,7 +52,7 @@ _ACTORS_END_WITHIN = 5.0
 
 
 class RoomActor:
-    """Holds the room of a rank on the cluster."""
+    """Actor that holds the room of a rank on the cluster."""
 
     def allotment(self) -> Allotment:
         """Return the room that Ray gave to it."""
@@ -62,7 +62,7 @@ class RoomActor:
 
 
 class NodeActor:
-    """Runs the agent of a node. It takes no room: the ranks that the agent starts have theirs."""
+    """Actor that runs the agent of a node. It reserves no room: the ranks that the agent starts have theirs."""
 
     def __init__(self) -> None:
         self._agent = AgentProcess("")
@@ -81,7 +81,7 @@ class NodeActor:
 
 
 class RayLauncher:
-    """Starts ranks on the Ray cluster that this process is connected to, or can find (``RAY_ADDRESS``)."""
+    """Launcher that starts ranks on the Ray cluster that this process is connected to, or can find (``RAY_ADDRESS``)."""
 
     name = "ray"
     capabilities = Capabilities.all_but({})
@@ -109,7 +109,7 @@ class RayLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` if hosts are named, ``StartError`` without Ray."""
+        """Raise ``InvalidRequestError`` if hosts are named, ``StartError`` without Ray."""
         if hosts:
             raise InvalidRequestError(
                 "the launcher `ray` finds its nodes itself: name no hosts; options say what each rank takes."
@@ -117,7 +117,7 @@ class RayLauncher:
         connect()
 
     def is_far(self, hosts: str) -> bool:
-        """Unless the cluster is this host."""
+        """Return True unless the cluster is this host."""
         ray = connect()
         return not all(is_local(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
 
@@ -128,7 +128,7 @@ class RayLauncher:
 
 
 def connected_here() -> Any:
-    """Ray's module. Raises ``StartError`` if this process is not connected to it as one of the cluster's own."""
+    """Return Ray's module. Raises ``StartError`` if this process is not connected to it as one of the cluster's own."""
     ray = imported()
     if ray.util.client.ray.is_connected():
         raise StartError(
@@ -141,7 +141,7 @@ def connected_here() -> Any:
 
 
 def connect() -> Any:
-    """Ray's module, connected. Raises ``StartError`` if that can't be."""
+    """Return Ray's module, connected. Raises ``StartError`` if that can't be."""
     ray = imported()
     if not ray.is_initialized():
         try:
@@ -191,7 +191,7 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Those of this process."""
+        """Return the surroundings of this process."""
         variables = exported(os.environ).items()
         return cls(
             os.getcwd(),
@@ -203,7 +203,7 @@ class NodeTransport:
     """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by actors on nodes.
 
     Args:
-        surroundings: What ranks get of the process that asks for them.
+        surroundings: The ranks' surroundings: parts of the process that asks for them.
     """
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -212,28 +212,28 @@ class NodeTransport:
         self.nodes: dict[str, str] = {}
 
     def is_here(self, host: str) -> bool:
-        """Always False: ranks end with an actor."""
+        """Return False always: ranks end with an actor."""
         return False
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> NodeConnection:
-        """By an actor on the node, in the interpreter of Ray's workers there."""
+        """Connect by an actor on the node, in the interpreter of Ray's workers there."""
         if errors is not None:
             errors.close()
         return NodeConnection(self.nodes[host])
 
     def machine(self, host: str) -> str:
-        """The node."""
+        """Return the node."""
         return self.nodes.get(host, host)
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """The surroundings, and a variable by which a node counts as a host."""
+        """Return the surroundings, and a variable by which a node counts as a host."""
         return {**self._surroundings.environment, HOST_VARIABLE: f"{host} {self.nodes[host]}"}
 
 
 class NodeConnection:
     """The connection to the agent on a node; see :class:`~hvdlab.launch.host_agent.connection.AgentConnection`.
 
-    Two threads pass on what is written to and read from the pipes: calls of Ray block.
+    Two threads pass on all bytes written to and read from the pipes: calls of Ray block.
 
     Args:
         node: Id of the node.
@@ -251,6 +251,7 @@ class NodeConnection:
         self._open = {self.inbox, self.outbox}
         #: Why the agent is lost, once it is.
         self._reason = "its agent ended"
+        #: Set when the thread of reports has ended, after ``_reason`` was stored.
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"hvdlab-ray-{name}-{node[:8]}", daemon=True)
@@ -324,9 +325,9 @@ class RayStarter(RoomStarter):
     A thread for all ranks that are ordered together waits for their room. Then the agents of their nodes start them.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
-        surroundings: What ranks get of the process that asks for them.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
+        surroundings: The ranks' surroundings: parts of the process that asks for them.
     """
 
     def __init__(self, request: StartRequest, ranks: RankObserver, surroundings: Surroundings) -> None:
@@ -368,11 +369,11 @@ class RayStarter(RoomStarter):
         self._exec.give_up(host)
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: Ray places ranks."""
+        """Return ``None``: Ray places ranks."""
         return None
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what the agents report. The room of a rank that has ended is given back first."""
+        """Handle the agents' reports. The room of a rank that has ended is given back first."""
         if isinstance(event, Ended):
             with self._changed:
                 room = self._rooms.pop(event.rank, None)
@@ -460,6 +461,7 @@ class RayStarter(RoomStarter):
             for node, those in by_node.items():
                 name = host or names.get(node, node)
                 self._transport.nodes[name] = node
+                # Before the variables: _visible() reads the rooms of all ranks of the node.
                 self._rooms |= those
                 variables = {rank: self._variables(rank, room.allotment) for rank, room in those.items()}
                 try:

@@ -5,8 +5,8 @@
     notebook ── orders; events by long polls ──▶ PoolActor (detached) ── owns ──▶ actors ── agents ──▶ ranks
         └────────────── TLS ──────────────▶ coordinator (its child) ◀── TLS ─────────────────────────────┘
 
-It is on the cluster's head node and takes no CPU there. It owns the ranks' actors, so that Ray ends them with it in whatever way it
-ends; the coordinator is its child, and ends with it as well. So nothing of the pool has to be looked for on the cluster.
+It is on the cluster's head node and reserves no CPU there. It owns the ranks' actors, so that Ray ends them with it however it
+ends; the coordinator is its child, and ends with it as well. So no part of the pool has to be searched for on the cluster.
 """
 
 from __future__ import annotations
@@ -84,23 +84,30 @@ class PoolActor:
     """A kept pool. Its methods are called by notebooks through Ray, on threads.
 
     Args:
-        request: What for.
-        surroundings: What ranks get of the notebook that began it.
+        request: The job's launch request.
+        surroundings: The ranks' surroundings: parts of the notebook that began it.
         unused_for: Seconds without a notebook after which it ends.
     """
 
     def __init__(self, request: KeepRequest, surroundings: Surroundings, unused_for: float) -> None:
         ray = imported()
         self._request, self._started = request, time.time()
+        #: Guards all state of the pool. Notified when an event has come, the tenancy has changed or the pool
+        #: ends.
         self._changed = threading.Condition()
+        #: Which notebook uses the pool.
         self._tenancy = Tenancy(LEASE, unused_for, time.monotonic())
         self._size = request.size
+        #: Process of each living rank, and the end of each that has ended.
         self._living: dict[int, int] = {}
         self._lost: dict[int, Ended] = {}
-        #: What happened to ranks since the notebook took the last ones, and the number of the first of these.
+        #: Events of ranks that the notebook has not confirmed, and the number of the first of these.
         self._events: list[Started | Ended] = []
         self._first = 0
+        #: How many coordinators there were before; how the last one ended; whether it was replaced while no
+        #: notebook was there.
         self._generation, self._ending, self._replaced = 0, "", False
+        #: Whether a notebook has ordered the ranks' end, and whether the pool ends.
         self._closing, self._over = False, False
         address = ray.util.get_node_ip_address()
         self._coordinator = CoordinatorProcess.start(
@@ -141,6 +148,7 @@ class PoolActor:
             if not isinstance(answer, Admitted):
                 assert isinstance(answer, LeaseRefused)
                 return answer
+            # The access below has the outcome of these events already.
             self._first += len(self._events)
             self._events = []
             replaced, self._replaced = self._replaced, False
@@ -163,6 +171,7 @@ class PoolActor:
             taken = max(0, seen - self._first)
             self._first, self._events = self._first + taken, self._events[taken:]
             self._changed.wait_for(lambda: self._events or not self._tenancy.holds(number), POLL)
+            # The lease runs from the end of this poll: the notebook sends the next one after its answer.
             self._step(Heard(number))
             return list(self._events) if self._tenancy.holds(number) else None
 
@@ -180,13 +189,13 @@ class PoolActor:
                 self._starter.signal(rank, which)
 
     def resized(self, number: int, size: int) -> None:
-        """Note how many ranks the pool has."""
+        """Record how many ranks the pool has."""
         with self._changed:
             if self._tenancy.holds(number):
                 self._size = size
 
     def coordinator_ended(self, generation: int) -> str:
-        """How the coordinator of this generation has ended; empty if it lives. It has a moment to end."""
+        """Return how the coordinator of this generation has ended; empty if it lives. It has a moment to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._generation > generation, _END_WITHIN)
             return self._ending if self._generation > generation else self._coordinator.ending()
@@ -199,7 +208,7 @@ class PoolActor:
             return self._generation
 
     def let_go(self, number: int) -> None:
-        """The notebook uses the pool no more."""
+        """Release the pool, which the notebook uses no more."""
         with self._changed:
             self._step(LeaseReleased(number))
 
@@ -209,6 +218,7 @@ class PoolActor:
             if not self._tenancy.holds(number):
                 return
             self._closing = True
+        # Without the lock: the starter reports the ends of ranks through handle(), which needs it.
         self._starter.close(timeout)
 
     def end(self, number: int) -> None:
@@ -218,10 +228,10 @@ class PoolActor:
                 return
         self._end(0)
 
-    # -- what the starter reports ---------------------------------------------------------------------------------
+    # -- reports of the starter -----------------------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Something happened to a rank. Any thread."""
+        """Handle an event of a rank. Any thread."""
         if isinstance(event, Waiting):
             return
         with self._changed:
@@ -238,7 +248,7 @@ class PoolActor:
     # -- its own threads ------------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> Effect | None:
-        """Feed an event to the tenancy, and carry out what follows. Returns the answer to a claim. The lock is held."""
+        """Feed an event to the tenancy, and carry out its effects. Returns the answer to a claim. The lock is held."""
         answer: Effect | None = None
         for effect in self._tenancy.handle(event, time.monotonic()):
             match effect:
@@ -289,7 +299,7 @@ class PoolActor:
         """Start another coordinator. The lock is held. Raises ``StartError``."""
         ending = self._coordinator.ending() or "it did not answer"
         vacant = self._tenancy.tenant is None
-        # A notebook tells the successor which ranks to wait for; without one their number has to do.
+        # A notebook sends the successor the ranks to wait for; without one their number has to do.
         self._coordinator.respawn(timeout, len(self._living) if vacant else None)
         self._ending, self._replaced = ending, vacant
         self._generation += 1
@@ -298,12 +308,12 @@ class PoolActor:
         self._changed.notify_all()
 
     def _begin_saying_vacant(self) -> None:
-        """The lock is held."""
+        """Start a thread that reports the vacancy. The caller holds the lock."""
         ranks = tuple(self._living)
         threading.Thread(target=self._say_vacant, args=(ranks,), name="hvdlab-vacant", daemon=True).start()
 
     def _say_vacant(self, ranks: Sequence[int]) -> None:
-        """Tell ranks that no notebook takes what they write: they must not wait for one."""
+        """Report to ranks that no notebook reads their output: they must not wait for one."""
         topic, body = self._request.vacant
         with contextlib.suppress(CoordinatorLostError, StartError, TimeoutError):
             client = Client.connect(self._coordinator.address, self._coordinator.client_token)
@@ -311,13 +321,13 @@ class PoolActor:
                 client.wait_for(lambda world: not world.restoring, RESPAWN_WITHIN)
                 with (
                     self._changed
-                ):  # a notebook that comes now gets its answer later, and tells them otherwise after this
+                ):  # a notebook that comes now gets its answer later, and reports itself to them after this
                     if self._tenancy.tenant is None:
                         client.post(topic, body, ranks)
                         client.flush(_END_WITHIN, events=False)
 
     def _begin_end(self) -> None:
-        """The lock is held."""
+        """Start a thread that ends the pool. The caller holds the lock."""
         if not self._over:
             self._over = True
             threading.Thread(target=self._end, args=(LEAVE_WITHIN,), name="hvdlab-end", daemon=True).start()

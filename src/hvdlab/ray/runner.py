@@ -44,7 +44,9 @@ T = TypeVar("T")
 _AFTER_A_FAILURE = 15.0
 """Seconds that the other ranks have to end a call that has failed on one; then they are interrupted."""
 _AFTER_AN_INTERRUPT = 5.0
+"""Seconds that interrupted ranks have to end a call."""
 _CLOSING = 5.0
+"""Seconds that ranks have to leave, and the coordinator to end."""
 
 
 @dataclass
@@ -72,13 +74,13 @@ class MiniSettings:
 
     @property
     def start_timeout(self) -> float:
-        """Seconds within which workers must have joined."""
+        """Return the seconds within which workers must have joined."""
         return self.timeout_s
 
 
 @dataclass
 class StaticParams(BaseParams):
-    """How many workers there are, and where.
+    """Number of the workers, and their places.
 
     Attributes:
         num_workers: Number of workers, on as few nodes as have room.
@@ -104,11 +106,11 @@ class StaticParams(BaseParams):
 class RayExecutor:
     """Ranks that are actors of the Ray cluster to which this process is connected.
 
-    Each rank is a separate process that lives until :meth:`shutdown`, and so does what is in its memory. The ranks join one world
+    Each rank is a separate process that lives until :meth:`shutdown`, and so do the objects in its memory. The ranks join one world
     when they start; ``hvd.init()`` in a rank finds it. Ranks of one node share memory.
 
     Args:
-        settings: What :meth:`create_settings` returns. Of other settings objects ``placement_group_timeout_s``, ``start_timeout`` (or
+        settings: A result of :meth:`create_settings`. Of other settings objects ``placement_group_timeout_s``, ``start_timeout`` (or
             ``timeout_s``) and ``nics`` are used.
         num_workers: Number of ranks, on as few nodes as have room.
         num_hosts: Number of nodes, instead.
@@ -118,13 +120,13 @@ class RayExecutor:
             the index of its own.
         gpus_per_worker: How many; by default one.
         use_current_placement_group: Whether ``num_workers`` go into the placement group that this process runs in, if it does.
-        min_workers: Makes calls elastic: each starts its ranks anew, goes on with so many of them, and lets in more as nodes
+        min_workers: Makes calls elastic: each restarts its ranks, continues with so many of them, and lets in more as nodes
             come. ``fn`` then uses ``hvd.elastic.run``.
         max_workers: How many ranks there are at most; by default as many as there is room for.
-        reset_limit: How many lost ranks are started anew in a call.
+        reset_limit: How many lost ranks are restarted in a call.
         cooldown_range: Seconds that a node on which a rank failed is put aside the first time, and at most.
         elastic_timeout: Seconds that a call waits for nodes while it has fewer ranks than ``min_workers``.
-        override_discovery: Whether ranks run on the nodes of the cluster; else on hosts that ``settings.discovery`` finds,
+        override_discovery: Whether ranks run on the nodes of the cluster; otherwise on hosts that ``settings.discovery`` finds,
             which are names of Ray's ``node:<name>`` resources.
 
     Raises:
@@ -143,7 +145,7 @@ class RayExecutor:
         placement_group_timeout_s: float = GROUP_TIMEOUT,
         nics: Collection[str] | str | None = None,
     ) -> MiniSettings:
-        """Settings for an executor.
+        """Return settings for an executor.
 
         Args:
             timeout_s: Seconds within which workers must have joined, once they have been placed.
@@ -218,15 +220,15 @@ class RayExecutor:
         """Place the workers, let them join, and make the executable in each. After an error nothing is left on the cluster.
 
         Args:
-            executable_cls: Called on each rank; may call ``hvd.init()``. What it makes is what :meth:`execute` gives to functions.
+            executable_cls: Called on each rank; may call ``hvd.init()``. :meth:`execute` gives its result to functions.
             executable_args, executable_kwargs: Its arguments.
             extra_env_vars: Variables that are set on each rank before.
 
         Raises:
-            TimeoutError: The cluster has no room in time; the text says what was asked for and what is free.
+            TimeoutError: The cluster has no room in time; the message has the request and the free resources.
             AssertionError: Both ``num_workers`` and ``num_hosts`` are set, or neither.
             StartError: Ray is missing or not connected, or workers did not join in time.
-            RankFailedError: The class raised; also an instance of what it raised.
+            RankFailedError: The class raised; also an instance of the class of its exception.
             InvalidRequestError: It is started already.
         """
         if hasattr(self, "adapter"):
@@ -249,16 +251,16 @@ class RayExecutor:
 
         Args:
             fn: The function; it may come from a notebook or a closure.
-            args, kwargs: Its arguments; they and what it returns must be picklable.
+            args, kwargs: Its arguments; they and its result must be picklable.
             callbacks: Each is called here, on another thread, with each dict that a rank gives to
                 :func:`hvdlab.ray.ray_logger.log`; all have been when this returns.
 
         Returns:
-            What it returned, by rank.
+            Its results, by rank.
 
         Raises:
             RankFailedError: It failed on a rank, or that rank's process ended. The error is about the first such rank, has its number and
-                traceback, and is also an instance of what was raised there.
+                traceback, and is also an instance of the class of its exception.
             InvalidRequestError: It can't be pickled, or the executor is not started.
             KeyboardInterrupt: This call was interrupted, and with it the ranks.
         """
@@ -273,7 +275,7 @@ class RayExecutor:
         """Call ``fn(*args, **kwargs)`` on each rank, and return at once.
 
         Returns:
-            Ray's references to what it returns, by rank; ``ray.get`` of one raises what the function raised.
+            Ray's references to its results, by rank; ``ray.get`` of one raises the function's exception.
         """
         return self._started().run_remote(fn, args, kwargs)
 
@@ -305,7 +307,7 @@ class StaticAdapter(Adapter):
 
     Args:
         settings: The executor's.
-        params: What workers are wanted.
+        params: The parameters of the requested workers.
 
     Attributes:
         strategy: Places them; ``None`` before :meth:`start`.
@@ -316,13 +318,15 @@ class StaticAdapter(Adapter):
         self.settings, self.params = settings, params
         self.strategy: BaseStrategy | None = None
         self.workers: list[Any] = []
+        #: The workers' places, by rank.
         self._cards: list[WorkerInfo] = []
+        #: The coordinator and the connection to it, from :meth:`start` to :meth:`shutdown`.
         self._coordinator: CoordinatorProcess | None = None
         self._client: Client | None = None
         self._calls = itertools.count()
         #: How many interrupts each rank was sent.
         self._interrupts: Counter[int] = Counter()
-        #: Those of the call that runs; what ranks log at other times is dropped.
+        #: Those of the running call; lines that ranks log at other times are dropped.
         self._callbacks: tuple[Callable[[Any], Any], ...] = ()
 
     # -- the world ----------------------------------------------------------------------------------------------------
@@ -397,7 +401,7 @@ class StaticAdapter(Adapter):
         self._wait(joins, self._start_timeout + _CLOSING, "joined")
 
     def _gpus(self, host: str, hosts: Sequence[str]) -> dict[str, str]:
-        """All ranks of a host see the same GPUs in the same order, which is what NCCL needs between them."""
+        """Return the visible GPUs of each rank: the same for all ranks of a host and in the same order, as NCCL needs between them."""
         if not self.params.use_gpu:
             return {}
         found = [
@@ -406,7 +410,7 @@ class StaticAdapter(Adapter):
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(found))}
 
     def _address(self) -> str:
-        """Where the other nodes reach the coordinator."""
+        """Return where the other nodes reach the coordinator."""
         if nics := interfaces(self.settings):
             return system.interface_address(nics)
         return system.chosen_address(os.environ) or system.outward_address(
@@ -418,7 +422,7 @@ class StaticAdapter(Adapter):
         return start_timeout(self.settings)
 
     def _wait(self, references: list[Any], timeout: float, what: str) -> list[Any]:
-        """The values, by rank."""
+        """Wait for the references and return the values, by rank."""
         ray = imported()
         ready, _ = ray.wait(references, num_returns=len(references), timeout=timeout)
         values, late = [], []
@@ -480,7 +484,7 @@ class StaticAdapter(Adapter):
         *,
         remotely: bool = False,
     ) -> None:
-        """Send a call to the first of the workers, and append what stands for the results. The coordinator knows of it before any rank does."""
+        """Send a call to the first of the workers, and append the references to the results. The coordinator knows of it before any rank does."""
         assert self._client is not None
         cell = f"ray-{next(self._calls)}"
         label = getattr(function, "__qualname__", type(function).__qualname__)
@@ -498,7 +502,7 @@ class StaticAdapter(Adapter):
         function: Callable[..., Any],
         callbacks: Sequence[Callable[[Any], Any]] | None = None,
     ) -> list[Any]:
-        """Make a call on the first of the workers. Returns what it returned on each; raises what went wrong first."""
+        """Make a call on the first of the workers. Returns its results; raises the first error."""
         assert self._client is not None
         self._callbacks = tuple(
             callbacks or ()
@@ -549,7 +553,7 @@ class StaticAdapter(Adapter):
         return done
 
     def _failed(self, reference: Any, rank: int, done: JobResult) -> bool:
-        """Take how a call has ended on a rank; whether it failed, and not for another rank's failure."""
+        """Record how a call has ended on a rank; returns whether it failed, and not for another rank's failure."""
         ray = imported()
         try:
             reply: WorkerReply = ray.get(reference)
@@ -581,6 +585,7 @@ class StaticAdapter(Adapter):
     def shutdown(self) -> None:
         """End everything. Idempotent; also after an unfinished start."""
         ray = imported()
+        # Each field is cleared before its object ends, so that a second call finds none.
         strategy, self.strategy = self.strategy, None
         workers, self.workers = self.workers, []
         if strategy is not None and ray.is_initialized():

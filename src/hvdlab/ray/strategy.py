@@ -14,7 +14,7 @@ GROUP_TIMEOUT = 100.0
 
 
 def imported() -> Any:
-    """Ray's module. Raises ``StartError`` if it is missing."""
+    """Return Ray's module. Raises ``StartError`` if it is missing."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -28,7 +28,7 @@ def create_placement_group(
     """Reserve room on the cluster.
 
     Args:
-        resources_per_bundle: What each bundle takes, such as ``{"CPU": 1}``.
+        resources_per_bundle: The resources of each bundle, such as ``{"CPU": 1}``.
         num_bundles: Number of bundles.
         pg_timeout: Seconds within which there must be room.
         pg_strategy: ``PACK``, ``SPREAD``, ``STRICT_PACK`` or ``STRICT_SPREAD``.
@@ -37,7 +37,7 @@ def create_placement_group(
         The placement group and its bundles.
 
     Raises:
-        TimeoutError: There is no room; the text says what was asked for and what is free. Nothing stays reserved.
+        TimeoutError: There is no room; the message has the request and the free resources. Nothing stays reserved.
     """
     ray = imported()
     bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
@@ -70,14 +70,14 @@ def free_resources() -> str:
 
 
 def death_reason(error: BaseException) -> str:
-    """Why an actor is gone, on one line: Ray explains it on many, with ids that mean nothing to users."""
+    """Return why an actor is gone, on one line: Ray explains it on many, with ids that mean nothing to users."""
     lines = [line.strip() for line in str(error).splitlines()]
     reasons = [line for line in lines if line and ":" not in line.split(" ", 1)[0]]
     return " ".join(reasons) or type(error).__name__
 
 
 class BaseStrategy(ABC):
-    """Places workers on the cluster, in the order of their ranks."""
+    """Placement of workers on the cluster, in the order of their ranks."""
 
     placement_group: Any = None
     workers: list[Any]
@@ -95,7 +95,7 @@ class BaseStrategy(ABC):
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
 
     @abstractmethod
     def create_workers(self) -> tuple[list[Any], list[Any]]:
@@ -110,7 +110,7 @@ class BaseStrategy(ABC):
 
     @property
     def timeout(self) -> float:
-        """Seconds within which there must be room."""
+        """Return the seconds within which the cluster must have room."""
         return float(getattr(self.settings, "placement_group_timeout_s", None) or GROUP_TIMEOUT)
 
     def _resources(self, workers: int) -> dict[str, float]:
@@ -133,7 +133,7 @@ class BaseStrategy(ABC):
         )
 
     def _nodes_of_bundles(self) -> list[str]:
-        """The node of each bundle of a group that is placed."""
+        """Return the node of each bundle of a group that is placed."""
         table = imported().util.placement_group_table(self.placement_group)["bundles_to_node_id"]
         return [table[bundle] for bundle in sorted(table)]
 
@@ -153,10 +153,10 @@ class ColocatedStrategy(BaseStrategy):
     """The same number of workers on each of several nodes.
 
     Args:
-        settings: Says how long to wait for room.
+        settings: Has the limit of the wait for room.
         num_hosts: Number of nodes.
         num_workers_per_host: Workers on each.
-        use_gpu, cpus_per_worker, gpus_per_worker: What a worker takes.
+        use_gpu, cpus_per_worker, gpus_per_worker: The resources of a worker.
     """
 
     def __init__(
@@ -188,12 +188,12 @@ class ColocatedStrategy(BaseStrategy):
 class PGStrategy(BaseStrategy):
     """Workers on as few nodes as have room, or in a placement group that is there.
 
-    In a group that is made here, workers of a node have consecutive ranks. In a group that was there before, each worker takes any bundle.
+    In a group that is made here, workers of a node have consecutive ranks. In a group that was there before, each worker uses any bundle.
 
     Args:
-        settings: Says how long to wait for room.
+        settings: Has the limit of the wait for room.
         num_workers: Number of workers.
-        use_gpu, cpus_per_worker, gpus_per_worker: What a worker takes.
+        use_gpu, cpus_per_worker, gpus_per_worker: The resources of a worker.
         placement_group: One to use; by default the one that the caller runs in, if any.
         force_create_placement_group: Reserve room of its own nevertheless.
     """

@@ -28,16 +28,16 @@ Kind = Literal["class", "method", "function"]
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker runs.
+    """Place of a worker.
 
     Attributes:
         node: Its Ray node's id.
-        host: What it shares memory with; see :func:`hvdlab.collectives.system.host_key`.
+        host: Key of the host with which it shares memory; see :func:`hvdlab.collectives.system.host_key`.
         user: Its user id.
         pid: Its process id.
         address: An address of its node that the others reach.
         port: A TCP port of that address that is free now.
-        gpus: What Ray gave to it.
+        gpus: The GPUs that Ray gave to it.
     """
 
     node: str
@@ -51,12 +51,12 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """How a call ended on a rank.
+    """Outcome of a call on a rank.
 
     Attributes:
         outcome: A pickled ``FunctionReturned`` or ``FunctionRaised``.
         error: One line, empty if it returned.
-        culprits: Ranks whose failure caused what it raised, if any.
+        culprits: Ranks whose failure caused its exception, if any.
     """
 
     outcome: bytes
@@ -75,13 +75,14 @@ class BaseHorovodWorker:
         world_size: Number of ranks.
 
     Attributes:
-        executable: What ``executable_cls`` made, or ``None``.
+        executable: The object that ``executable_cls`` made, or ``None``.
     """
 
     executable: Any = None
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         self.world_rank, self.world_size = world_rank, world_size
+        #: This rank's engine, from :meth:`connect` on.
         self._engine: Engine | None = None
         #: Whether a call runs: Ray's own code between calls must not be interrupted.
         self._interruptible = False
@@ -90,31 +91,31 @@ class BaseHorovodWorker:
         self._interrupts, self._interrupts_before = 0, 0
 
     def __repr__(self) -> str:
-        """In front of what it prints, where Ray shows that."""
+        """Return the text that Ray shows in front of its output."""
         return f"rank {self.world_rank}"
 
     def hostname(self) -> str:
-        """The host's name."""
+        """Return the host's name."""
         return socket.gethostname()
 
     def node_id(self) -> str:
-        """The Ray node's id, in hexadecimal."""
+        """Return the Ray node's id, in hexadecimal."""
         import ray  # pyright: ignore[reportMissingImports]
 
         return str(ray.get_runtime_context().get_node_id())
 
     def get_gpu_ids(self) -> list[Any]:
-        """The GPUs that Ray gave to this worker."""
+        """Return the GPUs that Ray gave to this worker."""
         import ray  # pyright: ignore[reportMissingImports]
 
         return list(ray.get_gpu_ids())
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Set variables of this process, to what ``str`` makes of the values."""
+        """Set variables of this process, to the values as ``str`` writes them."""
         os.environ.update({str(name): str(value) for name, value in env_vars.items()})
 
     def env_vars(self) -> dict[str, str]:
-        """The variables of this process."""
+        """Return the variables of this process."""
         return dict(os.environ)
 
     def start_executable(
@@ -128,13 +129,13 @@ class BaseHorovodWorker:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
-        """Call ``func(executable)`` and return what it returned."""
+        """Call ``func(executable)`` and return its result."""
         return func(self.executable)
 
-    # -- what an executor calls ---------------------------------------------------------------------------------------
+    # -- the executor's interface -------------------------------------------------------------------------------------
 
     def card(self) -> WorkerInfo:
-        """Where this worker runs."""
+        """Return the place of this worker."""
         import ray  # pyright: ignore[reportMissingImports]
 
         address = str(ray.util.get_node_ip_address())
@@ -166,7 +167,7 @@ class BaseHorovodWorker:
             engine.on_interrupt(lambda: self._on_interrupt(ident))
 
     def _on_interrupt(self, main: int) -> None:
-        """On the engine's thread."""
+        """Send the main thread an interrupt, on the engine's thread."""
         self._interrupts += 1
         signal.pthread_kill(main, signal.SIGINT)
 
@@ -175,8 +176,8 @@ class BaseHorovodWorker:
 
         Args:
             call: The pickled call.
-            what: What its function is.
-            cell: What the coordinator knows the call by.
+            what: Kind of its function.
+            cell: The call's name for the coordinator.
             interrupts: How many interrupts the driver had sent to this rank before.
         """
         try:
@@ -193,7 +194,7 @@ class BaseHorovodWorker:
             return WorkerReply(bytes(cloudpickle.dumps(raised(error))), said.error, said.culprits)
 
     def perform_remotely(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Any:
-        """The same for callers that get Ray's references: it returns and raises what the function does."""
+        """Run a call for callers that get Ray's references: return the function's result, and raise its exception."""
         return self._perform(call, what, cell, interrupts)
 
     def _perform(self, call: bytes, what: Kind, cell: str, interrupts: int) -> Any:

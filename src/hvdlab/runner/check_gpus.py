@@ -90,7 +90,7 @@ class CheckedRank:
         }
 
     def _sum(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Reduce ones, in the next epoch if this one ends; the first time this is what the plane is checked for."""
+        """Reduce ones, in the next epoch if this one ends; the first time this is the check of the plane."""
         started = time.monotonic()
         while True:
             with contextlib.suppress(AbortedError):
@@ -166,7 +166,7 @@ class CheckedRank:
         return {name: statistics.median(found) for name, found in times.items()}
 
     def _work(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Reduce until something ends it; return what did, and when."""
+        """Reduce until an error ends it; return the error, and when it came."""
         try:
             buffer = self._buffer(WORK_BYTES)
             while True:
@@ -245,7 +245,7 @@ RANK = (sys.executable, "-c", "from hvdlab.runner.check_gpus import rank_main; r
 
 
 class TaskFailed(Exception):
-    """A task failed on a rank, or a rank did not answer; the text says which."""
+    """Error: a task failed on a rank, or a rank did not answer; the message names the case."""
 
 
 class Report(Protocol):
@@ -260,7 +260,7 @@ class GpuRanks:
     Args:
         size: Number of ranks.
         program: Program and arguments of each.
-        within: Seconds that they may take for a task.
+        within: Time limit of a task, in seconds.
     """
 
     def __init__(self, size: int, program: Sequence[str], within: float) -> None:
@@ -355,7 +355,7 @@ def check(ranks: GpuRanks, directory: str, report: Report) -> dict[str, Any]:
         report: Gets each line of the table as soon as it is known.
 
     Returns:
-        All that was found, for a file; ``failed`` says what went wrong, or is empty.
+        All that was found, for a file; ``failed`` names the error, or is empty.
     """
     found: dict[str, Any] = {"hvdlab": __version__, "failed": ""}
     try:
@@ -446,7 +446,7 @@ def _kill(ranks: GpuRanks, found: dict[str, Any], report: Report) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the exit code is 0 if all went well, else 1."""
+    """Run the command; the exit code is 0 if all went well, otherwise 1."""
     parser = argparse.ArgumentParser("hvdlab check-gpus", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-np", type=int, help="ranks; by default one for each GPU, and two for a single one")
     parser.add_argument("--json", type=Path, default=Path(FILE), help=f"file for what is found ({FILE})")
@@ -460,7 +460,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(size: int, program: Sequence[str], file: Path, within: float = ANSWER_WITHIN) -> int:
-    """Check with ``size`` ranks of a program, print the table, and write the file; the exit code is 0 if all went well, else 1."""
+    """Check with ``size`` ranks of a program, print the table, and write the file; the exit code is 0 if all went well, otherwise 1."""
 
     def report(title: str, text: str, /) -> None:
         print(f"{title:<18} {text}", flush=True)

@@ -1,6 +1,6 @@
 """The command line ``hvdlab``: which command is called, and ``hvdlab run`` from its arguments to a job.
 
-``hvdlab run --check-build`` reports what this installation can do here, found out by trying. With ``hvdlab run --mpi`` this
+``hvdlab run --check-build`` reports the abilities of this installation here, found by trials. With ``hvdlab run --mpi`` this
 process becomes mpiexec, which starts the ranks; they find each other through MPI.
 """
 
@@ -41,6 +41,7 @@ HELP = f"""usage: hvdlab COMMAND
   --version      print the version
 """
 WRONG_CALL = 2
+"""Exit code for wrong arguments, as argparse has it."""
 COMMANDS = {
     "trace check": "hvdlab.collectives.tracing.check",
     "trace": "hvdlab.kernel_ext.trace_command",
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def horovodrun() -> int:
-    """The console script ``hvdlab-horovodrun``: ``hvdlab run`` under a name like horovodrun's."""
+    """Run the console script ``hvdlab-horovodrun``: ``hvdlab run`` under a name like horovodrun's."""
     return main(["run", *sys.argv[1:]])
 
 
@@ -100,7 +101,7 @@ def _call(name: str, arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """``hvdlab run``: the exit code is that of the rank that failed first, or 0."""
+    """Run ``hvdlab run``: the exit code is that of the rank that failed first, or 0."""
     given, command = parse(arguments)
     if given.get("version"):
         print(__version__)
@@ -132,7 +133,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _reads_stdin() -> bool:
-    """Whether rank 0 reads our standard input: only if it is no terminal, as ranks are not in a terminal's foreground."""
+    """Return whether rank 0 reads our standard input: only if it is no terminal, as ranks are not in a terminal's foreground."""
     try:
         return not os.isatty(0)
     except OSError:
@@ -140,7 +141,7 @@ def _reads_stdin() -> bool:
 
 
 def _close_output() -> None:
-    """A reader that is gone (``| head``) is no error worth a traceback at exit."""
+    """Flush the standard streams: a reader that is gone (``| head``) is no error worth a traceback at exit."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue
@@ -158,7 +159,7 @@ Line = tuple[str, str]
 
 
 def build_report() -> str:
-    """The report, in the layout of horovodrun's."""
+    """Return the report, in the layout of horovodrun's."""
     sections = {
         "Available Frameworks": _frameworks(),
         "Available Controllers": _controllers(),
@@ -217,7 +218,7 @@ def _planes() -> Iterator[Line]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """A parser whose values are ``None`` for what was not given."""
+    """Return a parser whose values are ``None`` for options that were not given."""
     found = argparse.ArgumentParser(
         "hvdlab run",
         usage=USAGE,
@@ -257,7 +258,7 @@ def _takes(flag: Flag) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The given flags by dest, and the command.
+    """Return the given flags by dest, and the command.
 
     Raises:
         SystemExit: The arguments can't be parsed (2), or contain ``--help`` (0).
@@ -270,7 +271,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def mpiexec_command(job: JobSpec, options: RunOptions) -> tuple[list[str], dict[str, str]]:
-    """The command line of mpiexec, and its environment.
+    """Return the command line of mpiexec, and its environment.
 
     Raises:
         StartError: There is no mpiexec.
@@ -292,12 +293,12 @@ def mpiexec_command(job: JobSpec, options: RunOptions) -> tuple[list[str], dict[
 
 
 def lists_hosts(job: JobSpec) -> bool:
-    """Whether mpiexec needs a list of hosts on its command line."""
+    """Return whether mpiexec needs a list of hosts on its command line."""
     return len(job.hosts) > 1 or bool(job.remote)
 
 
 def _labels(job: JobSpec, options: RunOptions, *, open_mpi: bool) -> list[str]:
-    """Options that mark each rank's output with its number, or write it to files of its own."""
+    """Return the options that mark each rank's output with its number, or write it to files of its own."""
     directory = options.get("output_filename")
     if open_mpi:
         return ["--output-filename", directory] if directory else ["--tag-output"]

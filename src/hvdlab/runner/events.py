@@ -1,4 +1,4 @@
-"""The events that the supervisor takes, and the effects that the job's loop carries out for it."""
+"""The events that the supervisor handles, and the effects that the job's loop carries out for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlab.launch.processes import ExitStatus
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A rank's process runs."""
+    """Event: a rank's process runs."""
 
     rank: int
     pid: int
@@ -20,7 +20,7 @@ class Spawned:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """A rank's process ended."""
+    """Event: a rank's process ended."""
 
     rank: int
     outcome: ExitStatus
@@ -28,7 +28,7 @@ class ProcessEnded:
 
 @dataclass(frozen=True, slots=True)
 class Unstartable:
-    """These ranks can't be started, or their host is lost. Ranks among them that have ended already are not concerned."""
+    """Event: these ranks can't be started, or their host is lost. Ranks among them that have ended already are not concerned."""
 
     ranks: tuple[int, ...]
     text: str
@@ -36,26 +36,26 @@ class Unstartable:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A rank has joined the job (``hvd.init()``)."""
+    """Event: a rank has joined the job (``hvd.init()``)."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankArrived:
-    """A newcomer has come to ``hvd.init()``, where it waits; :class:`Connected` follows once the others have let it in."""
+    """Event: a newcomer has come to ``hvd.init()``, where it waits; :class:`Connected` follows once the others have let it in."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """The first world is there: all ranks have come that were expected then, or the others go on without them."""
+    """Event: the first world is there: all ranks have come that were expected then, or the others continue without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankDisconnected:
-    """A rank's connection to the coordinator has ended: no report can follow.
+    """Event: a rank's connection to the coordinator has ended: no report can follow.
 
     Attributes:
         rank: Which one.
@@ -68,7 +68,7 @@ class RankDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class RankReturned:
-    """A rank that the coordinator had given up has connected again, with its memory, ``seconds`` after its last sign of life.
+    """Event: a rank that the coordinator had given up has connected again, with its memory, ``seconds`` after its last sign of life.
 
     :class:`Connected` follows once the others have let it in.
     """
@@ -79,7 +79,7 @@ class RankReturned:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """An uncaught exception ends a rank's program.
+    """Event: an uncaught exception ends a rank's program.
 
     Attributes:
         rank: Which one.
@@ -94,21 +94,21 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The operator wants the job to end: the launcher got SIGINT, SIGTERM or SIGHUP."""
+    """Event: the operator asks for the job's end: the launcher got SIGINT, SIGTERM or SIGHUP."""
 
     signal: int
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorLost:
-    """The coordinator is lost and no successor could take over: the job can't go on."""
+    """Event: the coordinator is lost and no successor could take over: the job can't go on."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """These hosts are there now.
+    """Event: these hosts exist now.
 
     Attributes:
         usable: Slots of those on which ranks may be started.
@@ -121,7 +121,7 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class RanksWaiting:
-    """No rank can be started yet, and no time limit runs: ``text`` says what the launcher waits for.
+    """Event: no rank can be started yet, and no time limit runs: ``text`` names the launcher's reason to wait.
 
     An empty ``text`` ends that: ``start_timeout`` runs from then on.
     """
@@ -131,7 +131,7 @@ class RanksWaiting:
 
 @dataclass(frozen=True, slots=True)
 class JobTick:
-    """Time has passed; :attr:`Supervisor.deadline` may be due."""
+    """Event: time has passed; :attr:`Supervisor.deadline` may be due."""
 
 
 Event = (
@@ -156,7 +156,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send a signal to the process groups of these ranks."""
+    """Effect: send a signal to the process groups of these ranks."""
 
     ranks: tuple[int, ...]
     number: int
@@ -164,21 +164,21 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """One line for the operator."""
+    """Effect: one line for the operator."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Show why the job fails.
+    """Effect: show why the job fails.
 
     Attributes:
         rank: Rank that failed first.
         outcome: How it ended, or ``None`` if it has not ended by itself.
         error: Its exception in one line, if known.
         followers: Ranks that failed because of it.
-        early: Ranks that ended well while ``rank`` still needed them, and thereby made it fail.
+        early: Ranks that ended well while ``rank`` still needed them, and so made it fail.
     """
 
     rank: int
@@ -190,7 +190,7 @@ class FailureReport:
 
 @dataclass(frozen=True, slots=True)
 class ReportRankLost:
-    """Let the coordinator know how a rank's process ended."""
+    """Effect: report to the coordinator how a rank's process ended."""
 
     rank: int
     reason: str
@@ -198,14 +198,14 @@ class ReportRankLost:
 
 @dataclass(frozen=True, slots=True)
 class RestartRank:
-    """Start a rank anew under its old number."""
+    """Effect: restart a rank under its old number."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartOn:
-    """Start new ranks.
+    """Effect: start new ranks.
 
     Attributes:
         hosts: Host of each of them.
@@ -216,14 +216,14 @@ class StartOn:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRanks:
-    """Let these ranks go at the next commit of their training; at once if they don't train."""
+    """Effect: let these ranks go at the next commit of their training; at once if they don't train."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HostUnusable:
-    """A host can't be used now.
+    """Effect: a host can't be used now.
 
     Attributes:
         host: Its name.
@@ -238,14 +238,14 @@ class HostUnusable:
 
 @dataclass(frozen=True, slots=True)
 class SetExpectedRanks:
-    """The world is made of these ranks from now on."""
+    """Effect: the world is made of these ranks from now on."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The job is over, with this exit code."""
+    """Effect: the job is over, with this exit code."""
 
     code: int
 

@@ -16,6 +16,7 @@ from hvdlab.collectives.variables import VARIABLES, Reader
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 MEBIBYTE = 1 << 20
+"""Bytes; some flags give sizes in this unit, as horovodrun does."""
 
 
 class FlagKind(StrEnum):
@@ -32,19 +33,19 @@ class FlagKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag.
+    """Flag of ``hvdlab run``.
 
     Attributes:
         group: Heading that it stands under.
         names: Its spellings on the command line; texts use the last one.
         dest: Name of its value.
-        kind: What it takes.
-        meaning: What it does.
+        kind: Kind of its value.
+        meaning: Its effect.
         off: For a switch: the flags that turn it off.
         variable: The variable that it sets for the ranks and the coordinator, or that stands in for it.
         config: Its place in a configuration file, ``section.key``.
-        scale: What a number is multiplied by for the variable.
-        inverted: The variable says the opposite of the switch.
+        scale: Factor of a number for the variable.
+        inverted: Whether the variable is the opposite of the switch.
         idle: Why it has no effect, or empty.
     """
 
@@ -66,11 +67,11 @@ class Flag:
 
     @property
     def ineffective(self) -> str:
-        """Why it has no effect here, or an empty text."""
+        """Return why it has no effect here, or an empty text."""
         return self.idle or _IDLE_VARIABLES.get(self.variable, "")
 
     def value_of_variable(self, value: object) -> str:
-        """The variable's text for a value of this flag."""
+        """Return the variable's text for a value of this flag."""
         if self.kind is FlagKind.SWITCH:
             return "1" if bool(value) != self.inverted else "0"
         if self.kind is FlagKind.NUMBER and self.scale != 1 and isinstance(value, int):
@@ -166,7 +167,7 @@ _TAKES = {
 
 
 def tables() -> str:
-    """A table for each group of flags."""
+    """Return a table for each group of flags."""
     parts = []
     for group in dict.fromkeys(flag.group for flag in FLAGS):
         rows = [_row(flag) for flag in FLAGS if flag.group == group]
@@ -186,7 +187,7 @@ def _row(flag: Flag) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its tables as they ought to be. Raises ``ValueError`` if it has no place for them."""
+    """Return the page with its tables as they ought to be. Raises ``ValueError`` if it has no place for them."""
     before, found, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not (found and closed):

@@ -19,14 +19,14 @@ import cloudpickle  # type: ignore[import-untyped]  # has no types
 
 @dataclass(frozen=True)
 class FunctionReturned:
-    """A function's value."""
+    """Value that a function has returned."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class FunctionRaised:
-    """A function's exception.
+    """Exception that a function has raised.
 
     Attributes:
         pickled: The exception itself, or empty if it can't be pickled.
@@ -42,11 +42,11 @@ class FunctionRaised:
 
 
 class UnpicklableResultError(RuntimeError):
-    """What a rank's function returned can't be sent to the caller."""
+    """The result of a rank's function can't be sent to the caller."""
 
 
 def pickled_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """The call as ranks read it. Functions of notebooks, scripts and closures travel by value.
+    """Return the call as ranks read it. Functions of notebooks, scripts and closures travel by value.
 
     Raises:
         TypeError, pickle.PicklingError: Something of it can't be pickled.
@@ -55,7 +55,7 @@ def pickled_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def unpickled_call(data: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The function and its arguments that :func:`pickled_call` made these bytes of.
+    """Return the function and its arguments that :func:`pickled_call` made these bytes of.
 
     This process then finds the modules that the caller finds. Only for bytes that a launcher brought here.
     """
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def returned(value: Any) -> bytes:
-    """The bytes that the caller gets for a value: a pickled :class:`FunctionReturned`, or :class:`FunctionRaised` if that can't be pickled."""
+    """Return the bytes that the caller gets for a value: a pickled :class:`FunctionReturned`, or :class:`FunctionRaised` if that can't be pickled."""
     try:
         return bytes(cloudpickle.dumps(FunctionReturned(value)))
     except Exception as error:  # noqa: BLE001  # __reduce__ may raise anything

@@ -1,7 +1,7 @@
 """Runs a job: coordinator, starter, output and signals around the :class:`~hvdlab.runner.supervisor.Supervisor`.
 
 All threads post to one :class:`EventQueue`: output, starts and ends of ranks, news of the coordinator, signals. The loop of
-:class:`JobRun` alone takes from it and acts. :class:`CoordinatorSupervisor` replaces a coordinator that dies.
+:class:`JobRun` alone reads from it and acts. :class:`CoordinatorSupervisor` replaces a coordinator that dies.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class JobRun:
     """One run of a job. Call :meth:`run` once.
 
     Args:
-        job: What to run.
-        sink: Takes the ranks' output.
-        say: Takes the launcher's own lines.
-        verbose: Say also where the coordinator listens and where ranks are started.
+        job: The job to run.
+        sink: Receiver of the ranks' output.
+        say: Prints the launcher's own lines.
+        verbose: Whether to print also where the coordinator listens and where ranks are started.
     """
 
     def __init__(
@@ -66,17 +66,21 @@ class JobRun:
         self._job, self._sink, self._say = job, sink, say
         self._verbose = verbose
         self._supervisor = Supervisor(job.policy(), time.monotonic())
+        #: The result so far, and whether the supervisor has finished.
         self._done = JobResult()
         self._finished = False
+        #: The last lines of stderr, and the pieces of the function's result, by rank.
         self._tails: defaultdict[int, OutputTail] = defaultdict(OutputTail)
         self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
         #: Ranks that were started and have not ended; a launcher may report an end twice. The starter's threads' own.
         self._running: set[int] = set()
         #: Host of each rank, where the launcher has reported it.
         self._hosts: dict[int, str] = {}
+        #: The hosts that come and go; ``None`` for a job whose hosts are fixed.
         self._table = HostTable(job.cooldown, job.source_name) if job.source is not None else None
         #: Which hosts there are, if that has changed and the supervisor does not know yet.
         self._changed: e.Hosts | None = None
+        #: Everything that other threads and signals report to the loop.
         self._news = EventQueue()
         self._client: Client | None = None
         self._starter: Starter | None = None
@@ -117,6 +121,8 @@ class JobRun:
             world = self._make_world(coordinator, address)
             self._starter = launcher.starter(self._request(world, self._client, options), self)
             cleanup.callback(self._starter.close, 0.0)
+            # Runs before the starter closes: its threads may wait in write() for the loop, which takes no
+            # more.
             cleanup.callback(self._news.stop)
             if self._job.source is None:
                 self._start(range(self._job.size))
@@ -202,7 +208,7 @@ class JobRun:
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Take what the starter reports; on its threads."""
+        """Post the starter's reports; on its threads."""
         if isinstance(event, Waiting):
             self._news.post(e.RanksWaiting(event.text))
             return
@@ -254,7 +260,7 @@ class JobRun:
         self._handle_hosts()
 
     def _enter(self, event: HostEvent) -> None:
-        """Have the table of hosts take an event; the supervisor does not learn yet what that changes."""
+        """Pass an event to the table of hosts; the supervisor does not learn its effects yet."""
         if self._table is None:
             return
         for effect in self._table.handle(event, time.monotonic()):
@@ -274,8 +280,8 @@ class JobRun:
     def _handle_hosts(self) -> None:
         """Let the supervisor know which hosts there are now.
 
-        Hosts that its effects put aside change that, too, but only once all effects are carried out: what the supervisor wants in
-        answer would else overtake those that are left, and an older Expect would undo a newer one.
+        Hosts that its effects put aside change that, too, but only once all effects are carried out: the supervisor's effects in
+        answer would otherwise overtake those that are left, and an older :class:`~hvdlab.runner.events.SetExpectedRanks` would undo a newer one.
         """
         while (changed := self._changed) is not None:
             self._changed = None
@@ -337,12 +343,12 @@ class JobRun:
 
 
 class CoordinatorSupervisor:
-    """Watches the coordinator of a job.
+    """Supervisor of the coordinator of a job.
 
     Args:
         coordinator: Its process, started with ``keep``.
         client: The launcher's connection to it.
-        say: Takes a line when another coordinator has taken over, or the old one was connected to again.
+        say: Prints a line when another coordinator has taken over, or the old one was connected to again.
         lost: Called with the reason if neither was possible.
     """
 
@@ -356,7 +362,10 @@ class CoordinatorSupervisor:
         self._client = client
         self._recovery = ClientRecovery(coordinator, client)
         self._say, self._lost = say, lost
+        #: Successors within the last minute: a coordinator that dies at once each time is given up.
         self._restarts = RestartLimit()
+        #: Guards ``_closing`` and ``_thread``. The other lock lets one recovery run at a time: a second loss
+        #: can come during one.
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
         self._closing = False
@@ -429,7 +438,7 @@ class OutputReceived:
 
 @dataclass(frozen=True, slots=True)
 class ResultReceived:
-    """The next piece of what a rank's function returned."""
+    """Event: the next piece of a rank's result."""
 
     rank: int
     data: bytes
@@ -458,6 +467,7 @@ class EventQueue:
         self._room = threading.Condition()
         #: Bytes of output in the queue, and whether :meth:`stop` was called; guarded by ``_room``.
         self._held, self._closed = 0, False
+        #: Process of each rank in the world as it was posted last, and whether a first world was posted.
         self._members: dict[int, int] = {}
         self._formed = False
         #: Ranks that were cut off, have connected again, and are not in the world yet.
@@ -466,13 +476,13 @@ class EventQueue:
         self._arrived: set[tuple[int, int]] = set()
 
     def post(self, event: QueuedEvent) -> None:
-        """Queue an event, from another thread or a signal handler. The loop may never take what comes after :meth:`stop`."""
+        """Queue an event, from another thread or a signal handler. The loop can ignore events after :meth:`stop`."""
         self._queue.append(event)
         with contextlib.suppress(BlockingIOError):  # the pipe is full, which wakes the loop as well
             os.write(self._writer, b"\0")
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Post what a rank wrote. Waits while ``MOST_HELD`` bytes are queued, so that a slow reader holds the rank up."""
+        """Post a rank's output. Waits while ``MOST_HELD`` bytes are queued, so that a slow reader holds the rank up."""
         with self._room:
             self._room.wait_for(lambda: self._held < MOST_HELD or self._closed)
             self._held += len(data)
@@ -483,7 +493,7 @@ class EventQueue:
         self.post(ResultReceived(rank, data))
 
     def take(self) -> Iterator[QueuedEvent]:
-        """Yield what has arrived, in the order in which it was posted."""
+        """Yield the events that have arrived, in the order in which they were posted."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._queue:
@@ -495,7 +505,7 @@ class EventQueue:
                     self._room.notify_all()
 
     def stop(self) -> None:
-        """The loop takes nothing any more: wake the threads that wait in :meth:`write`, and let none wait again."""
+        """Stop accepting events: wake the threads that wait in :meth:`write`, and let none wait again."""
         with self._room:
             self._closed = True
             self._room.notify_all()
@@ -506,14 +516,14 @@ class EventQueue:
         os.close(self._writer)
 
     def watch(self, client: Client) -> None:
-        """Post what the coordinator knows of the ranks."""
+        """Post the coordinator's reports on the ranks."""
         client.on_membership(self._on_membership)
         client.on_mail(TOPIC, self._on_uncaught)
         client.on_returned(self._on_returned)
         client.on_stall(lambda stall: self.post(stall_line(stall)))
 
     def coordinator_lost(self, reason: str) -> None:
-        """There is no coordinator any more, and there will be none."""
+        """Post that the coordinator is lost, without a successor."""
         self.post(e.CoordinatorLost(reason))
 
     def _on_membership(self, membership: Membership) -> None:
@@ -575,5 +585,5 @@ class EventQueue:
 
 
 def _tells(reason: str) -> bool:
-    """Whether a death's reason says more than that the process has ended: on ends, the host's agent knows more."""
+    """Return whether a death's reason adds to the fact that the process has ended: on ends, the host's agent knows more."""
     return reason.startswith("no sign of life")

@@ -10,14 +10,14 @@ from hvdlab.launch.processes import ExitStatus
 
 @dataclass(slots=True)
 class JobResult:
-    """How a job ended.
+    """Outcome of a job.
 
     Attributes:
         code: Its exit code.
         failed: The rank that failed first, or ``None``.
-        failure: The lines that the operator got on that failure, or else all others that the supervisor said.
+        failure: The lines that the operator got on that failure, or without them all other lines of the supervisor.
         outcomes: End of each rank.
-        results: What the function returned, pickled, by rank.
+        results: The function's results, pickled, by rank.
         left: Ranks that were let go, and have not come back, or that were given up since they did not come.
         stopped: The signal that ended it, or 0.
     """

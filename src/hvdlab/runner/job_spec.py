@@ -27,24 +27,24 @@ class JobSpec:
         command: Program and arguments; for a ``function`` the interpreter.
         size: Number of ranks.
         hosts: Where they run, in this order.
-        named: Whether the operator named them; else they are this host.
+        named: Whether the operator named them; otherwise they are this host.
         function: A pickled call, or empty.
         environment: Variables for all ranks, beside the launcher's own.
         plane: Data plane.
         interfaces: Network interfaces to use between hosts; empty for a choice.
         ssh: Command that runs a command on another host: its name and a command line are appended.
-        launcher: Name of what starts the ranks, or that itself.
+        launcher: Name of the launcher, or a launcher itself.
         launcher_options: Its own options, as texts.
         stdin: Whether rank 0 reads the launcher's standard input.
         preload: Modules that each host imports once, before it forks ranks; empty to execute the command for each rank.
         slots: Where each rank runs; empty with a ``source``.
         source: Where hosts come from while the job runs, or ``None`` if they are fixed. With a source ``hosts`` is empty,
             and the job waits for ``size`` slots before it starts ranks.
-        source_name: What messages call the source.
+        source_name: Name of the source in messages.
         max_ranks: Ranks that the job has at most; with a ``source`` only.
         cooldown: Seconds that a host that failed is put aside the first time, and at most; likewise.
         elastic_timeout: Seconds that the job waits for hosts while it has fewer ranks than it needs; likewise.
-        mail: For each topic the function that takes mail of the ranks: it is called with the sender's rank and the body,
+        mail: For each topic the function that receives mail of the ranks: it is called with the sender's rank and the body,
             on a thread of the launcher's.
         start_timeout, join_timeout, min_ranks, reset_limit: As in :class:`~hvdlab.runner.supervisor.Policy`.
     """
@@ -90,27 +90,27 @@ class JobSpec:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The command line of a rank."""
+        """Return the command line of a rank."""
         return (*self.command, "-m", "hvdlab.runner.function_worker") if self.function else self.command
 
     @property
     def newcomer_timeout(self) -> float | None:
-        """Seconds that a newcomer has to come to ``hvd.init()``; ``None`` for no limit."""
+        """Return the seconds that a newcomer has to come to ``hvd.init()``; ``None`` for no limit."""
         return None if self.join_timeout is None else max(self.join_timeout, self.elastic_timeout)
 
     @property
     def used_hosts(self) -> tuple[int, ...]:
-        """Indices of the hosts that have ranks."""
+        """Return the indices of the hosts that have ranks."""
         return tuple(sorted({slot.host for slot in self.slots}))
 
     @property
     def remote(self) -> tuple[str, ...]:
-        """Names of the other hosts that have ranks."""
+        """Return the names of the other hosts that have ranks."""
         names = [self.hosts[index].name for index in self.used_hosts]
         return tuple(name for name in names if not is_local(name))
 
     def policy(self) -> Policy:
-        """The policy that the supervisor follows."""
+        """Return the policy that the supervisor follows."""
         return Policy(
             tuple(self.hosts[slot.host].name for slot in self.slots),
             start_timeout=self.start_timeout,
@@ -125,16 +125,16 @@ class JobSpec:
 
     @property
     def host_list(self) -> str:
-        """The hosts in the form that launchers take (``a:2,b:2``); empty if the operator named none."""
+        """Return the hosts in the form that launchers accept (``a:2,b:2``); empty if the operator named none."""
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts) if self.named else ""
 
     def host_of(self, rank: int) -> str:
-        """The host that a rank was given to."""
+        """Return the host that a rank was given to."""
         return self.hosts[self.slots[rank].host].name
 
 
 def find_launcher(job: JobSpec) -> tuple[Launcher, dict[str, object]]:
-    """The job's launcher, and the values of its options.
+    """Return the job's launcher, and the values of its options.
 
     Raises:
         InvalidRequestError: There is no launcher of this name, it can't start programs, or does not know an option.
@@ -167,7 +167,7 @@ def find_launcher(job: JobSpec) -> tuple[Launcher, dict[str, object]]:
 
 
 def own_address(job: JobSpec, launcher: Launcher) -> str | None:
-    """The address by which ranks of other hosts reach this one; ``None`` if all ranks run here.
+    """Return the address by which ranks of other hosts reach this one; ``None`` if all ranks run here.
 
     Raises:
         InvalidRequestError, StartError: This host has no such address.
@@ -182,7 +182,7 @@ def own_address(job: JobSpec, launcher: Launcher) -> str | None:
 
 
 def variables(job: JobSpec) -> dict[str, str]:
-    """The variables that the coordinator and the ranks of a job get beside those of the launcher's own environment."""
+    """Return the variables that the coordinator and the ranks of a job get beside those of the launcher's own environment."""
     late = {} if job.join_timeout is None else {"HVDLAB_START_TIMEOUT": f"{_patience_of_ranks(job):g}"}
     if job.min_ranks is None:
         return {**job.environment, **late}
@@ -193,10 +193,10 @@ def variables(job: JobSpec) -> dict[str, str]:
 
 
 def patience(environment: Mapping[str, str], otherwise: float) -> float:
-    """Seconds that ranks with these variables wait for each other in ``hvd.init()``; ``otherwise`` if none says so.
+    """Return the seconds that ranks with these variables wait for each other in ``hvd.init()``; ``otherwise`` if none sets a limit.
 
     Raises:
-        InvalidRequestError: The variable does not hold what it should.
+        InvalidRequestError: The variable has a wrong value.
     """
     found = for_reader(Reader.RANK, environment).get("start_timeout")
     return found if isinstance(found, float) else otherwise
@@ -207,7 +207,7 @@ _LATER = 5.0
 
 
 def _patience_of_ranks(job: JobSpec) -> float:
-    """Seconds that ranks wait for each other in ``hvd.init()``.
+    """Return the seconds that ranks wait for each other in ``hvd.init()``.
 
     The ranks of an elastic job wait on, as the launcher gives up those that don't come, and may have to find hosts for others.
     """

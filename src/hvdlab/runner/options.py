@@ -36,12 +36,12 @@ class RunOptions:
     """Options of a run, by the ``dest`` of flags.
 
     Args:
-        given: What was said on the command line (or to ``hvdlab.run``).
-        config: What a configuration file says.
+        given: Values of the command line (or of ``hvdlab.run``).
+        config: Values of a configuration file.
         environ: The environment.
 
     Raises:
-        InvalidRequestError: A variable does not hold what it should.
+        InvalidRequestError: A variable has a wrong value.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class RunOptions:
         read_variables({**environ, **self.variables()})
 
     def get(self, dest: str) -> Any:
-        """The value of a flag; ``None`` if neither command line nor file nor environment gives one.
+        """Return the value of a flag; ``None`` if neither command line nor file nor environment gives one.
 
         Raises:
-            InvalidRequestError: The flag's variable does not hold what it should.
+            InvalidRequestError: The flag's variable has a wrong value.
         """
         if dest in self.said:
             return self.said[dest]
@@ -73,7 +73,7 @@ class RunOptions:
             ) from None
 
     def variables(self) -> dict[str, str]:
-        """The variables that the given flags stand for."""
+        """Return the variables that the given flags stand for."""
         return {
             flag.variable: flag.value_of_variable(self.said[flag.dest])
             for flag in FLAGS
@@ -81,12 +81,12 @@ class RunOptions:
         }
 
     def warnings(self) -> list[str]:
-        """A line for each given flag that has no effect."""
+        """Return a line for each given flag that has no effect."""
         given = [BY_DEST[dest] for dest in self.said]
         return [f"{flag.name} has no effect here: {flag.ineffective}" for flag in given if flag.ineffective]
 
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts that the operator named; empty if none.
+        """Return the hosts that the operator named; empty if none.
 
         Raises:
             InvalidRequestError: They were given in two ways, or can't be read.
@@ -99,11 +99,11 @@ class RunOptions:
         return tuple(parse_hosts(hosts)) if hosts else ()
 
     def job(self, command: Sequence[str], function: bytes = b"", *, stdin: bool = False) -> JobSpec:
-        """The job that the operator wants.
+        """Return the job that the operator asks for.
 
         Raises:
             InvalidRequestError: Something does not fit together.
-            UnsupportedError: The operator wants something that does not exist here.
+            UnsupportedError: The operator asks for an ability that does not exist here.
         """
         self._refuse()
         hosts = self.hosts()
@@ -163,7 +163,7 @@ class RunOptions:
         return found
 
     def _source(self, hosts: Sequence[Host]) -> HostSource | None:
-        """Where hosts come from while the job runs, or ``None`` if they are fixed.
+        """Return where hosts come from while the job runs, or ``None`` if they are fixed.
 
         Fixed hosts are a source, too, where the job may add ranks to the first ones, or puts a host that failed aside for
         a while.
@@ -190,7 +190,7 @@ class RunOptions:
             raise UnsupportedError("--jsrun: call `jsrun … python train.py`, which needs no `hvdlab run`.")
 
     def launcher(self, hosts: Sequence[Host], *, grows: bool = False) -> str:
-        """The name of the launcher that starts the ranks.
+        """Return the name of the launcher that starts the ranks.
 
         Args:
             hosts: The hosts that the operator named.
@@ -203,7 +203,7 @@ class RunOptions:
         return "ssh" if hosts or grows else "local"
 
     def ssh(self) -> tuple[str, ...]:
-        """The command that reaches other hosts."""
+        """Return the command that reaches other hosts."""
         command = shlex.split(self.get("ssh") or "ssh")
         if os.path.basename(command[0]) != "ssh":
             return tuple(command)
@@ -219,10 +219,10 @@ _BY_KEY = {flag.config: flag for flag in FLAGS if flag.config}
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The values of a file by dest.
+    """Return the values of a file by dest.
 
     Raises:
-        InvalidRequestError: The file can't be read, or says something that there is not.
+        InvalidRequestError: The file can't be read, or has an unknown name or value.
         UnsupportedError: PyYAML is not installed.
     """
     try:
@@ -244,7 +244,7 @@ def _load(text: str, path: Path) -> Any:
 
 
 def values(tree: Any, source: str) -> dict[str, Any]:
-    """The values of a loaded file by dest. ``-`` and ``_`` are the same in its keys.
+    """Return the values of a loaded file by dest. ``-`` and ``_`` are the same in its keys.
 
     Raises:
         InvalidRequestError: A key is unknown, or a value is not of its kind.

@@ -17,20 +17,20 @@ from hvdlab.runner.events import FailureReport
 
 
 class Sink(Protocol):
-    """Takes the bytes of all ranks."""
+    """Receiver of the output of all ranks, in bytes."""
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """A rank wrote to stdout (1) or stderr (2)."""
+        """Show a rank's output to stdout (1) or stderr (2)."""
 
     def ended(self, rank: int) -> None:
-        """A rank has ended; nothing more comes from it."""
+        """Record a rank's end; no more output follows from it."""
 
     def close(self) -> None:
-        """The job is over."""
+        """Finish the output at the job's end."""
 
 
 class Writer:
-    """Writes whole lines to a text stream, or to the binary stream beneath it, if there is one.
+    """Writer of whole lines to a text stream, or to the binary stream beneath it, if there is one.
 
     A reader that goes away (``hvdlab run … | head``) ends the output, not the job.
     """
@@ -39,6 +39,7 @@ class Writer:
         self._stream: Any = stream
         self._binary: IO[bytes] | None = getattr(stream, "buffer", None)
         self.terminal = _is_terminal(stream)
+        #: Whether the last line is to be overwritten by the next.
         self._passing = False
 
     def line(self, line: bytes, passing: bool) -> None:
@@ -55,7 +56,7 @@ class Writer:
                 self._stream.write(line.decode("utf-8", "backslashreplace"))
 
     def flush(self) -> None:
-        """Flush the stream, so that what was written is seen."""
+        """Flush the stream, so that its lines are seen."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._stream.flush()
 
@@ -68,7 +69,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def speaker(err: Writer) -> Callable[[str], None]:
-    """A function that writes the launcher's own lines, with ``hvdlab:`` in front."""
+    """Return a function that writes the launcher's own lines, with ``hvdlab:`` in front."""
 
     def say(text: str) -> None:
         err.line(f"hvdlab: {visible_coloured(text)}".encode(), False)
@@ -78,7 +79,7 @@ def speaker(err: Writer) -> Callable[[str], None]:
 
 
 class ConsoleSink:
-    """Each line with its rank in front, on the stream it was written to.
+    """Sink that prints each line with its rank in front, on the line's own stream.
 
     Args:
         out, err: The streams.
@@ -98,6 +99,7 @@ class ConsoleSink:
     ) -> None:
         self._writers = {STDOUT: out, STDERR: err}
         self._plain, self._timestamp, self._clock = plain, timestamp, clock
+        #: Unfinished lines by rank and stream.
         self._lines: dict[tuple[int, int], LineAssembler] = {}
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
@@ -117,7 +119,7 @@ class ConsoleSink:
                 writer.flush()
 
     def close(self) -> None:
-        """Do nothing: :meth:`ended` has passed on what was held."""
+        """Do nothing: :meth:`ended` has passed on the held output."""
 
     def _assembler(self, rank: int, stream: int) -> LineAssembler:
         writer = self._writers[stream]
@@ -131,7 +133,7 @@ class ConsoleSink:
 
 
 class FileSink:
-    """``DIRECTORY/rank.N/stdout`` and ``stderr``, byte for byte; N has as many digits as the largest rank at the start.
+    """Sink to ``DIRECTORY/rank.N/stdout`` and ``stderr``, byte for byte; N has as many digits as the largest rank at the start.
 
     Raises:
         InvalidRequestError: The files can't be made.
@@ -162,7 +164,7 @@ class FileSink:
             view = view[self._files[rank, stream].write(view) :]
 
     def ended(self, rank: int) -> None:
-        """A rank may be started anew, so its files stay open."""
+        """Do nothing: a rank can be restarted, so its files stay open."""
 
     def close(self) -> None:
         """Close the files."""
@@ -177,13 +179,13 @@ REDRAW_TERMINAL, REDRAW_PLAIN = 0.1, 10.0
 
 
 class LineAssembler:
-    """Cuts one stream of one rank into lines. Without I/O.
+    """Assembler of lines from one stream of one rank. Without I/O.
 
     A line that carriage returns overwrite, as progress bars do, is passed on in its last state when it ends, and in
     between at most every ``redraw`` seconds.
 
     Args:
-        emit: Takes a line without its end, and whether it is a passing state.
+        emit: Receives a line without its end, and whether it is a passing state.
         redraw: Seconds between passing states.
         clock: Source of monotonic seconds.
     """
@@ -197,11 +199,12 @@ class LineAssembler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._emit, self._redraw, self._clock = emit, redraw, clock
+        #: Text without a line's end so far, and when a passing state was shown last, by the clock.
         self._held = b""
         self._shown_at = -redraw
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         data = self._held + data
         *lines, rest = data.split(b"\n")
         for line in lines:
@@ -214,13 +217,13 @@ class LineAssembler:
         self._held = rest
 
     def finish(self) -> None:
-        """The stream has ended: what is left is a line, too."""
+        """End the stream: the remaining text is a line, too."""
         rest, self._held = _visible(self._held.rstrip(b"\r")), b""
         if rest:
             self._emit(rest, False)
 
     def _passing(self, rest: bytes) -> bytes:
-        """Drop what was overwritten; show the present state from time to time."""
+        """Drop overwritten text; show the present state from time to time."""
         # A carriage return at the end may be the first half of a line's end, so it stays.
         state = _visible(rest.rstrip(b"\r"))
         now = self._clock()
@@ -238,7 +241,7 @@ def _visible(line: bytes) -> bytes:
 
 
 def prefix(rank: int, stream: int, timestamp: str = "") -> bytes:
-    """``[3]<stdout>:`` as horovodrun writes it."""
+    """Return ``[3]<stdout>:`` as horovodrun writes it."""
     return f"{timestamp}[{rank}]<{'stdout' if stream == 1 else 'stderr'}>:".encode()
 
 
@@ -247,10 +250,10 @@ MOST_LINES = 20
 
 
 def failure_lines(failure: FailureReport, tails: Mapping[int, OutputTail], host: str = "") -> list[str]:
-    """The report: which rank failed first, how, its last lines on stderr, and which ranks failed because of it.
+    """Return the report: which rank failed first, how, its last lines on stderr, and which ranks failed because of it.
 
     Args:
-        failure: What the supervisor found.
+        failure: The supervisor's account of the failure.
         tails: The end of each rank's stderr, by rank.
         host: Name of the host of the rank that failed; empty if it is not worth naming.
     """
@@ -284,7 +287,7 @@ def shown_lines(data: bytes, most: int) -> list[str]:
 
 
 def stall_line(stall: Stall) -> str:
-    """The line on a collective that has been waiting for long."""
+    """Return the line on a collective that has been waiting for long."""
     call = call_name(OpKind(stall.kind).label, stall.name)
     site = f" ({visible(stall.sites[0])})" if stall.sites else ""
     return (

@@ -29,7 +29,7 @@ class RankFailedError(HvdlabError):
 
     Attributes:
         rank: The rank that failed first; -1 if the job ended for another reason.
-        exit_code: What its process ended with.
+        exit_code: Exit code of its process.
         remote_traceback: The traceback of the rank's exception as text, or empty.
     """
 
@@ -76,36 +76,36 @@ def run(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> list[T]:
-    """Call ``func(*args, **kwargs)`` on ``np`` new ranks and return what it returned, by rank.
+    """Call ``func(*args, **kwargs)`` on ``np`` new ranks and return its results, by rank.
 
     The function may come from a notebook, ``__main__`` or a closure, and no ``if __name__ == "__main__"`` is needed.
-    What ranks print is shown as it comes, with their numbers in front. An elastic job returns nothing for ranks that it
+    The ranks' output is shown as it comes, with their numbers in front. An elastic job returns nothing for ranks that it
     lost for good.
 
     Args:
         func: Called on each rank. It joins the others by ``hvd.init()``.
-        args, kwargs: Its arguments; they must be picklable, as must what it returns.
+        args, kwargs: Its arguments; they must be picklable, as must its result.
         num_proc, np: Number of ranks; by default one for each slot of ``hosts``, or 1.
-        min_num_proc, min_np: Makes the job elastic: it goes on with so many ranks.
+        min_num_proc, min_np: Makes the job elastic: it continues with so many ranks.
         max_num_proc, max_np: How many ranks an elastic job has at most, where hosts have room for more.
         host_discovery_script: Where hosts come from while the job runs: the command line of a script that prints them, or
-            anything else that :func:`hvdlab.launch.host_source.as_host_source` takes (``{"a": 2}``, an object with
+            another object that :func:`hvdlab.launch.host_source.as_host_source` accepts (``{"a": 2}``, an object with
             ``find()``, a function).
         slots: Slots of each host that is found without a number; 1 by default.
         cooldown_range: Seconds that a host that failed is put aside the first time, and at most.
-        reset_limit: How many lost ranks of an elastic job are started anew.
+        reset_limit: How many lost ranks of an elastic job are restarted.
         hosts, hostfile: Hosts and slots, as of ``hvdlab run``.
         start_timeout: Seconds within which all ranks must be there.
         ssh_port, ssh_identity_file, network_interface, network_interfaces: How other hosts are reached.
         output_filename: Directory for the ranks' output, which is not shown then.
-        verbose: Say how ranks are started.
+        verbose: Whether to print how ranks are started.
         executable: Python interpreter of the ranks.
         env: Variables for the ranks, beside those of this process.
         plane: Data plane.
         preload: Modules that each host imports once, before it forks the ranks; by default each rank is a new interpreter.
         stdout, stderr: Where output is shown; by default ``sys.stdout`` and ``sys.stderr`` as they are now.
         disable_cache, use_gloo, use_mpi, mpi_args: Horovod's; they are accepted and change nothing here (a line on
-            ``stderr`` says so for ``use_mpi`` and ``mpi_args``).
+            ``stderr`` reports it for ``use_mpi`` and ``mpi_args``).
 
     Raises:
         RankFailedError: A rank failed. The error describes the rank that failed first, and is also an instance of the
@@ -216,7 +216,7 @@ def _error(done: JobResult, rank: int, found: FunctionReturned | FunctionRaised 
 
 
 def _like(original: BaseException | None, text: str) -> RankFailedError:
-    """An error that ``except`` clauses for ``original``'s class catch, as do those for :class:`RankFailedError`."""
+    """Return an error that ``except`` clauses for ``original``'s class catch, as do those for :class:`RankFailedError`."""
     if isinstance(original, Exception) and not isinstance(original, RankFailedError):
         kind = type(original)
         try:
@@ -233,11 +233,11 @@ def _like(original: BaseException | None, text: str) -> RankFailedError:
                 )
             error.args = (text,)
             return error
-        except TypeError:  # the two classes have incompatible layouts, or __new__ wants arguments
+        except TypeError:  # the two classes have incompatible layouts, or __new__ needs arguments
             pass
     return RankFailedError(text)
 
 
 def _text(error: BaseException) -> str:
-    """The error's text. Of the escape sequences that a rank wrote only colours are left."""
+    """Return the error's text. Of the escape sequences that a rank wrote only colours are left."""
     return visible_coloured(str(error.args[0]))

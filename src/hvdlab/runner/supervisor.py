@@ -1,4 +1,4 @@
-"""Which rank failed first, when the others are ended, and what the exit code is: the launcher's decisions, without I/O.
+"""Which rank failed first, when the others are ended, and the job's exit code: the launcher's decisions, without I/O.
 
 ::
 
@@ -6,7 +6,7 @@
        └────── Ctrl-C, SIGTERM, a host is lost, a timeout ────────────▶ ENDING
 
 A rank often fails only because another one did: its collective is aborted. Its report names that other rank, so the
-launcher waits a moment for the culprit's end before it says which rank was first.
+launcher waits a moment for the culprit's end before it reports which rank was first.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Policy:
         newcomer_timeout: Time from the start of a newcomer's process until its ``hvd.init()``, once there has been a world. No rank waits for
             it, but it keeps its slot and its number. ``None`` for no limit.
         settle: How long the launcher waits for the culprit's end.
-        hang: How long a rank may take to end after an exception ended its program.
+        hang: Time limit of a rank's end after an exception ended its program.
         grace: Time between SIGTERM and SIGKILL, and until a rank gets the former that was let go and has not joined.
         interrupt_grace: Time between SIGINT and SIGKILL.
-        min_ranks: With how many ranks an elastic job goes on; ``None`` for a job that is not elastic.
-        reset_limit: How many ranks are started anew in all.
+        min_ranks: With how many ranks an elastic job continues; ``None`` for a job that is not elastic.
+        reset_limit: How many ranks are restarted in all.
         growth: How ranks are given to hosts that come and go; ``None`` for a job whose hosts are fixed. With a growth
             ``hosts`` is empty, and ``min_ranks`` is given.
     """
@@ -59,7 +59,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How many ranks a job has whose hosts come and go.
+    """Number of ranks of a job whose hosts come and go.
 
     Attributes:
         start: For how many slots the job waits at the beginning; after ``start_timeout``, ``min_ranks`` slots suffice.
@@ -124,7 +124,7 @@ class SupervisedRank:
 
     @property
     def times(self) -> tuple[float | None, ...]:
-        """When something is due."""
+        """Return the times at which an action is due."""
         return self.deadline, self.start_by, self.init_deadline, self.release_deadline
 
 
@@ -136,7 +136,7 @@ class _Ending:
 
 
 class Supervisor:
-    """Feed it with :meth:`handle`; do what it returns; call again with ``Tick`` at :attr:`deadline`."""
+    """State machine of a job. Feed it with :meth:`handle`; carry out the effects that it returns; call again with ``JobTick`` at :attr:`deadline`."""
 
     def __init__(self, policy: Policy, now: float) -> None:
         self.policy = policy
@@ -144,6 +144,7 @@ class Supervisor:
         self.ranks = [SupervisedRank(host=host) for host in policy.hosts]
         self.failed: int | None = None
         """The rank that made the job fail, once known."""
+        #: When all processes must run; ``None`` once they do, or while a queue decides.
         self._start_by: float | None = now + policy.start_timeout
         #: With hosts that come and go: the hosts that are there; whether ranks were started; and, while there are fewer
         #: ranks than needed, when the job gives up.
@@ -155,9 +156,12 @@ class Supervisor:
         #: Whether there has been a world; until then ``_join_by`` is when all ranks must have joined, once one has.
         self._formed = False
         self._join_by: float | None = None
+        #: The rank whose failure is being judged, and until when its culprit's end is awaited.
         self._first = -1
         self._settle_by = 0.0
+        #: The exit code of the job that ends, and when ranks that are left are killed.
         self._ending = _Ending(0, 0.0)
+        #: Ranks that were restarted so far, at most ``policy.reset_limit``.
         self._resets = 0
         #: Ranks that ended before they had joined, each with its host, until one of that number joins there.
         self._unjoined: set[tuple[int, str]] = set()
@@ -165,21 +169,22 @@ class Supervisor:
         self._raised: dict[int, str] = {}
         #: Events so far: in this order ranks join and leave.
         self._events = 0
+        #: Effects of the event that :meth:`handle` is at.
         self._effects: list[e.Effect] = []
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that have not ended."""
+        """Return the ranks that have not ended."""
         return tuple(rank for rank, state in enumerate(self.ranks) if state.outcome is None)
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """Those of them that were not given up: ranks that the world is made of."""
+        """Return the ranks of :attr:`living` that were not given up: the world's ranks."""
         return tuple(rank for rank in self.living if not self.ranks[rank].abandoned)
 
     @property
     def deadline(self) -> float | None:
-        """When :class:`~hvdlab.runner.events.JobTick` is due, or ``None``."""
+        """Return when :class:`~hvdlab.runner.events.JobTick` is due, or ``None``."""
         if self.phase is JobPhase.DONE:
             return None
         if self.phase is JobPhase.ENDING:
@@ -192,7 +197,7 @@ class Supervisor:
         return min(times, default=None)
 
     def handle(self, event: e.Event, now: float) -> list[e.Effect]:
-        """Take one event. Nothing comes after :class:`~hvdlab.runner.events.Finish`."""
+        """Handle one event. Nothing comes after :class:`~hvdlab.runner.events.Finish`."""
         self._effects = []
         self._events += 1
         if self.phase is JobPhase.DONE:
@@ -240,6 +245,7 @@ class Supervisor:
         state = self.ranks[rank]
         state.pid, state.start_by = pid, None
         self._await(rank, now)
+        # It was given up while it had no process that a signal could reach.
         if state.abandoned and state.outcome is None:
             self._effects.append(e.SendSignal((rank,), signal.SIGKILL))
         if self._begun and all(self.ranks[expected].pid for expected in self.expected):
@@ -301,7 +307,7 @@ class Supervisor:
         if self.policy.growth is not None and not (state.joined or outcome.ok):
             self._effects.append(
                 e.SetExpectedRanks(self.expected)
-            )  # else those that wait for it would fail, told of its end
+            )  # otherwise ranks that wait for it would fail at the report of its end
         self._effects.append(
             e.ReportRankLost(rank, str(outcome) if not outcome.ok else "its program has ended")
         )
@@ -345,7 +351,7 @@ class Supervisor:
         return len(ranks) > 1 and all(self._raised.get(r) == report.error for r in ranks)
 
     def _replace(self, rank: int, outcome: ExitStatus, now: float) -> bool:
-        """Start a lost rank of an elastic job anew, or go on without it. Returns whether the job goes on."""
+        """Restart a lost rank of an elastic job, or continue without it. Returns whether the job continues."""
         assert self.policy.min_ranks is not None
         done = self._is_over
         known = self.ranks[rank].joined or self.ranks[rank].restarted
@@ -353,7 +359,7 @@ class Supervisor:
             self._resets += 1
             host, start_by = self.ranks[rank].host, now + self.policy.start_timeout
             self.ranks[rank] = SupervisedRank(host=host, restarted=True, start_by=start_by)
-            every = self.expected  # without lost ranks that were not started anew
+            every = self.expected  # without lost ranks that were not restarted
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
             self._effects += [e.Say(text), e.SetExpectedRanks(every), e.RestartRank(rank)]
             return True
@@ -366,14 +372,14 @@ class Supervisor:
         return True
 
     def _well(self) -> int:
-        """How many ranks there are to go on with: those that live and those whose program has ended well."""
+        """Return how many ranks can continue: those that live and those whose program has ended well."""
         well = [state for state in self.ranks if state.outcome is None or state.outcome.ok]
         return sum(not state.abandoned for state in well)
 
     # -- ranks that do not come -----------------------------------------------------------------------------------
 
     def _named(self, ranks: Sequence[int]) -> str:
-        """These ranks, and the hosts where they were to be."""
+        """Return these ranks, and the hosts where they were to be."""
         hosts = [self.ranks[rank].host for rank in ranks]
         where = ", ".join(dict.fromkeys(host for host in hosts if host not in ("", LOCALHOST)))
         return format_ranks(list(ranks)) + (f" on {where}" if where else "")
@@ -384,7 +390,7 @@ class Supervisor:
         goes_on = least is not None and (self.policy.growth is not None or left >= least)
         for rank in ranks:
             self.ranks[rank].start_by = self.ranks[rank].init_deadline = None
-            # As the job ends it waits for processes, which may have something to say, but not for one that there is none of.
+            # As the job ends it waits for processes, which can still report, but not for ranks without a process.
             self.ranks[rank].abandoned = goes_on or not self.ranks[rank].pid
         if not goes_on:
             self._abandon(text if least is None else f"{text}, and --min-np is {least}", 1, now)
@@ -418,19 +424,19 @@ class Supervisor:
                     e.ReportRankLost(rank, text) for rank in failed if not self.ranks[rank].joined
                 ]
                 self._grow(now)
-                # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
+                # Those that were let go meanwhile have ended with them, and otherwise the others would wait for them for ever.
                 ranks = tuple(rank for rank in ranks if rank not in failed)
         for rank in ranks:
             self._exited(rank, ExitStatus(1, text=text), now)
 
     def _put_aside(self, host: str, reason: str, *, hangs: bool = False) -> None:
-        """Use a host no more until the table of hosts says so."""
+        """Use a host no more until the table of hosts allows it."""
         usable = {name: slots for name, slots in self._hosts.usable.items() if name != host}
         self._hosts = e.Hosts(usable, self._hosts.aside | {host})
         self._effects.append(e.HostUnusable(host, reason, hangs))
 
     def _runs_on(self, host: str) -> bool:
-        """Whether a process of a rank is known to run on a host: else there is none that a signal could reach."""
+        """Return whether a process of a rank is known to run on a host: otherwise a signal could reach none."""
         return any(self.ranks[rank].pid and self.ranks[rank].host == host for rank in self.living)
 
     @property
@@ -439,7 +445,7 @@ class Supervisor:
         return any(map(self._has_finished, self.ranks))
 
     def _go_on(self, rank: int, outcome: ExitStatus, now: float) -> bool:
-        """Do without a rank that was lost, and start it anew where there is room. Returns whether the job goes on."""
+        """Continue without a lost rank, and restart it where a host has room. Returns whether the job continues."""
         state = self.ranks[rank]
         spent = self._is_over or self._resets >= self.policy.reset_limit
         if spent:
@@ -464,13 +470,13 @@ class Supervisor:
         return True
 
     def _too_few(self, stay: int, least: int) -> str:
-        """Why the job ends with the loss of a rank once the restarts are spent."""
+        """Return why the job ends with the loss of a rank once the restarts are spent."""
         number = f"{stay} rank" + (" stays" if stay == 1 else "s stay")
         limit = self.policy.reset_limit
         return f"{number}, --min-np is {least}, and no rank is started anew any more (--reset-limit {limit})"
 
     def _failed_to_join(self, rank: int, host: str, outcome: ExitStatus) -> None:
-        """A rank has ended on this host before it had joined. Once that may be by chance, as when its cable is pulled just then."""
+        """Count a rank that ended on this host before it had joined. Once that can be chance, as when its cable is pulled just then."""
         if (rank, host) in self._unjoined:
             self._put_aside(host, f"rank {rank} failed there twice before it had joined ({outcome})")
         self._unjoined.add((rank, host))
@@ -553,7 +559,7 @@ class Supervisor:
             text = f"{format_ranks(its)} did not start there within {self.policy.start_timeout:g} s"
             self._put_aside(host, text, hangs=not others)
             for rank in its:
-                # To give the host up would end those that run there, so it is waited for; else its end will be reported.
+                # To give the host up would end those that run there, so it is waited for; otherwise its end will be reported.
                 self.ranks[rank].start_by = now + self.policy.start_timeout if others else None
 
     def _give_up_newcomers(self, now: float) -> None:
@@ -569,7 +575,7 @@ class Supervisor:
             self._give_up(late, f"{self._named(late)} did not come to hvd.init() {within}", now)
 
     def _end_released(self, now: float) -> None:
-        """End ranks that were let go and have not joined by then, so that the coordinator could not tell them; kill what does not end."""
+        """End ranks that were let go and have not joined by then, so that the coordinator could not reach them; kill those that do not end."""
         due = [
             rank
             for rank in self.living
@@ -586,7 +592,7 @@ class Supervisor:
         self._effects += [e.SendSignal(tuple(ranks), number) for number, ranks in signals.items()]
 
     def _is_late(self, rank: int) -> bool:
-        """Whether a rank was started anew and has not taken part yet, or was cut off and has not taken part since.
+        """Return whether a rank was restarted and has not joined yet, or was cut off and has not joined since.
 
         One that has joined has not taken part, either, if all others had left by then: the program ends on them, and it
         would wait for them, or begin from the start, alone.
@@ -598,7 +604,7 @@ class Supervisor:
         return bool(with_finished) and rank not in with_finished
 
     def _with_finished(self) -> set[int]:
-        """Ranks that were there together with one on which the program has ended, or with one of those, and so on."""
+        """Return the ranks that lived together with one on which the program has ended, or with one of those, and so on."""
         spans = {
             rank: (state.joined_at, self._events if state.left_at is None else state.left_at)
             for rank, state in enumerate(self.ranks)
@@ -615,7 +621,7 @@ class Supervisor:
 
     @staticmethod
     def _has_finished(state: SupervisedRank) -> bool:
-        """Whether the program has ended on a rank that neither left nor was given up."""
+        """Return whether the program has ended on a rank that neither left nor was given up."""
         ended = state.outcome is not None and state.outcome.ok
         return ended and not (state.releasing or state.abandoned)
 
@@ -742,7 +748,7 @@ class Supervisor:
         return not state.outcome.ok
 
     def _early(self, rank: int) -> tuple[int, ...]:
-        """Ranks that ended well (exit code 0) and thereby made this one fail."""
+        """Return the ranks that ended well (exit code 0) and so made this one fail."""
         report = self.ranks[rank].report
         if (
             report is None and self.ranks[rank].joined
@@ -770,7 +776,7 @@ class Supervisor:
         self._effects.append(e.SendSignal(self.living, signal.SIGKILL))
 
     def _maybe_finish(self) -> None:
-        # A rank that was given up may not be there to end; closing the starter ends what is left of it.
+        # A rank that was given up can lack a process to end; closing the starter ends the rest of it.
         if self.phase is JobPhase.DONE or self.expected or self.phase is JobPhase.SETTLING:
             return
         if any(isinstance(effect, e.RestartRank) for effect in self._effects):

@@ -1,7 +1,7 @@
 """Executors for ranks under dynamic allocation: Spark asks for them only while tasks wait.
 
 hvdlab starts a rank where it sees a free task slot, and Spark adds a slot when it sees a task that has none. So tasks that do nothing wait in the
-place of the ranks that are lacking: once an executor comes they have run, and a rank takes the slot.
+place of the ranks that are lacking: once an executor comes they have run, and a rank gets the slot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def is_dynamic(context: Any) -> bool:
-    """Whether Spark adds and removes executors of this SparkContext by itself."""
+    """Return whether Spark adds and removes executors of this SparkContext by itself."""
     local = context.master == "local" or context.master.startswith("local[")
     return (
         not local and str(context.getConf().get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
@@ -30,6 +30,7 @@ class Demand:
 
     def __init__(self, context: Any) -> None:
         self._context, self._dynamic = context, is_dynamic(context)
+        #: The Spark job group of the tasks, and the thread that runs their job.
         self._group = f"hvdlab.spark.demand.{uuid.uuid4().hex[:8]}"
         self._thread: threading.Thread | None = None
 

@@ -15,16 +15,16 @@ from hvdlab.spark.task import RankTask
 
 
 class TorchDistributor:
-    """Runs a training function or script on ranks, each with the variables that torchrun sets.
+    """Distributor that runs a training function or script on ranks, each with the variables that torchrun sets.
 
     Args:
         num_processes: Number of ranks.
-        local_mode: Whether they run on the driver's host; else in Spark's tasks.
+        local_mode: Whether they run on the driver's host; otherwise in Spark's tasks.
         use_gpu: Whether each rank sees the GPUs that Spark gave to it. False for CPUs.
 
     Raises:
         InvalidRequestError: ``num_processes`` is less than 1.
-        RuntimeError: GPUs are wanted, and Spark is not configured to give any.
+        RuntimeError: GPUs are requested, and Spark is not configured to give any.
         StartError: No SparkContext is active.
     """
 
@@ -50,7 +50,7 @@ class TorchDistributor:
         return []
 
     def run(self, train_object: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
-        """Train, and return what rank 0 returned.
+        """Train, and return rank 0's result.
 
         Args:
             train_object: A function, called as ``train_object(*args, **kwargs)``, or the path of a script.
@@ -61,7 +61,7 @@ class TorchDistributor:
             The value of rank 0; ``None`` for a script.
 
         Raises:
-            RankFailedError: A rank failed; also an instance of what it raised.
+            RankFailedError: A rank failed; also an instance of the class of its exception.
             InvalidRequestError: A script was given keyword arguments.
         """
         if isinstance(train_object, str):

@@ -21,6 +21,7 @@ from hvdlab.spark.runner import active_context, chosen_timeout, wait_for_slots
 T = TypeVar("T")
 
 _ELASTIC_TIMEOUT = 600.0
+"""Seconds that a job waits for slots or a newcomer, unless the user sets another limit."""
 _RESETS = 10
 """How many lost ranks are started anew, where the user says nothing."""
 _COOLDOWN = (1.0, 60.0)
@@ -48,35 +49,35 @@ def run_elastic(
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ranks in Spark's tasks that come and go; it uses ``hvd.elastic.run``.
 
-    Each rank is a Spark job of one task, so that the loss of one ends no other. Lost ranks are started anew, and there are more of them,
+    Each rank is a Spark job of one task, so that the loss of one ends no other. Lost ranks are restarted, and more ranks are started,
     up to ``max_num_proc``, when Spark has more task slots, such as by dynamic allocation.
 
     Args:
         fn: Called on each rank. It may come from a notebook or a closure.
-        args, kwargs: Its arguments; they and what it returns must be picklable.
+        args, kwargs: Its arguments; they and its result must be picklable.
         num_proc: With how many ranks it begins; by default ``spark.default.parallelism``.
         min_num_proc, max_num_proc: With how many ranks it goes on, and how many there are at most; by default ``num_proc``.
         start_timeout: Seconds within which Spark must have slots for ``min_num_proc`` ranks, and ranks must have come to ``hvd.init()`` once
-            one has; by default ``HOROVOD_SPARK_START_TIMEOUT``, else 600. One that has not come is given up, and the others begin without it.
+            one has; by default ``HOROVOD_SPARK_START_TIMEOUT``, or 600. One that has not come is given up, and the others begin without it.
             ``HVDLAB_START_TIMEOUT`` in ``env`` sets the latter apart.
         elastic_timeout: Seconds that it waits for slots while there are fewer than ``min_num_proc`` ranks, and that a rank that is started
             later has to come to ``hvd.init()``; by default
-            ``HOROVOD_ELASTIC_TIMEOUT``, else 600.
-        reset_limit: How many lost ranks are started anew; by default 10.
+            ``HOROVOD_ELASTIC_TIMEOUT``, or 600.
+        reset_limit: How many lost ranks are restarted; by default 10.
         env: Variables for the ranks, beside those of Spark's executors. The driver's are not passed on.
         stdout, stderr: Streams on the driver that get the output of each rank when it has ended; without either it goes to the
             executors' logs.
-        verbose: With 0, nothing is said of ranks that are lost or come.
+        verbose: With 0, lost and new ranks are not reported.
         nics: Network interfaces of the driver, of which one must be reached by the executors.
         prefix_output_with_timestamp: Put the time at which output is written in front of each line.
         min_np, max_np: Older names of ``min_num_proc`` and ``max_num_proc``.
 
     Returns:
-        What ``fn`` returned, by rank, on the ranks that were there at the end.
+        The results of ``fn``, by rank, of the ranks that existed at the end.
 
     Raises:
         StartError: pyspark is missing, no SparkContext is active, or Spark has too few slots.
-        RankFailedError: The job failed; it names the rank that failed first, and is also an instance of what was raised there.
+        RankFailedError: The job failed; it names the rank that failed first, and is also an instance of the class of its exception.
         InvalidRequestError: The arguments make no sense, or the function can't be pickled.
         KeyboardInterrupt: The call was interrupted; the ranks have ended.
     """

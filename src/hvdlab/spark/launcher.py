@@ -4,8 +4,8 @@
 
     launcher ── a job of one task ──▶ Spark ──▶ task ── spawns ──▶ rank ── hvdlab's own channel ──▶ coordinator
 
-Tasks of one job share its fate: Spark starts all of them or none, and all anew when one is lost. So ranks that come and go
-by themselves are jobs by themselves. What ends a rank's job, such as the loss of its executor, ends no other.
+Tasks of one job share its fate: Spark starts all of them or none, and all again when one is lost. So ranks that come and go
+by themselves are jobs by themselves. A cause that ends a rank's job, such as the loss of its executor, ends no other.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _NOT_THEIRS = ("SPARK_", "PYSPARK_", "PYTHON_WORKER", "JAVA_", "CUDA_VISIBLE")
 
 
 class SparkLauncher:
-    """Starts ranks in tasks of the SparkContext of this process.
+    """Launcher that starts ranks in tasks of the SparkContext of this process.
 
     Args:
-        captured: Whether what ranks write is brought to the driver, when they have ended; else it goes to the executors' logs.
+        captured: Whether the ranks' output is brought to the driver, when they have ended; otherwise it goes to the executors' logs.
         most: How many ranks there are at most.
     """
 
@@ -71,11 +71,11 @@ class SparkLauncher:
         self._demand: Demand | None = None
 
     def options(self) -> Sequence[Option]:
-        """Which interpreter ranks run in."""
+        """Return the option for the ranks' interpreter."""
         return (Option("python", "the ranks' interpreter on the executors (default: that of Spark's tasks)"),)
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``InvalidRequestError`` if hosts are named or tasks are too few, ``StartError`` without a SparkContext."""
+        """Raise ``InvalidRequestError`` if hosts are named or tasks are too few, ``StartError`` without a SparkContext."""
         if hosts:
             raise InvalidRequestError(
                 "the launcher `spark` has Spark choose the executors: name no hosts; Spark's own settings say where its tasks run."
@@ -87,16 +87,16 @@ class SparkLauncher:
             )
 
     def is_far(self, hosts: str) -> bool:
-        """Unless Spark's tasks run in this process's own host."""
+        """Return True unless Spark's tasks run in this process's own host."""
         return not is_local(active_context())
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> SparkStarter:
-        """What starts the ranks of a job. Raises ``StartError`` without a SparkContext."""
+        """Return the starter of a job's ranks. Raises ``StartError`` without a SparkContext."""
         self._starter = SparkStarter(request, ranks, active_context(), captured=self._captured)
         return self._starter
 
     def source(self) -> HostSource:
-        """The task slots as hosts of an elastic job, of which each takes one rank."""
+        """Return the task slots as hosts of an elastic job, of which each accepts one rank."""
         return _Slots(self)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class SparkLauncher:
             self._demand.close(_CANCELLED_WITHIN)
 
     def free_and_taken(self) -> dict[str, int]:
-        """The slots of living ranks under the names that they have, and as many others as Spark has room for.
+        """Return the slots of living ranks under the names that they have, and as many others as Spark has room for.
 
         If ranks have all slots and there may be more ranks, dynamic allocation learns that slots are lacking.
         """
@@ -126,7 +126,7 @@ class SparkLauncher:
 
 
 class _Slots(HostSource):
-    """Asks a launcher."""
+    """Host source that asks a launcher."""
 
     def __init__(self, launcher: SparkLauncher) -> None:
         self._launcher = launcher
@@ -140,6 +140,7 @@ class _Seat:
 
     def __init__(self, rank: int, host: str, group: str) -> None:
         self.rank, self.host, self.group = rank, host, group
+        #: Its process on the executor, once it has connected; 0 before.
         self.pid = 0
         #: Why it was cancelled, or empty.
         self.given_up = ""
@@ -151,10 +152,10 @@ class SparkStarter(RoomStarter):
     Spark itself queues the job of a rank until a slot is free, so that no rank waits here.
 
     Args:
-        request: What the ranks are started for.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request.
+        ranks: Observer that gets the ranks' events.
         context: The SparkContext.
-        captured: Whether what ranks write is brought here.
+        captured: Whether the ranks' output is brought here.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class SparkStarter(RoomStarter):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """As :meth:`start`, under the name of a slot; Spark chooses the executor.
+        """Start a rank as :meth:`start` does, under the name of a slot; Spark chooses the executor.
 
         Raises:
             InvalidRequestError: This was closed.
@@ -196,7 +197,7 @@ class SparkStarter(RoomStarter):
         return thread
 
     def taken(self) -> set[str]:
-        """The names of slots whose ranks have not ended."""
+        """Return the names of slots whose ranks have not ended."""
         with self._changed:
             return {seat.host for seat in self._seats.values()}
 
@@ -208,7 +209,7 @@ class SparkStarter(RoomStarter):
             self._cancel(seat, f"{host} was given up")
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """``None``: Spark places ranks."""
+        """Return ``None``: Spark places ranks."""
         return None
 
     def _signal_placed(self, rank: int, number: int) -> None:
@@ -283,6 +284,7 @@ class SparkStarter(RoomStarter):
     def _end(self, seat: _Seat, reason: str, code: int | None = None, number: int = 0) -> None:
         self._ranks.handle(Ended(seat.rank, seat.pid, reason, "", "", code, number))
         with self._changed:
+            # The observer can have started the rank again in the line before.
             if self._seats.get(seat.rank) is seat:
                 del self._seats[seat.rank]
                 self._ended[seat.rank] = seat.pid
@@ -291,7 +293,7 @@ class SparkStarter(RoomStarter):
     # -- the coordinator's client's thread ------------------------------------------------------------------------------
 
     def _on_membership(self, membership: Membership) -> None:
-        """Ranks are known to run once they have connected."""
+        """Record that ranks run, once they have connected."""
         started = []
         with self._changed:
             for member in membership.members:

@@ -34,6 +34,7 @@ _LOOKS = 0.2
 _AFTER_A_FAILURE = 15.0
 """Seconds that the other ranks have to end once one has failed."""
 _CLOSING = 5.0
+"""Seconds that the coordinator, and a job that was cancelled, have to end."""
 
 _jobs = itertools.count()
 
@@ -55,16 +56,16 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[T]:
-    """Call ``fn(*args, **kwargs)`` on ranks in Spark's tasks and return what it returned, by rank.
+    """Call ``fn(*args, **kwargs)`` on ranks in Spark's tasks and return its results, by rank.
 
     The tasks are one barrier stage: all run at the same time. Each starts its rank as a separate process. Tasks of a host
     get consecutive ranks; the host of task 0 comes first.
 
     Args:
         fn: Called on each rank; joins the others by ``hvd.init()``. It may come from a notebook or a closure.
-        args, kwargs: Its arguments; they and what it returns must be picklable.
+        args, kwargs: Its arguments; they and its result must be picklable.
         num_proc: Number of ranks; by default ``spark.default.parallelism``.
-        start_timeout: Seconds within which all tasks must run; by default ``HOROVOD_SPARK_START_TIMEOUT``, else 600.
+        start_timeout: Seconds within which all tasks must run; by default ``HOROVOD_SPARK_START_TIMEOUT``, or 600.
         use_gloo: Horovod's; it changes nothing.
         use_mpi: True is refused: Spark's tasks are not started by MPI.
         extra_mpi_args: Refused as well.
@@ -72,7 +73,7 @@ def run(
         stdout, stderr: Streams on the driver that get the ranks' output, with ranks in front, when the ranks have ended: the
             last 4 MiB of each. Without either, output goes line by line to the executors' logs, which with ``local[n]`` is
             this process's standard error.
-        verbose: 2 also says where the coordinator is and when tasks run.
+        verbose: 2 also prints where the coordinator is and when tasks run.
         nics: Network interfaces of the driver, of which one must be reached by the executors.
         prefix_output_with_timestamp: Put the time at which output is written in front of each line.
         executable: Python interpreter of the ranks; by default the executors'.
@@ -80,9 +81,9 @@ def run(
     Raises:
         StartError: pyspark is missing, no SparkContext is active, its executors are allocated dynamically, or Spark did not start all
             tasks in time, or has too few slots for them.
-        RankFailedError: A rank failed; also an instance of what its function raised, with the rank and its traceback.
+        RankFailedError: A rank failed; also an instance of the class of its function's exception, with the rank and its traceback.
         InvalidRequestError: The arguments make no sense, or the function can't be pickled.
-        RuntimeError: Spark's job failed, such as with an executor that was lost. A note of the error has what Spark says.
+        RuntimeError: Spark's job failed, such as with an executor that was lost. A note of the error has Spark's message.
         KeyboardInterrupt: The call was interrupted; the job was cancelled.
     """
     if use_mpi or extra_mpi_args:
@@ -156,7 +157,7 @@ class SparkJob:
         timeout: The seconds that were given, for messages.
 
     Attributes:
-        ends: What the tasks returned, by rank.
+        ends: The tasks' results, by rank.
     """
 
     def __init__(self, context: Any, size: int, deadline: float, timeout: float) -> None:
@@ -166,19 +167,20 @@ class SparkJob:
         self._news = threading.Event()
         self._ended = threading.Event()
         self.ends: list[RankEnd] = []
+        #: Why Spark's job failed; ``None`` if it did not.
         self._error: Exception | None = None
         #: Ranks that failed, in the order in which the coordinator learnt it, with the reasons.
         self._failed: dict[int, str] = {}
 
     def on_membership(self, membership: Membership) -> None:
-        """Note which ranks have failed, as the coordinator says. On its client's thread."""
+        """Record which ranks have failed, as the coordinator reports. On its client's thread."""
         for death in membership.deaths:
             self._failed.setdefault(death.rank, death.reason)
         if self._failed:
             self._news.set()
 
     def run(self, task: RankTask, say: Callable[[str], None]) -> None:
-        """Run the job and keep what the tasks returned. Cancels the job in whatever way this method ends."""
+        """Run the job and keep the tasks' results. Cancels the job however this method ends."""
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
         thread = InheritableThread(target=self._submit, args=(task,), name=self._group)
@@ -241,7 +243,7 @@ class SparkJob:
         return error
 
     def done(self) -> JobResult:
-        """The job's end as ``hvdlab.run`` has it."""
+        """Return the job's end as ``hvdlab.run`` has it."""
         bad = [end.rank for end in self.ends if not end.outcome.ok]
         first = next((rank for rank in self._failed if rank in bad), bad[0] if bad else None)
         done = JobResult()
@@ -255,14 +257,14 @@ class SparkJob:
 
 
 def _blamed(end: RankEnd) -> tuple[int, ...]:
-    """Return the ranks that caused what a rank's function raised."""
+    """Return the ranks that caused the exception of a rank's function."""
     # Safe to unpickle: our own ranks sent it through Spark, which runs the same user's code.
     found = pickle.loads(end.result) if end.result else None  # noqa: S301
     return found.culprits if isinstance(found, FunctionRaised) else ()
 
 
 def chosen_timeout(start_timeout: float | None) -> float:
-    """Seconds that Spark has to start the tasks."""
+    """Return the seconds that Spark has to start the tasks."""
     return float(start_timeout or os.environ.get("HOROVOD_SPARK_START_TIMEOUT") or START_TIMEOUT)
 
 
@@ -291,7 +293,7 @@ def wait_for_slots(context: Any, size: int, deadline: float, timeout: float) -> 
 
 
 def slots(context: Any) -> int:
-    """How many tasks of one processor Spark can run at once, free or not."""
+    """Return how many tasks of one processor Spark can run at once, free or not."""
     scala = context._jsc.sc()
     return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
 
@@ -303,7 +305,7 @@ def said_by_spark(error: Exception) -> str:
 
 
 def active_context() -> Any:
-    """The SparkContext of this process. Raises ``StartError`` without one."""
+    """Return the SparkContext of this process. Raises ``StartError`` without one."""
     try:
         from pyspark import SparkContext  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -320,7 +322,7 @@ def active_context() -> Any:
 
 
 def _driver_address(context: Any, nics: Collection[str] | str | None) -> str | None:
-    """Where executors reach the coordinator; ``None`` if all of them are this process's."""
+    """Return where executors reach the coordinator; ``None`` if all of them are this process's."""
     if nics:
         return system.interface_address([nics] if isinstance(nics, str) else sorted(nics))
     if is_local(context):
@@ -331,7 +333,7 @@ def _driver_address(context: Any, nics: Collection[str] | str | None) -> str | N
 
 
 def is_local(context: Any) -> bool:
-    """Whether the tasks run on this host, in slots that are there from the start; not so for ``local-cluster[…]``."""
+    """Return whether the tasks run on this host, in slots that are there from the start; not so for ``local-cluster[…]``."""
     return bool(context.master == "local" or context.master.startswith("local["))
 
 

@@ -43,7 +43,7 @@ class RankEnd:
         rank: Its rank.
         outcome: How the rank's process ended.
         result: The pickled outcome of the function, or empty.
-        output: What the rank wrote, in order, each with the stream (1 or 2), if the driver asked for it.
+        output: The rank's output, in order, each with the stream (1 or 2), if the driver asked for it.
     """
 
     rank: int
@@ -60,10 +60,10 @@ class RankTask:
         call: The pickled call of the user's function.
         environment: Variables for the ranks, beside those of their tasks.
         executable: Python interpreter of the ranks; empty for the task's.
-        captured: Whether output is returned; else it goes to the task's standard error.
+        captured: Whether output is returned; otherwise it goes to the task's standard error.
         gpus: Whether a rank sees only the GPUs that Spark gave to its task.
-        world: What every rank learns of the job; the tasks choose the rendezvous address.
-        client_token: With this the task says to the coordinator how its rank ended. Ranks do not get it.
+        world: The job as every rank learns it; the tasks choose the rendezvous address.
+        client_token: With this the task reports to the coordinator how its rank ended. Ranks do not get it.
     """
 
     call: bytes
@@ -113,7 +113,7 @@ class SingleRankTask:
     """A function for ``RDD.mapPartitions`` of one partition: one rank of a job whose ranks come and go.
 
     Attributes:
-        command: What the rank runs; an empty program stands for the task's interpreter.
+        command: The rank's command; an empty program stands for the task's interpreter.
         call: A pickled call of the user's function, or empty.
         rank: Its number.
         environment: Its variables.
@@ -127,7 +127,7 @@ class SingleRankTask:
     captured: bool
 
     def __call__(self, _: Iterator[Any]) -> Iterator[RankEnd]:
-        """Run the rank to its end. This happens once: a task that Spark starts again, since its executor was lost, only says so."""
+        """Run the rank to its end. This happens once: a task that Spark starts again, since its executor was lost, only reports that."""
         from pyspark import TaskContext  # pyright: ignore[reportMissingImports]
 
         context = TaskContext.get()
@@ -155,7 +155,7 @@ def _hold(start: wire.Start, spec: wire.RankSpec, *, captured: bool) -> tuple[Ra
 
 
 def get_available_devices() -> list[str]:
-    """The addresses of the GPUs that Spark gave to this task; none outside of a task."""
+    """Return the addresses of the GPUs that Spark gave to this task; none outside of a task."""
     from pyspark import TaskContext  # pyright: ignore[reportMissingImports]
 
     context = TaskContext.get()
@@ -164,7 +164,7 @@ def get_available_devices() -> list[str]:
 
 
 def _host() -> str:
-    """A YARN container counts as a host of its own, as for Horovod."""
+    """Return the host's key: a YARN container counts as a host of its own, as for Horovod."""
     container = os.environ.get("CONTAINER_ID", "")
     return f"{host_key()} {container}".strip()
 
@@ -175,7 +175,7 @@ def _reason(end: RankEnd) -> str:
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[int]:
-    """The task of each rank: tasks of one host get consecutive ranks, and the host of task 0 comes first.
+    """Return the task of each rank: tasks of one host get consecutive ranks, and the host of task 0 comes first.
 
     >>> ranks_by_host(["b", "a", "b"])
     [0, 2, 1]

@@ -1,6 +1,6 @@
 """Horovod's TensorFlow API on hvdlab's collective core: ``import hvdlab.tensorflow as hvd``.
 
-Names and signatures are Horovod's; :mod:`hvdlab.tensorflow.mpi_ops` says what the collectives do with shapes, dtypes, gradients and
+Names and signatures are Horovod's; :mod:`hvdlab.tensorflow.mpi_ops` describes the collectives' use of shapes, dtypes, gradients and
 errors. It needs no compiler, and works with the TensorFlow that is installed.
 """
 

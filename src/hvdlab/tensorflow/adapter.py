@@ -25,7 +25,7 @@ _BITS = np.dtype(np.uint16)
 
 
 class _Memory:
-    """Presents a tensor's memory to numpy as an array of no dimensions, and keeps the tensor alive."""
+    """Memory of a tensor for numpy, as an array of no dimensions; keeps the tensor alive."""
 
     def __init__(self, tensor: Any, address: int, kind: np.dtype[Any]) -> None:
         self._tensor = tensor
@@ -38,7 +38,7 @@ class _Memory:
 
 
 class TensorFlowAdapter:
-    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of TensorFlow's tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> Any:
         return as_tensor(value, kind)
@@ -100,7 +100,7 @@ class TensorFlowAdapter:
 
 @lru_cache(maxsize=1024)
 def _shape_tensor(shape: tuple[int, ...]) -> Any:
-    """A shape as a tensor. TensorFlow would make such a tensor of a tuple each time, which takes longer than the allocation."""
+    """Return a shape as a tensor. TensorFlow would make such a tensor of a tuple each time, which needs more time than the allocation."""
     return tf.constant(shape, tf.int32)
 
 
@@ -110,7 +110,7 @@ def _has_gpu() -> bool:
 
 
 def as_tensor(value: Any, kind: OpKind) -> Any:
-    """Make a tensor of what a user gave to a collective: a tensor, a variable, or anything that TensorFlow can convert.
+    """Make a tensor of a user's argument to a collective: a tensor, a variable, or any value that TensorFlow can convert.
 
     Raises:
         InvalidRequestError: TensorFlow can't convert ``value``; ``kind`` is for its text.
@@ -125,7 +125,7 @@ def as_tensor(value: Any, kind: OpKind) -> Any:
 
 
 def core_dtype(tensor: Any) -> DType:
-    """The core's element type; raises ``UnsupportedError`` if there is none for this dtype (complex, strings, quantised, ...)."""
+    """Return the core's element type; raises ``UnsupportedError`` if there is none for this dtype (complex, strings, quantised, ...)."""
     try:
         return _DTYPES[tensor.dtype]
     except KeyError:

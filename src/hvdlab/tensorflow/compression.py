@@ -11,7 +11,7 @@ __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class FP16Compressor(Compressor):
-    """Sends floating-point tensors as float16 (sums are accumulated in float32); leaves others as they are."""
+    """Compressor that sends floating-point tensors as float16 (sums are accumulated in float32); leaves others as they are."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:

@@ -95,7 +95,7 @@ def _rebuilt(original: type[HvdlabError], arguments: tuple[Any, ...], state: dic
 
 
 def as_tensorflow(error: HvdlabError) -> HvdlabError:
-    """The error as an instance of a class of TensorFlow's, too; the error itself if it is one already."""
+    """Return the error as an instance of a class of TensorFlow's, too; the error itself if it is one already."""
     if issubclass(type(error), tf.errors.OpError):
         return error
     theirs = _tensorflow_class(error)
@@ -118,6 +118,7 @@ class _Kept:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        #: The errors by number, the oldest first; at most ``_KEPT``, since C++ can drop a status unseen.
         self._errors: OrderedDict[int, BaseException] = OrderedDict()
 
     def add(self, error: BaseException) -> int:
@@ -137,7 +138,7 @@ _kept = _Kept()
 
 
 def to_status(error: BaseException) -> tuple[int, str]:
-    """TensorFlow's code and text for an error. The text has a number by which :func:`from_text` finds the error again."""
+    """Return TensorFlow's code and text for an error. The text has a number by which :func:`from_text` finds the error again."""
     if isinstance(error, HvdlabError):
         error = as_tensorflow(error)
     code = getattr(error, "error_code", tf.errors.UNKNOWN)
@@ -146,7 +147,7 @@ def to_status(error: BaseException) -> tuple[int, str]:
 
 
 def from_text(text: str) -> BaseException | None:
-    """The error that a text of TensorFlow's stands for: a kept one, or hvdlab's in place of XLA's; ``None`` for other texts."""
+    """Return the error that a text of TensorFlow's stands for: a kept one, or hvdlab's in place of XLA's; ``None`` for other texts."""
     error = _kept.find(text)
     if error is not None:
         return error.with_traceback(None)

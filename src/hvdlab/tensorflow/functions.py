@@ -30,7 +30,7 @@ def broadcast_variables(
         inplace: Has no effect: the variables are assigned to in either case.
 
     Returns:
-        In a graph of TensorFlow 1 an operation, which must be run; else ``None``.
+        In a graph of TensorFlow 1 an operation, which must be run; otherwise ``None``.
 
     Raises:
         InvalidRequestError: An argument is wrong, or this rank is not in the process set. Nothing was sent.
@@ -48,13 +48,13 @@ def broadcast_variables(
 
 
 def plain_variable(variable: Any) -> Any:
-    """TensorFlow's variable behind one of Keras 3; any other variable itself."""
+    """Return TensorFlow's variable behind one of Keras 3; any other variable itself."""
     inner = getattr(variable, "_value", None)
     return inner if hasattr(inner, "assign") else variable
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """The variables that an optimizer of Keras has made by now; an empty list for ``None``."""
+    """Return the variables that an optimizer of Keras has made by now; an empty list for ``None``."""
     if not hasattr(optimizer, "variables"):
         return []
     listed: Any = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
@@ -62,7 +62,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 def make_optimizer_variables(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Have an optimizer of Keras make its variables for these trainable ones now, if it has not: else its first step would."""
+    """Have an optimizer of Keras make its variables for these trainable ones now, if it has not: otherwise its first step would."""
     make = getattr(optimizer, "build", None) or getattr(optimizer, "_create_all_weights", None)
     given = list(variables)
     if make is not None and given and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
@@ -70,7 +70,7 @@ def make_optimizer_variables(optimizer: Any, variables: Iterable[Any]) -> None:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """For TensorFlow 1: make an operation that assigns ``root_rank``'s values to all global variables on every rank.
+    """Make, for TensorFlow 1, an operation that assigns ``root_rank``'s values to all global variables on every rank.
 
     Args:
         root_rank: The rank whose values all get.
@@ -90,7 +90,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(_v1.train.SessionRunHook):  # type: ignore[misc,name-defined,unused-ignore]
-    """When a session has been made, assigns ``root_rank``'s values to all global variables on every rank.
+    """Hook that, when a session has been made, assigns ``root_rank``'s values to all global variables on every rank.
 
     For ``tf.compat.v1.train.MonitoredTrainingSession`` and estimators.
 
@@ -106,7 +106,7 @@ class BroadcastGlobalVariablesHook(_v1.train.SessionRunHook):  # type: ignore[mi
         self.device = device
 
     def begin(self) -> None:
-        """Make the broadcast's operation, anew for each graph."""
+        """Make the broadcast's operation, once for each graph."""
         if self.bcast_op is None or self.bcast_op.graph is not _v1.get_default_graph():
             with tf.device(self.device or None):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
@@ -182,7 +182,7 @@ def allgather_object(
     return objects.allgather_object(obj, name, process_set)
 
 
-# -- what packages take from Horovod's horovod.tensorflow.util --------------------------------------------------------
+# -- names of Horovod's horovod.tensorflow.util that packages use -----------------------------------------------------
 
 
 def _executing_eagerly() -> bool:
@@ -194,14 +194,14 @@ def _executing_eagerly() -> bool:
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """References to variables, which can be keys of a dictionary: ``variable.ref()`` of each; lists become tuples of these."""
+    """Return references to variables, which can be keys of a dictionary: ``variable.ref()`` of each; lists become tuples of these."""
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(each) for each in vars)
     return vars.ref() if hasattr(vars, "ref") else _ById(vars)
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables behind the references that :func:`vars_to_refs` returned; tuples become lists."""
+    """Return the variables behind the references that :func:`vars_to_refs` returned; tuples become lists."""
     if isinstance(refs, list | tuple):
         return [refs_to_vars(each) for each in refs]
     return refs.deref() if hasattr(refs, "deref") else refs

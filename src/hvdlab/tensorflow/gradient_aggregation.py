@@ -12,7 +12,7 @@ from hvdlab.tensorflow.mpi_ops import size_op
 
 
 class LocalGradientAggregationHelper:
-    """Adds gradients up over the passes of a step, and reduces the sums in the last pass.
+    """Helper that adds gradients up over the passes of a step, and reduces the sums in the last pass.
 
     Args:
         backward_passes_per_step: How many passes make a step.
@@ -56,6 +56,7 @@ class LocalGradientAggregationHelper:
         self.scale_local_gradients = scale_local_gradients
         self._allreduce = allreduce_func
         self.name = name
+        #: Variables whose gradients stay on their rank, as references.
         self._local: set[Any] = set()
         #: Numbers of the variables that have had a gradient; the others take no part.
         self._seen: set[int] = set()
@@ -159,7 +160,7 @@ class LocalGradientAggregationHelper:
             args, kwargs: Not used; Horovod has them.
 
         Returns:
-            Whether gradients were applied, as a bool tensor; with one pass per step what the closure returns.
+            Whether gradients were applied, as a bool tensor; with one pass per step the closure's result.
         """
         if self.backward_passes_per_step == 1:
             return apply_grads_closure()
@@ -210,5 +211,5 @@ class LocalGradientAggregationHelper:
 
 
 def _in_graph(operation: Any) -> list[Any]:
-    """A list with the operation as a control dependency; empty in eager mode, where it has run already."""
+    """Return a list with the operation as a control dependency; empty in eager mode, where it has run already."""
     return [] if operation is None or tf.executing_eagerly() else [operation]

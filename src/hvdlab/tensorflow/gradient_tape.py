@@ -29,7 +29,7 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 
 class TensorFlowReducer:
-    """Reduces gradients over all ranks, which must all call it alike.
+    """Reducer of gradients over all ranks, which must all call it alike.
 
     Args:
         name: Beginning of the collectives' names.
@@ -89,7 +89,7 @@ class TensorFlowReducer:
         self.local.add(vars_to_refs(variable))
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
-        """The reduced gradients, in the same order; ``None`` stays ``None``.
+        """Return the reduced gradients, in the same order; ``None`` stays ``None``.
 
         Args:
             gradients: Tensors, ``tf.IndexedSlices`` or ``None``.
@@ -133,7 +133,7 @@ class TensorFlowReducer:
         )
 
     def _reduced(self, gradients: list[Any], number: int) -> list[Any]:
-        """A group's gradients, reduced by one collective; each sparse gradient by its own."""
+        """Return a group's gradients, reduced by one collective; each sparse gradient by its own."""
         keywords: dict[str, Any] = {
             **self._devices,
             "compression": self._compression,
@@ -184,7 +184,7 @@ def _is_sparse(gradient: Any) -> bool:
 
 
 def _buckets(places: list[int], gradients: list[Any]) -> list[list[int]]:
-    """Buckets of gradients in the order in which a backward pass computes them: those of the last variables first."""
+    """Return buckets of gradients in the order in which a backward pass computes them: those of the last variables first."""
     buckets: list[list[int]] = []
     left = 0
     for i in reversed(places):
@@ -219,7 +219,7 @@ class DistributedGradients:
 
     @property
     def process_set(self) -> ProcessSet:
-        """The ranks over which gradients are reduced."""
+        """Return the ranks over which gradients are reduced."""
         return self._hvdlab_parts()[0].process_set  # type: ignore[no-any-return]
 
     @process_set.setter
@@ -255,7 +255,7 @@ class _Distributed(DistributedGradients):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The gradients of a target, reduced over all ranks, in the structure of ``sources``. All ranks must call it.
+        """Return the gradients of a target, reduced over all ranks, in the structure of ``sources``. All ranks must call it.
 
         Args:
             target: A tensor, or a nested structure of tensors, to differentiate.
@@ -311,7 +311,7 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A tape that reduces gradients over all ranks.
+    """Return a tape that reduces gradients over all ranks.
 
     ::
 
@@ -324,7 +324,7 @@ def DistributedGradientTape(
         gradtape: A ``tf.GradientTape``, before or after it has recorded.
         device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
         device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
-        compression: Applied to what is sent, and undone on what is received.
+        compression: Applied to tensors that are sent, and undone on received ones.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``.
         gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
@@ -380,7 +380,7 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A :func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
+    """Return a :func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
 
     Args:
         gradtape: A ``tf.GradientTape``, before or after it has recorded.
@@ -390,7 +390,7 @@ def PartialDistributedGradientTape(
             must be built.
 
     Raises:
-        InvalidRequestError: As by :func:`DistributedGradientTape`, or ``local_layers`` has something else than layers.
+        InvalidRequestError: As by :func:`DistributedGradientTape`, or ``local_layers`` has other objects than layers.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -411,10 +411,10 @@ def PartialDistributedGradientTape(
 
 
 def local_variables(layers: Any) -> list[Any]:
-    """The trainable weights of a layer or of several; an empty list for ``None``.
+    """Return the trainable weights of a layer or of several; an empty list for ``None``.
 
     Raises:
-        InvalidRequestError: ``layers`` has something else than layers.
+        InvalidRequestError: ``layers`` has other objects than layers.
     """
     if layers is None:
         return []
@@ -426,5 +426,5 @@ def local_variables(layers: Any) -> list[Any]:
 
 
 def chosen_groups(num_groups: int, groups: Groups) -> Groups:
-    """``groups``, or Horovod's older ``num_groups``."""
+    """Return ``groups``, or Horovod's older ``num_groups``."""
     return groups if groups is not None else num_groups or None

@@ -63,7 +63,7 @@ class Outputs(NamedTuple):
 
 
 class _TensorFlowDifferentiation:
-    """See :class:`hvdlab.bindings.gradients.Differentiation`."""
+    """Differentiation by TensorFlow; see :class:`hvdlab.bindings.gradients.Differentiation`."""
 
     def record(self, forward: ForwardPass, tensors: Sequence[Any]) -> Sequence[Any]:
         with _record.stop_recording():
@@ -83,7 +83,7 @@ class _TensorFlowDifferentiation:
     def zeros_like(self, tensor: Any) -> Any:
         with tf.control_dependencies(
             [tensor]
-        ):  # else TensorFlow would prune its collective on this rank, while others wait for it
+        ):  # otherwise TensorFlow would prune its collective on this rank, while others wait for it
             return tf.zeros_like(tensor)
 
     def scaled(self, tensor: Any, factor: float) -> Any:
@@ -110,14 +110,14 @@ def _scaled_backwards(tensor: Any, factor: int) -> Any:
 
 
 class _Nowhere:
-    """As much of an adapter as :class:`Differentiable` needs: no gradients to record, since TensorFlow records them itself."""
+    """Part of an adapter that :class:`Differentiable` needs: no gradients to record, since TensorFlow records them itself."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
         return False
 
 
 class _Ended(NamedTuple):
-    """As much of a handle as the gradient rules need: its collective has ended already."""
+    """Part of a handle that the gradient rules need: its collective has ended already."""
 
     outputs: list[Any]
 
@@ -126,7 +126,7 @@ class _Ended(NamedTuple):
 
 
 class _Anywhere:
-    """As much of a binding as the gradient rules need: runs collectives on gradients in eager mode, or makes operations of them."""
+    """Part of a binding that the gradient rules need: runs collectives on gradients in eager mode, or makes operations of them."""
 
     adapter = _Nowhere()
 
@@ -149,7 +149,7 @@ _anywhere: Differentiable[Any] = Differentiable(_binding, _differentiation)
 
 
 def gradients_of(call: Call, inputs: Sequence[Any], outputs: Outputs, gradients: Sequence[Any]) -> list[Any]:
-    """The gradients of an operation's inputs from those of its outputs."""
+    """Return the gradients of an operation's inputs from those of its outputs."""
     forward = ForwardPass(call.operation, call.name, call.grouped, [tf.shape(each) for each in inputs])
     if outputs.places is not None:
         forward.rows = [(outputs.places[i, 0], outputs.places[i, 1]) for i in range(len(inputs))]
@@ -186,12 +186,12 @@ for _name in (kernels.OPS[OpKind.JOIN], kernels.QUERY):
 
 
 def in_graph(tensors: Sequence[Any]) -> bool:
-    """Whether a collective of these tensors becomes an operation in a graph."""
+    """Return whether a collective of these tensors becomes an operation in a graph."""
     return not tf.executing_eagerly() or any(is_symbolic(tensor) for tensor in tensors)
 
 
 def is_symbolic(tensor: Any) -> bool:
-    """Whether this is a tensor of a graph, which has no values yet."""
+    """Return whether this is a tensor of a graph, which has no values yet."""
     return isinstance(tensor, tf.Tensor) and not hasattr(tensor, "_numpy_internal")
 
 
@@ -238,7 +238,7 @@ def exchange(
 
 
 def _carried(kind: OpKind, given: Sequence[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """The tensors to send, and a function that makes the outputs of the tensors that were received.
+    """Return the tensors to send, and a function that makes the outputs of the tensors that were received.
 
     The core has no uint16. Collectives that only move data carry it as int16; so they do not notice if another rank gives int16.
     """
@@ -294,7 +294,7 @@ def _emitted(
 
 
 def users_line() -> str:
-    """The user's line of code that is being traced; in code that AutoGraph has rewritten, the original line."""
+    """Return the user's line of code that is being traced; in code that AutoGraph has rewritten, the original line."""
     frames = _stack.extract_stack()
     return site_of_lines((frame.filename, frame.lineno) for frame in reversed(list(frames)))
 
@@ -326,7 +326,7 @@ def _as_operation(call: Call, tensors: list[Any], splits: Any) -> Outputs:
 
 
 def _node(call: Call) -> str:
-    """The name of the operation in the graph; the collective's own name is in the operation's attribute."""
+    """Return the name of the operation in the graph; the collective's own name is in the operation's attribute."""
     return f"{kernels.OPS[call.operation.kind]}/{call.name}"
 
 
@@ -362,7 +362,7 @@ def refuse_compilation(reason: str) -> None:
 
 
 def reduced(op: ReduceOp, stacked: Any, count: int, prescale: float, postscale: float) -> Any:
-    """The reduction of the tensors of ``count`` ranks, which are stacked along dimension 0; differentiable.
+    """Return the reduction of the tensors of ``count`` ranks, which are stacked along dimension 0; differentiable.
 
     ``op`` is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
     """
@@ -383,7 +383,7 @@ def reduced(op: ReduceOp, stacked: Any, count: int, prescale: float, postscale: 
 
 
 def _adasum(vectors: list[Any]) -> Any:
-    """The Adasum of the vectors, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
+    """Return the Adasum of the vectors, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
     for pairs in levels(len(vectors)):
         for a, b in pairs:
             common = _dot(vectors[a], vectors[b])
@@ -418,8 +418,8 @@ def grouped_numpy_function(
         gradients_of: Computes the gradients of ``tensors`` from those of the outputs.
 
     Returns:
-        The outputs; for an alltoall the number of rows received from each member, else ``None``; for an allgather the places of
-        this rank's rows, else ``None``.
+        The outputs; for an alltoall the number of rows received from each member, otherwise ``None``; for an allgather the places of
+        this rank's rows, otherwise ``None``.
     """
     kind, count = call.operation.kind, len(tensors)
     extra = {OpKind.ALLGATHER: tf.int64, OpKind.ALLTOALL: tf.int32}.get(kind)

@@ -36,14 +36,14 @@ tf: Any = _imported()
 
 
 def internal(name: str) -> Any:
-    """A module of TensorFlow's that is not public, such as ``eager.core`` for ``tensorflow.python.eager.core``."""
+    """Return a module of TensorFlow's that is not public, such as ``eager.core`` for ``tensorflow.python.eager.core``."""
     return importlib.import_module(f"tensorflow.python.{name}")
 
 
 def _trace_ours_as_it_is() -> None:
     """Keep AutoGraph from rewriting hvdlab's functions when ``tf.function`` traces code that calls them.
 
-    Rewriting takes long, makes tracebacks harder to read, and leaves a file for each function in the temporary directory if the
+    Rewriting is slow, makes tracebacks harder to read, and leaves a file for each function in the temporary directory if the
     process is killed. TensorFlow has no public setting for a whole package. In a release without the internal one, AutoGraph
     rewrites the functions, and they still work.
     """

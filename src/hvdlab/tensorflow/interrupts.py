@@ -1,12 +1,12 @@
 """Deadlocks and Ctrl-C while the main thread waits for collectives in TensorFlow's C++.
 
-No thread calls ``wait`` on the handle of a kernel, so the coordinator would not learn that this rank can't go on without another
-rank that has ended its cell, or waits for something else. The thread ``hvdlab-tensorflow-waiting``, which runs only while kernels
+No thread calls ``wait`` on the handle of a kernel. So the coordinator would not learn that this rank can't continue without another
+rank, which has ended its cell or waits elsewhere. The thread ``hvdlab-tensorflow-waiting``, which runs only while kernels
 are executed, reports this once the process has computed nothing for a while: before that the next operation may be on its way.
 
 Python's own signal handler runs only when the main thread is back in Python, that is, when the collectives have ended. So the
 thread ``hvdlab-tensorflow-interrupts`` reads the descriptor to which Python's C handler writes each signal's number. After Ctrl-C
-it withdraws what is pending: the collectives end with an error on all ranks, the main thread comes back to Python, and there Python
+it withdraws all pending collectives: the collectives end with an error on all ranks, the main thread comes back to Python, and there Python
 raises ``KeyboardInterrupt``.
 """
 
@@ -75,7 +75,7 @@ class _Watch:
             self._expected += 1
 
     def started(self, handle: Handle, process_set: int) -> None:
-        """Remember that a kernel waits for this handle."""
+        """Record that a kernel waits for this handle."""
         with self._lock:
             self._pending[handle] = process_set
             self._expected -= 1
@@ -92,11 +92,11 @@ class _Watch:
             self._pending.pop(handle, None)
 
     def idle(self) -> bool:
-        """Whether no kernel waits now; another one may a moment later."""
+        """Return whether no kernel waits now; another one may a moment later."""
         return not self._pending
 
     def _look(self) -> None:
-        """Report to the coordinator that this rank waits for its oldest handle, as long as the process does nothing else."""
+        """Report to the coordinator that this rank waits for its oldest handle, as long as the process does no other work."""
         reported: Handle | None = None
         end_report: Callable[[], None] | None = None
         waited = 0.0
@@ -154,14 +154,14 @@ class _Watch:
             engine.withdraw(f"rank {engine.rank} was interrupted", process_set, CauseKind.INTERRUPTED)
 
     def after_fork(self) -> None:
-        """Begin anew in a forked child: the threads and the pipe are the parent's."""
+        """Start afresh in a forked child: the threads and the pipe are the parent's."""
         if self._thread is not None:
             signal.set_wakeup_fd(-1)
         self.__init__()  # type: ignore[misc]
 
 
 def _main_thread_is_stuck(watch: _Watch) -> bool:
-    """Whether the main thread stays at one place in TensorFlow for :data:`_GRACE` seconds while collectives are pending."""
+    """Return whether the main thread stays at one place in TensorFlow for :data:`_GRACE` seconds while collectives are pending."""
     before = _place()
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline:
@@ -173,7 +173,7 @@ def _main_thread_is_stuck(watch: _Watch) -> bool:
 
 
 def _place() -> tuple[int, int] | None:
-    """The frame and instruction at which the main thread is; ``None`` if that is in no module of TensorFlow's."""
+    """Return the frame and instruction at which the main thread is; ``None`` if that is in no module of TensorFlow's."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or -1)
     if frame is None or not os.path.abspath(frame.f_code.co_filename).startswith(_HOME):
         return None

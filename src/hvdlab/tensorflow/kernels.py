@@ -47,7 +47,7 @@ from hvdlab.tensorflow.installed import internal, tf
 
 
 class Unavailable(Exception):
-    """This TensorFlow does not let operations be registered at run time; the text says why."""
+    """This TensorFlow does not let operations be registered at run time; the message names the reason."""
 
 
 def _library() -> str:
@@ -132,7 +132,7 @@ _clone_or_destroy = CFUNCTYPE(c_bool, c_void_p, c_void_p, c_int)
 
 @cache
 def _manager(address: int) -> Any:
-    """A manager as a Python function. TensorFlow's executor has only a few, so all of them are kept."""
+    """Return a manager as a Python function. TensorFlow's executor has only a few, so all of them are kept."""
     return _clone_or_destroy(address)
 
 
@@ -162,7 +162,7 @@ class KernelDone:
 
 
 def is_function(pointer: int) -> bool:
-    """Whether there are pointers to code at this address where libstdc++'s ``std::function`` has them."""
+    """Return whether there are pointers to code at this address where libstdc++'s ``std::function`` has them."""
     found = (ctypes.c_uint64 * (_FUNCTION_BYTES // 8)).from_address(pointer)
     addresses = [found[_MANAGER // 8], found[_INVOKER // 8]]
     with open("/proc/self/maps") as maps:
@@ -190,13 +190,13 @@ class Call(NamedTuple):
     site: str
 
     def encoded(self) -> bytes:
-        """The call as the value of the operation's attribute."""
+        """Return the call as the value of the operation's attribute."""
         operation = [*self.operation[:-1]]  # splits are an input
         return msgspec.json.encode([operation, self.name, self.grouped, self.site])
 
 
 def decoded(value: bytes | str) -> Call:
-    """The call in a value that :meth:`Call.encoded` made."""
+    """Return the call in a value that :meth:`Call.encoded` made."""
     (kind, op, prescale, postscale, root, process_set), name, grouped, site = msgspec.json.decode(value)
     operation = Operation(OpKind(kind), ReduceOp(op), float(prescale), float(postscale), root, process_set)
     return Call(operation, name, grouped, site)
@@ -254,7 +254,7 @@ class KernelTensor:
 
 
 class KernelAdapter:
-    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of kernels' tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> KernelTensor:
         tensor: KernelTensor = value
@@ -328,7 +328,7 @@ class Execution:
         self._lock = threading.Lock()
 
     def inputs(self) -> list[KernelTensor]:
-        """All inputs, as views of TensorFlow's memory."""
+        """Return all inputs, as views of TensorFlow's memory."""
         api = self._api
         found = []
         for place in range(api.num_inputs(self._context)):
@@ -381,6 +381,7 @@ class Execution:
         for tensor in tensors:
             api.delete_tensor(tensor)
         api.delete_status(self._status)
+        # Last: TensorFlow's context is not valid any more after this call.
         self._done()
 
 
@@ -423,6 +424,7 @@ def _run(execution: Execution, call: Call) -> None:
         else:
             execution.end()
 
+    # Before the callback, which can run at once and report the end.
     interrupts.started(handle, operation.process_set)
     handle.add_done_callback(finished)
     if alone:
@@ -451,6 +453,7 @@ def _join(execution: Execution, call: Call) -> None:
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
 SELF_TEST = b"self-test"
+"""The call of the operation that :meth:`Registered.works` runs."""
 _QUERIES = {
     "size": lambda process_set: len(_members(process_set)),
     "rank": lambda process_set: own_number("hvd.rank_op()"),
@@ -466,7 +469,7 @@ def _members(process_set: int) -> tuple[int, ...]:
 
 
 def asked(what: str, process_set: int) -> int:
-    """A number about the world or a process set: ``size``, ``rank``, ``local_size``, ``local_rank`` or ``included`` (0 or 1).
+    """Return a number about the world or a process set: ``size``, ``rank``, ``local_size``, ``local_rank`` or ``included`` (0 or 1).
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -476,10 +479,10 @@ def asked(what: str, process_set: int) -> int:
 
 
 class _KeptThread(threading.local):
-    """Keeps the interpreter's state of the calling thread, once it is asked in it.
+    """Keeper of the interpreter's state of the calling thread, once it is asked in it.
 
     A callback on a thread of TensorFlow's own begins with making that state and ends with dropping it, which takes 35 µs of processor time, unless
-    something else holds it. It is never released here: TensorFlow's threads live as long as the process.
+    another owner holds it. It is never released here: TensorFlow's threads live as long as the process.
     """
 
     def __init__(self) -> None:  # once in each thread
@@ -499,9 +502,12 @@ class _Kernels:
         self._numbers_of: dict[bytes, int] = {}
         #: The decoded collectives of the kernels that have been executed.
         self._decoded: dict[int, Call] = {}
+        #: Keeps the interpreter's state of each thread of TensorFlow's that calls these.
         self._thread = _KeptThread()
         #: Whether the self-test found TensorFlow's callback to have the layout that :class:`KernelDone` expects; ``None`` before it.
         self.tested: bool | None = None
+        #: C's entries to the methods, which must exist as long as TensorFlow can call them: until the process
+        #: ends.
         self.create = CFUNCTYPE(c_void_p, c_void_p)(self._create)
         self.compute = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self._compute)
         self.same_shapes = CFUNCTYPE(None, c_void_p, c_void_p)(self._same_shapes)
@@ -556,7 +562,7 @@ class _Kernels:
             execution.end(error)
 
     def _echo(self, execution: Execution) -> None:
-        """For the self-test: copy the input to the output, and end on another thread, after this callback has returned."""
+        """Copy the input to the output for the self-test, and end on another thread, after this callback has returned."""
         (tensor,) = execution.inputs()
 
         def finish() -> None:
@@ -593,13 +599,13 @@ _OUTPUTS = {
 
 
 class Registered:
-    """Registers the operations, and makes the Python functions, such as ``hvdlab_allreduce``, that put them into graphs.
+    """Registration of the operations. It makes the Python functions, such as ``hvdlab_allreduce``, that put them into graphs.
 
     Attributes:
         functions: A module with these functions.
 
     Raises:
-        Unavailable: This TensorFlow lacks something that is needed; the text says what.
+        Unavailable: This TensorFlow lacks a needed part; the message names it.
     """
 
     def __init__(self) -> None:
@@ -673,7 +679,7 @@ class Registered:
         return module
 
     def works(self) -> bool:
-        """Whether an operation runs and ends as it should. The first call runs one, as a self-test."""
+        """Return whether an operation runs and ends as it should. The first call runs one, as a self-test."""
         if self._kernels.tested is None:
             try:
                 with tf.init_scope(), tf.Graph().as_default(), tf.device("CPU"):
@@ -689,7 +695,7 @@ class Registered:
 
 @cache
 def registered() -> Registered | str:
-    """The operations of this process, registered by the first call; or a text that says why there are none."""
+    """Return the operations of this process, registered by the first call; or a text on why there are none."""
     try:
         return Registered()
     except Unavailable as error:
@@ -697,7 +703,7 @@ def registered() -> Registered | str:
 
 
 def usable() -> Registered | str:
-    """The operations, after the self-test; or a text that says why they can't be used."""
+    """Return the operations, after the self-test; or a text on why they can't be used."""
     found = registered()
     if isinstance(found, str) or found.works():
         return found

@@ -240,7 +240,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """:func:`allreduce` of several tensors, executed together once every rank has submitted all of them."""
+    """Reduce several tensors as by :func:`allreduce`, executed together once every rank has submitted all of them."""
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     given = arguments.tensor_list(ADAPTER, tensors)
     sparse = {i: each for i, each in enumerate(given) if isinstance(each, tf.IndexedSlices)}
@@ -321,7 +321,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """:func:`allgather` of several tensors, executed together."""
+    """Gather several tensors as by :func:`allgather`, executed together."""
     given = arguments.tensor_list(ADAPTER, tensors)
     return collectives(_gathering(process_set), given, name, ignore_name_scope=ignore_name_scope)
 
@@ -434,7 +434,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[Any]:
-    """:func:`reducescatter` of several tensors, executed together."""
+    """Reduce and divide several tensors as by :func:`reducescatter`, executed together."""
     given = arguments.tensor_list(ADAPTER, tensors)
     _refuse_sparse("grouped_reducescatter", *given)
     operation = _scattering(op, prescale_factor, postscale_factor, process_set, given)
@@ -507,7 +507,7 @@ def join() -> Any:
 
 @translated
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """The number of ranks of a process set at the time of execution, as an int32 tensor.
+    """Return the number of ranks of a process set at the time of execution, as an int32 tensor.
 
     In a graph it follows elastic training, while ``hvd.size()`` is the number at the time at which the graph was made.
 
@@ -524,7 +524,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
 
 @translated
 def rank_op(name: str | None = None) -> Any:
-    """This rank's number at the time of execution, as an int32 tensor; ``name`` is the operation's.
+    """Return this rank's number at the time of execution, as an int32 tensor; ``name`` is the operation's.
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -534,7 +534,7 @@ def rank_op(name: str | None = None) -> Any:
 
 @translated
 def local_size_op(name: str | None = None) -> Any:
-    """The number of ranks on this host at the time of execution, as an int32 tensor; ``name`` is the operation's.
+    """Return the number of ranks on this host at the time of execution, as an int32 tensor; ``name`` is the operation's.
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -544,7 +544,7 @@ def local_size_op(name: str | None = None) -> Any:
 
 @translated
 def local_rank_op(name: str | None = None) -> Any:
-    """This rank's number on its host at the time of execution, as an int32 tensor; ``name`` is the operation's.
+    """Return this rank's number on its host at the time of execution, as an int32 tensor; ``name`` is the operation's.
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -554,7 +554,7 @@ def local_rank_op(name: str | None = None) -> Any:
 
 @translated
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 if this rank is in a process set at the time of execution, else 0, as an int32 tensor.
+    """Return 1 if this rank is in a process set at the time of execution, otherwise 0, as an int32 tensor.
 
     Args:
         process_set_id: ``process_set_id`` of a process set; all ranks by default.
@@ -622,7 +622,7 @@ def _scattering(
 
 
 def _check_root(operation: Operation) -> None:
-    """In a graph, raise ``InvalidRequestError`` for a wrong root already now, and not only when the graph runs."""
+    """Raise ``InvalidRequestError`` for a wrong root while a graph is made, and not only when it runs."""
     if not tf.executing_eagerly() and basics.is_initialized():
         engine = context.engine()
         ranks = engine.ranks(operation.process_set)
@@ -633,7 +633,7 @@ def _check_root(operation: Operation) -> None:
 
 
 def _tensor(value: Any, kind: OpKind, compression: type[Compressor]) -> Any:
-    """A tensor for the compressor; without compression the value as it is, which is converted later."""
+    """Return a tensor for the compressor; without compression the value as it is, which is converted later."""
     return value if compression is Compression.none else ADAPTER.check(value, kind, False)
 
 

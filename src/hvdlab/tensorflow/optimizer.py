@@ -39,7 +39,7 @@ class _Wrapping(_V1Optimizer):  # type: ignore[misc,unused-ignore]
 
 
 class _DistributedOptimizer(DistributedGradients, _Wrapping):
-    """Reduces gradients over all ranks when they are computed."""
+    """Optimizer that reduces gradients over all ranks when they are computed."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _DistributedOptimizer(DistributedGradients, _Wrapping):
             self._agg_helper.register_local_var(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Pairs of reduced gradients and variables; the arguments are those of the wrapped optimizer's method."""
+        """Return pairs of reduced gradients and variables; the arguments are those of the wrapped optimizer's method."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         if self._agg_helper is not None:
@@ -82,7 +82,7 @@ class _DistributedOptimizer(DistributedGradients, _Wrapping):
 
 
 class _DistributedAdasumOptimizer(_Wrapping):
-    """Lets each rank take its own step, and combines the steps by Adasum.
+    """Optimizer that lets each rank take its own step, and combines the steps by Adasum.
 
     Each rank keeps the variables' values from the beginning of a step. Its step is the difference that its passes have made; the
     Adasum of all ranks' differences is added to the kept values.
@@ -109,7 +109,7 @@ class _DistributedAdasumOptimizer(_Wrapping):
         self._counter: Any = None
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Pairs of this rank's own gradients and variables; the arguments are those of the wrapped optimizer's method."""
+        """Return pairs of this rank's own gradients and variables; the arguments are those of the wrapped optimizer's method."""
         return self._optimizer.compute_gradients(*args, **kwargs)
 
     def _prepare(self, variables: Sequence[Any]) -> None:
@@ -171,7 +171,7 @@ class _DistributedAdasumOptimizer(_Wrapping):
 
 
 def _graph_only(operations: list[Any]) -> list[Any]:
-    """The operations as control dependencies; none in eager mode, where they have run already."""
+    """Return the operations as control dependencies; none in eager mode, where they have run already."""
     return [] if tf.executing_eagerly() else [each for each in operations if each is not None]
 
 
@@ -184,7 +184,7 @@ def DistributedAdasumOptimizer(
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """An optimizer that combines the ranks' steps by Adasum, as ``DistributedOptimizer(op=hvd.Adasum)`` makes one.
+    """Return an optimizer that combines the ranks' steps by Adasum, as ``DistributedOptimizer(op=hvd.Adasum)`` makes one.
 
     Args:
         optimizer: An optimizer of ``tf.compat.v1.train``, which takes each rank's step.
@@ -192,7 +192,7 @@ def DistributedAdasumOptimizer(
         use_locking: Whether TensorFlow 1's optimizers lock variables while they update them.
         device_dense: Not used; Horovod has it.
         device_sparse: Not used; Horovod has it.
-        compression: Applied to the steps that are sent, and undone on what is received.
+        compression: Applied to the steps that are sent, and undone on received ones.
         backward_passes_per_step: How many times gradients are applied on the rank before the ranks' steps are combined.
 
     Raises:
@@ -220,7 +220,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer that reduces gradients over all ranks before it applies them.
+    """Return an optimizer that reduces gradients over all ranks before it applies them.
 
     Args:
         optimizer: One of ``tf.compat.v1.train``, of Keras 3 or of Keras 2 (``tf_keras``).
@@ -228,7 +228,7 @@ def DistributedOptimizer(
         use_locking: Whether TensorFlow 1's optimizers lock variables while they update them.
         device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
         device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
-        compression: Applied to what is sent, and undone on what is received.
+        compression: Applied to tensors that are sent, and undone on received ones.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         backward_passes_per_step: How often gradients are computed, and added up on the rank, before they are reduced and applied.
         op: ``hvd.Average``, ``hvd.Sum`` or, with TensorFlow 1's optimizers, ``hvd.Adasum``, which combines the ranks' steps.

@@ -13,7 +13,7 @@ _Base: Any = tf.keras.layers.BatchNormalization
 
 @tf.custom_gradient  # type: ignore[untyped-decorator,unused-ignore]
 def _summed_gradient(tensor: Any) -> tuple[Any, Any]:
-    """The tensor; its gradient is multiplied by the number of ranks, over which an allgather's gradient is averaged."""
+    """Return the tensor; its gradient is multiplied by the number of ranks, over which an allgather's gradient is averaged."""
     return tf.identity(tensor), lambda gradient: gradient * tf.cast(size_op(), gradient.dtype)
 
 
@@ -36,12 +36,12 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
             raise InvalidRequestError("SyncBatchNormalization does not support fused=True.")
         if "name" not in kwargs:
             kwargs["name"] = None
-        if hasattr(_Base, "_fused_can_be_used"):  # Keras 2: else it takes its own moments
+        if hasattr(_Base, "_fused_can_be_used"):  # Keras 2: otherwise it uses its own moments
             kwargs["fused"] = False
         super().__init__(**kwargs)
 
     def _over_all_ranks(self, inputs: Any, axes: list[int], keep: bool, mask: Any) -> tuple[Any, Any]:
-        """Mean and biased variance over all ranks, from one allgather of each rank's count, mean and sum of squared deviations.
+        """Return mean and biased variance over all ranks, from one allgather of each rank's count, mean and sum of squared deviations.
 
         A variance from sums of squares would be lost in rounding where it is small beside the mean. The formula for parts is that of
         Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
@@ -65,7 +65,7 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
         return tf.reshape(mean, shape), tf.reshape(variance, shape)
 
     def _moments(self, inputs: Any, *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
-        """The mean and variance. Keras 3 calls it with inputs and a mask, Keras 2 also with the axes and ``keep_dims``."""
+        """Return the mean and variance. Keras 3 calls it with inputs and a mask, Keras 2 also with the axes and ``keep_dims``."""
         if hasattr(_Base, "_calculate_mean_and_var"):
             found: tuple[Any, Any] = super()._moments(inputs, *arguments, **keywords)
             return found
@@ -80,7 +80,7 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
     def _calculate_mean_and_var(
         self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
     ) -> tuple[Any, Any]:
-        """The mean and variance. Keras 2 calls it in ``_moments``."""
+        """Return the mean and variance. Keras 2 calls it in ``_moments``."""
         return self._over_all_ranks(inputs, list(reduction_axes), keep_dims, mask)
 
     def get_config(self) -> dict[str, Any]:

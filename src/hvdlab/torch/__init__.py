@@ -1,6 +1,6 @@
 """Horovod's torch API on hvdlab's collective core: ``import hvdlab.torch as hvd``.
 
-Names and signatures are Horovod's; :mod:`hvdlab.torch.mpi_ops` says what the collectives do with shapes, dtypes, gradients and
+Names and signatures are Horovod's; :mod:`hvdlab.torch.mpi_ops` describes the collectives' use of shapes, dtypes, gradients and
 errors.
 """
 

@@ -2,7 +2,7 @@
 
 A *direct* tensor (CPU, strided, contiguous) shares its memory with the core, without a copy. So does a contiguous CUDA tensor
 if the process set has a data plane for CUDA. Any other tensor is *staged*: the core works on a contiguous copy, on the
-tensor's device if the process set has a plane for it, else in host memory.
+tensor's device if the process set has a plane for it, otherwise in host memory.
 
 The core's reductions convert float16 and bfloat16 by torch's vectorised code. On one core it takes 3 to 6 microseconds for 32,768
 elements, where numpy takes 54 and 81 for float16, and 30 to round to bfloat16.
@@ -42,7 +42,7 @@ _BITS = np.dtype(np.uint16)
 
 
 class TorchAdapter:
-    """See :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of torch's tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
@@ -53,7 +53,7 @@ class TorchAdapter:
         return isinstance(value, torch.Tensor)
 
     def dtype(self, tensor: torch.Tensor) -> DType:
-        """The core's element type; raises ``UnsupportedError`` if the core has none for this dtype (complex, quantised, ...)."""
+        """Return the core's element type; raises ``UnsupportedError`` if the core has none for this dtype (complex, quantised, ...)."""
         try:
             return DTYPES[tensor.dtype]
         except KeyError:
@@ -79,7 +79,7 @@ class TorchAdapter:
         return tensor.numpy(force=True)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy in host memory (page-locked for a CUDA tensor, which makes its transfer fast).
+        """Return a contiguous copy in host memory (page-locked for a CUDA tensor, which makes its transfer fast).
 
         Raises ``UnsupportedError`` for tensors without plain elements: sparse ones and those on the meta device.
         """
@@ -132,7 +132,7 @@ def _way_out(tensor: torch.Tensor) -> str:
 
 
 class CudaTensors:
-    """See :class:`hvdlab.bindings.adapter.DeviceMemory`.
+    """Device memory of CUDA tensors; see :class:`hvdlab.bindings.adapter.DeviceMemory`.
 
     A collective begins after the work that the submitting thread has put on the current stream of the tensor's device. When its
     handle is done the GPU has written the outputs, so that any stream may use them.
@@ -189,7 +189,7 @@ BINDING = Binding(ADAPTER, CUDA_TENSORS)
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous view of a tensor whose elements fill its memory in another order, such as ``channels_last``.
+    """Return a contiguous view of a tensor whose elements fill its memory in another order, such as ``channels_last``.
 
     The view has a further dimension of extent 1 at its end, so that its shape differs from that of every contiguous tensor of
     the same number of dimensions: the coordinator then finds that ranks with different memory orders disagree, instead of the

@@ -22,7 +22,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reduced(op: ReduceOp, stacked: torch.Tensor, prescale: float, postscale: float) -> torch.Tensor:
-    """The reduction of the tensors of all ranks, which are stacked along dimension 0; differentiable.
+    """Return the reduction of the tensors of all ranks, which are stacked along dimension 0; differentiable.
 
     ``op`` is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
     """
@@ -43,7 +43,7 @@ def reduced(op: ReduceOp, stacked: torch.Tensor, prescale: float, postscale: flo
 
 
 def _adasum(stacked: torch.Tensor) -> torch.Tensor:
-    """The Adasum of the rows, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
+    """Return the Adasum of the rows, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
     vectors = list(stacked.unbind())
     for pairs in levels(len(vectors)):
         for a, b in pairs:
@@ -84,7 +84,7 @@ class _Collective(torch.autograd.Function):
 
 
 class _TorchDifferentiation:
-    """See :class:`hvdlab.bindings.gradients.Differentiation`."""
+    """Differentiation by torch's autograd; see :class:`hvdlab.bindings.gradients.Differentiation`."""
 
     def record(self, forward: ForwardPass, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         outputs: Sequence[torch.Tensor] = _Collective.apply(forward, *tensors)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Collectives inside of what ``torch.compile`` compiles: they run uncompiled, between two compiled graphs.
+"""Collectives inside of functions that ``torch.compile`` compiles: they run uncompiled, between two compiled graphs.
 
 torch's tracer follows Python calls. It must not follow a collective into the engine, whose locks and sockets can't be traced.
 """
@@ -36,9 +36,9 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``torch.compile`` out of a function's own code. What it calls is compiled as without it.
+    """Keep ``torch.compile`` out of a function's own code. Functions that it calls are compiled as without it.
 
-    For what stands between two functions of torch's. Before torch 2.7 it has no effect.
+    For code between two functions of torch's. Before torch 2.7 it has no effect.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -50,7 +50,7 @@ def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def untraced_methods(cls: C) -> C:
-    """Keep ``torch.compile`` out of the methods of a class, and out of what they call.
+    """Keep ``torch.compile`` out of the methods of a class, and out of functions that they call.
 
     For methods that C++ calls while compiled code runs, as DDP's reducer calls those of the process group: the tracer would take
     such a call for the beginning of the user's code. The methods themselves are not wrapped. Has no effect before torch 2.7.

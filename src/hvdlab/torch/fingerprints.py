@@ -11,7 +11,7 @@ from hvdlab.collectives.fingerprint import fingerprint, of_blocks
 
 
 def of_tensor(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> bytes:
-    """The fingerprint of a tensor's elements, dtype and shape.
+    """Return the fingerprint of a tensor's elements, dtype and shape.
 
     Args:
         tensor: On any device. Of a sparse or empty tensor, and of one on the meta device, only dtype and shape count.

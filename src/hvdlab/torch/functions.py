@@ -54,7 +54,7 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor in the plan that the source sends, so that the other ranks can allocate one like it."""
+    """Placeholder of a tensor in the plan that the source sends, so that the other ranks can allocate one like it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class _Slot:
 
 
 class StateTransfer(Protocol):
-    """Takes an optimizer's state from one rank, the source, to others."""
+    """Transfer of an optimizer's state from one rank, the source, to others."""
 
     def plan(self, plan: Any) -> Any:
         """Return the source's ``plan`` on all ranks; the other ranks pass ``None``."""
@@ -74,7 +74,7 @@ class StateTransfer(Protocol):
 
 
 class _FromRoot:
-    """Takes the state from the root to all ranks of the world, by broadcasts."""
+    """Transfer of the state from the root to all ranks of the world, by broadcasts."""
 
     def __init__(self, root_rank: int) -> None:
         self._root = root_rank
@@ -151,7 +151,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _sparse_parameters(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module | None
 ) -> Container[torch.Tensor]:
-    """The parameters whose gradients are sparse: all of ``SparseAdam``, and the sparse embeddings of the model."""
+    """Return the parameters whose gradients are sparse: all of ``SparseAdam``, and the sparse embeddings of the model."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         return {parameter for group in optimizer.param_groups for parameter in group["params"]}
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -172,14 +172,14 @@ def _make_gradients(parameters: list[torch.Tensor], sparse: Container[torch.Tens
 def _contents(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
 ) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-    """The settings of each group, and the state of each parameter that has any, by the parameter's position."""
+    """Return the settings of each group, and the state of each parameter that has any, by the parameter's position."""
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     states = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
     return groups, states
 
 
 def _planned(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of nested containers with a slot for each tensor in them; these are appended to ``tensors``."""
+    """Return a copy of nested containers with a slot for each tensor in them; these are appended to ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Slot(tuple(value.shape), value.dtype, value.is_cpu, hasattr(value, "device_mesh"))
@@ -197,7 +197,7 @@ def _prepared(
     parameters: list[torch.Tensor],
     tensors: list[torch.Tensor],
 ) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-    """The root's contents with tensors of this rank in the slots; these are appended to ``tensors`` in order."""
+    """Return the root's contents with tensors of this rank in the slots; these are appended to ``tensors`` in order."""
     planned_groups, planned_states = plan
     if len(planned_groups) != len(groups) or any(number >= len(parameters) for number in planned_states):
         raise InvalidRequestError(
@@ -216,7 +216,7 @@ def _prepared(
 
 
 def _filled(plan: Any, own: Any, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-    """The plan with a tensor for each slot: this rank's tensor in the same place if it fits, else a new one."""
+    """Return the plan with a tensor for each slot: this rank's tensor in the same place if it fits, otherwise a new one."""
     if isinstance(plan, _Slot):
         if not _fits(plan, own):
             own = (

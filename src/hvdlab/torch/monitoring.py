@@ -1,6 +1,6 @@
 """``hvd.watch()``, ``hvd.record()`` and ``hvd.watch_divergence()``: monitors of a model's training, without a line in its loop.
 
-A watch records metrics of steps, a record keeps the last steps so that an error can show its step and batch, and a divergence watch
+A watch records metrics of steps. A record keeps the last steps so that an error can show its step and batch. A divergence watch
 raises an error when the ranks' models are no longer the same.
 """
 
@@ -118,7 +118,7 @@ def watch(
 ) -> TorchWatch:
     """Record metrics of the training on this rank: step time, learning rate, norm of the gradients.
 
-    ``docs/reference/metrics.md`` has the names and what each costs. Calling it again for the same optimizer replaces the earlier
+    ``docs/reference/metrics.md`` has the names and the cost of each. Calling it again for the same optimizer replaces the earlier
     watch, so a cell may be run twice.
 
     Args:
@@ -152,7 +152,7 @@ def watch(
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The 2-norm of all gradients together, as a tensor with one element; ``None`` if there are none."""
+    """Return the 2-norm of all gradients together, as a tensor with one element; ``None`` if there are none."""
     norms = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -169,7 +169,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
-    """Name and value of each learning rate: a single one if all parameter groups have the same."""
+    """Return the name and value of each learning rate: a single one if all parameter groups have the same."""
     groups = optimizer.param_groups
     rates = [float(group["lr"]) for group in groups if "lr" in group]
     if len(rates) == len(groups) and len(set(rates)) > 1:
@@ -179,7 +179,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
 
 
 def _closure(args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether a closure was given to the step; the first argument in ``args`` is the optimizer itself."""
+    """Return whether a closure was given to the step; the first argument in ``args`` is the optimizer itself."""
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
@@ -187,7 +187,7 @@ _STEPS = "_hvdlab_steps"
 
 
 def meter_of(optimizer: torch.optim.Optimizer) -> StepMeter:
-    """The meter of this optimizer's steps. The first call makes it, and registers a hook that counts the steps from then on.
+    """Return the meter of this optimizer's steps. The first call makes it, and registers a hook that counts the steps from then on.
 
     A distributed optimizer has the same meter as the optimizer that it was made from, since it has the same hooks.
     """
@@ -226,7 +226,7 @@ class _Late(NamedTuple):
 
 
 class LateValues:
-    """Records numbers once a GPU has computed them, with the step and the time at which they were put here.
+    """Recorder of numbers once a GPU has computed them, with the step and the time at which they were put here.
 
     Args:
         record: Called with the name, the value, the step, and the time in ns.
@@ -234,10 +234,11 @@ class LateValues:
 
     def __init__(self, record: RecordNumber) -> None:
         self._record = record
+        #: Numbers on their way from a GPU, the oldest first.
         self._waiting: deque[_Late] = deque()
 
     def put(self, name: str, value: torch.Tensor, step: int, time_ns: int) -> None:
-        """RecordNumber a tensor with one element: at once, or later if it is on a CUDA device."""
+        """Record a tensor with one element: at once, or later if it is on a CUDA device."""
         if value.device.type != "cuda":
             self._record(name, float(value.item()), step, time_ns)
             return
@@ -247,14 +248,15 @@ class LateValues:
         self.wait_for(name, copy, done, step, time_ns)
 
     def wait_for(self, name: str, copy: torch.Tensor, done: CudaEvent, step: int, time_ns: int) -> None:
-        """RecordNumber the element of ``copy``, a tensor in host memory, once the event ``done`` has come."""
+        """Record the element of ``copy``, a tensor in host memory, once the event ``done`` has come."""
         self._waiting.append(_Late(name, copy, done, step, time_ns))
         if len(self._waiting) > MOST_WAITING:
+            # A loop that runs far ahead of the GPU would otherwise hold ever more events and copies.
             self._waiting[0].done.synchronize()
         self.take()
 
     def take(self) -> None:
-        """RecordNumber the numbers that are there by now, without waiting."""
+        """Record the numbers that have arrived by now, without waiting."""
         while self._waiting and self._waiting[0].done.query():
             self._one(self._waiting.popleft())
 
@@ -299,7 +301,7 @@ class TorchDivergenceWatch(DivergenceWatch):
         self._seen()
 
     def _ends(self) -> list[tuple[str, torch.Tensor]]:
-        """The first and the last parameter, whose versions tell whether a step has changed the model."""
+        """Return the first and the last parameter, whose versions show whether a step has changed the model."""
         found = list(self._model.named_parameters())
         return [found[0], found[-1]] if found else []
 
@@ -335,7 +337,7 @@ class TorchDivergenceWatch(DivergenceWatch):
 
     @torch.no_grad()
     def _sample(self) -> list[torch.Tensor]:
-        """A few elements of some tensors, on the tensors' devices: the training does not wait for a GPU."""
+        """Return a few elements of some tensors, on the tensors' devices: the training does not wait for a GPU."""
         tensors = [t for _, t in self._tensors() if t.numel() and t.layout is torch.strided]
         step = max(1, -(-len(tensors) // MOST_SAMPLED))
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -362,7 +364,7 @@ def watch_divergence(
     Args:
         model: Trained alike on all ranks.
         every: After how many steps the models are compared. A comparison reads all parameters once.
-        optimizer: The optimizer whose steps are counted. Without it, a step is what changes the model between two of its calls
+        optimizer: The optimizer whose steps are counted. Without it, a step is a change of the model between two of its calls
             in training mode, and the comparison is made at the beginning of the second call.
         buffers: Whether to compare buffers, too. Running statistics of batch normalization differ from rank to rank by nature.
         process_set: The ranks that train together; all by default.
@@ -414,7 +416,7 @@ class TorchGenerator:
 
     @contextmanager
     def restored(self, model: Any) -> Iterator[None]:
-        """In this context the random numbers of that time come again; afterwards they go on as before."""
+        """Restore the random numbers of that time within this context; afterwards they continue as before."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.state)
             yield
@@ -480,7 +482,7 @@ class TorchRecord(StepRecord):
             self.set_norm(gradient_norm([p for group in optimizer.param_groups for p in group["params"]]))
 
     def close(self) -> None:
-        """Stop recording and forget what was recorded. Idempotent."""
+        """Stop recording and forget all records. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -235,7 +235,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """:func:`allreduce` of several tensors, executed together once every rank has submitted all of them."""
+    """Reduce several tensors as by :func:`allreduce`, executed together once every rank has submitted all of them."""
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     given = arguments.tensor_list(ADAPTER, tensors)
     return all_compressed(compression, given, lambda sent: collectives(operation, sent, name))
@@ -268,7 +268,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """:func:`allreduce_` of several tensors, executed together; returns them as a list."""
+    """Reduce several tensors as by :func:`allreduce_`, executed together; returns them as a list."""
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     outputs: list[torch.Tensor] = BINDING.submit_group(
         operation, arguments.tensor_list(ADAPTER, tensors), name, in_place=True
@@ -321,7 +321,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """:func:`allgather` of several tensors, executed together."""
+    """Gather several tensors as by :func:`allgather`, executed together."""
     return collectives(_gathering(process_set), arguments.tensor_list(ADAPTER, tensors), name)
 
 
@@ -439,7 +439,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """:func:`reducescatter` of several tensors, executed together."""
+    """Reduce and divide several tensors as by :func:`reducescatter`, executed together."""
     given = arguments.tensor_list(ADAPTER, tensors)
     operation = _scattering(op, prescale_factor, postscale_factor, process_set, given)
     return all_compressed(compression, given, lambda sent: collectives(operation, sent, name))
@@ -504,7 +504,7 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
     Meanwhile the other ranks need not wait for this one: it takes part with zeros in their allreduces with ``hvd.Sum`` or
     ``hvd.Average`` (which divides by all ranks, those that have joined included), single, grouped or by a
     ``DistributedOptimizer``; barriers count it as present. Any other collective, and any other operator, raises
-    ``HorovodInternalError`` on the ranks that submit it while some rank has joined; nothing else is touched by that.
+    ``HorovodInternalError`` on the ranks that submit it while some rank has joined; other collectives are not affected.
 
     Ranks can join any number of times, for example after each epoch of training.
 
@@ -523,10 +523,10 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
 
 @untraced
 def poll(handle: Handle) -> bool:
-    """Whether ``synchronize(handle)`` would return, or raise, without waiting.
+    """Return whether ``synchronize(handle)`` would return, or raise, without waiting.
 
     Args:
-        handle: What an ``*_async`` function returned.
+        handle: The handle that an ``*_async`` function returned.
 
     Returns:
         ``True`` once the collective has ended, with a result or an error.
@@ -542,7 +542,7 @@ def synchronize(handle: Handle) -> Any:
     """Wait for an asynchronous collective and return its result.
 
     Args:
-        handle: What an ``*_async`` function returned.
+        handle: The handle that an ``*_async`` function returned.
 
     Returns:
         The output tensor (the given one for in-place functions); for a grouped function the list of outputs; for

@@ -2,7 +2,7 @@
 
 The result is of the given optimizer's class, with a class of this module in front: ``DistributedMixin`` reduces gradients during
 the backward pass. ``AdasumMixin`` (``op=hvd.Adasum``) lets each rank take a step of its own, and combines the changes that the
-optimizers made, so that an optimizer's own scaling (Adam's, say) has been applied before: each parameter becomes its value before
+optimizers made. So an optimizer's own scaling (such as Adam's) has been applied before: each parameter becomes its value before
 the step plus the Adasum of the ranks' changes of it. See :mod:`hvdlab.collectives.reduce.adasum` for the formula.
 """
 
@@ -48,11 +48,11 @@ def DistributedOptimizer(
 ) -> DistributedMixin | AdasumMixin:
     """Make an optimizer whose gradients are reduced over all ranks during the backward pass.
 
-    The result is an instance of the given optimizer's class, so learning-rate schedulers and gradient scalers take it.
-    It goes on with the given optimizer's state and parameter groups; use only the new optimizer from here on.
+    The result is an instance of the given optimizer's class, so learning-rate schedulers and gradient scalers accept it.
+    It continues with the given optimizer's state and parameter groups; use only the new optimizer from here on.
 
     Args:
-        optimizer: Any ``torch.optim`` optimizer, made alike on all ranks. A distributed one is wrapped anew, not twice.
+        optimizer: Any ``torch.optim`` optimizer, made alike on all ranks. A distributed one is wrapped again, not twice.
         named_parameters: ``model.named_parameters()``: the names that errors and the timeline show. It must name every
             parameter of the optimizer, and may name others. By default a parameter is named by its place in the optimizer.
         compression: The compressor that gradients are sent through, such as ``hvd.Compression.fp16``; by default none.
@@ -76,7 +76,7 @@ def DistributedOptimizer(
         ranks alike; as in Horovod the name of each parameter can be read from the dictionary ``_parameter_names``.
 
     Raises:
-        InvalidRequestError: An argument is wrong; the text says which.
+        InvalidRequestError: An argument is wrong; the message names it.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     settings = checked_settings(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
@@ -142,7 +142,7 @@ _NAMES_TWICE = (
 
 
 class TorchGradients:
-    """See :class:`hvdlab.bindings.gradient_reducer.GradientAdapter`.
+    """Access to torch's gradients; see :class:`hvdlab.bindings.gradient_reducer.GradientAdapter`.
 
     Args:
         sparse_as_dense: Whether sparse gradients are reduced as dense ones, and made sparse again. It can be set between steps.
@@ -198,7 +198,7 @@ class TorchGradients:
     def as_sent(
         self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """The tensors, as views that need no copy where their elements lie in memory in another order than C's.
+        """Return the tensors, as views that need no copy where their elements lie in memory in another order than C's.
 
         Only a tensor with its parameter's strides is sent in its own order: parameters have the same order on all ranks, while
         gradients in any other order may differ from rank to rank.
@@ -229,7 +229,7 @@ class TorchGradients:
 
 
 def nothing_of(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
-    """A sparse gradient of this parameter without entries."""
+    """Return a sparse gradient of this parameter without entries."""
     values = parameter.new_empty((0, *parameter.shape[sparse_dims:]), requires_grad=False)
     indices = torch.empty((sparse_dims, 0), dtype=torch.long, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
@@ -238,7 +238,7 @@ def nothing_of(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
 def checked_names(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None, param_groups: Sequence[dict[str, Any]]
 ) -> dict[torch.Tensor, str]:
-    """The names that a user gave to parameters; empty if the user gave none.
+    """Return the names that a user gave to parameters; empty if the user gave none.
 
     Raises:
         InvalidRequestError: These are no (name, parameter) pairs, a name comes twice, or a parameter of the
@@ -270,7 +270,7 @@ def checked_names(
 def parameter_names(
     param_groups: Sequence[dict[str, Any]], names: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """The given names, and for a parameter of the optimizer without one its place there, such as ``group0.param3``."""
+    """Return the given names, and for a parameter of the optimizer without one its place there, such as ``group0.param3``."""
     places = {
         parameter: f"group{g}.param{i}"
         for g, group in enumerate(param_groups)
@@ -282,7 +282,7 @@ def parameter_names(
 def gradient_names(
     param_groups: Sequence[dict[str, Any]], names: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """The name in the core of each parameter's gradient: ``grad.`` and the parameter's name or place."""
+    """Return the name in the core of each parameter's gradient: ``grad.`` and the parameter's name or place."""
     every = parameter_names(param_groups, names)
     return {parameter: f"grad.{every[parameter]}" for group in param_groups for parameter in group["params"]}
 
@@ -291,7 +291,7 @@ _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 class DistributedBase(torch.optim.Optimizer):
-    """Base of the distributed optimizers: they count the backward passes of a step, whatever they reduce then.
+    """Base of the distributed optimizers: they count the backward passes of a step, for any kind of reduction.
 
     ``op``, ``gradient_predivide_factor``, ``sparse_as_dense`` and ``process_set`` can be set between steps, on all ranks alike.
     """
@@ -313,7 +313,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """After how many backward passes gradients are reduced. Assign it between steps."""
+        """Return after how many backward passes gradients are reduced. Assign it between steps."""
         return self._watcher.passes
 
     @backward_passes_per_step.setter
@@ -322,7 +322,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def op(self) -> ReduceOp:
-        """``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``; the last one can't be set, nor be exchanged for another one."""
+        """Return ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``; the last one can't be set, nor be exchanged for another one."""
         return self._settings.op
 
     @op.setter
@@ -331,7 +331,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """The number that gradients are divided by before the sum, as a part of an average's division; 1.0 by default."""
+        """Return the number that gradients are divided by before the sum, as a part of an average's division; 1.0 by default."""
         return self._settings.predivide
 
     @gradient_predivide_factor.setter
@@ -349,7 +349,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def process_set(self) -> ProcessSet:
-        """The ranks that train together."""
+        """Return the ranks that train together."""
         return self._settings.process_set
 
     @process_set.setter
@@ -461,7 +461,7 @@ class DistributedBase(torch.optim.Optimizer):
 
 
 class DistributedMixin(DistributedBase):
-    """Reduces gradients over the ranks, then takes the given optimizer's step with them."""
+    """Mixin that reduces gradients over the ranks, then takes the given optimizer's step with them."""
 
     _watcher: GradientReducer[torch.Tensor, torch.Tensor]  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
     _synchronizing = True
@@ -473,7 +473,7 @@ class DistributedMixin(DistributedBase):
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; ``step`` does this by itself.
 
-        Call it to work on the reduced gradients (to clip them, say), then ``step`` inside :meth:`skip_synchronize`.
+        Call it to work on the reduced gradients (to clip them, for example), then ``step`` inside :meth:`skip_synchronize`.
 
         Raises:
             MismatchError, AbortedError: As for ``allreduce``. Gradients are undefined then; parameters and optimizer
@@ -487,7 +487,7 @@ class DistributedMixin(DistributedBase):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within this context ``step`` uses the gradients as they are, without reducing them."""
+        """Let ``step``, within this context, use the gradients as they are, without reducing them."""
         self._synchronizing = False
         try:
             yield
@@ -502,7 +502,7 @@ class DistributedMixin(DistributedBase):
                 equally often.
 
         Returns:
-            What the given optimizer's ``step`` returns: the loss of this rank, if there is a closure.
+            The result of the given optimizer's ``step``: the loss of this rank, if there is a closure.
 
         Raises:
             MismatchError, AbortedError: As for :meth:`synchronize`. Without a closure no step is taken then.
@@ -538,7 +538,7 @@ class DistributedMixin(DistributedBase):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, as of any optimizer.
+        """Return the parameter groups, as of any optimizer.
 
         A ``torch.amp.GradScaler`` reads them before ``step``, to divide the gradients and look for infinities in them. The
         gradients are reduced at that moment, so that all ranks find the same infinities, and skip a step together.
@@ -557,7 +557,7 @@ class DistributedMixin(DistributedBase):
 
 
 def checked_passes(passes: int) -> int:
-    """``backward_passes_per_step`` as given; raises ``InvalidRequestError`` if it is less than 1."""
+    """Return ``backward_passes_per_step`` as given; raises ``InvalidRequestError`` if it is less than 1."""
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1, not {passes}.")
     return passes
@@ -584,7 +584,7 @@ def checked_settings(
 
 
 class ChangeReducer(BackwardPassCounter[torch.Tensor]):
-    """Combines the changes that the ranks' steps make to the parameters.
+    """Reducer that combines the changes that the ranks' steps make to the parameters.
 
     Args:
         compression: The compressor that changes are sent through.
@@ -604,7 +604,7 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
         self._buckets.append((name, bucket))
 
     def complete(self, parameter: torch.Tensor) -> None:
-        """Does nothing: changes can be combined only after the rank's optimizer has taken its step."""
+        """Do nothing: changes can be combined only after the rank's optimizer has taken its step."""
 
     def drop(self) -> None:
         self.reset()
@@ -617,7 +617,7 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
             step: Changes the parameters as this rank's optimizer does.
 
         Returns:
-            What ``step`` returns.
+            The result of ``step``.
 
         After an error or Ctrl-C the parameters have the values that they had before.
         """
@@ -660,7 +660,7 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
 
 
 class AdasumMixin(DistributedBase):
-    """Takes the given optimizer's step on each rank, and combines the steps by Adasum."""
+    """Mixin that takes the given optimizer's step on each rank, and combines the steps by Adasum."""
 
     _watcher: ChangeReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # assigned once
 
@@ -668,10 +668,10 @@ class AdasumMixin(DistributedBase):
         return ChangeReducer(settings.compression, settings.process_set, self._watcher.passes)
 
     def synchronize(self) -> None:
-        """Does nothing: there is nothing to reduce before :meth:`step`."""
+        """Do nothing: no change can be reduced before :meth:`step`."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Not with Adasum, as in Horovod: raises ``AssertionError``."""
+        """Raise ``AssertionError``: it is not possible with Adasum, as in Horovod."""
         raise AssertionError(
             "skip_synchronize() does not go with op=hvd.Adasum, which combines the ranks' steps, not their gradients."
         )
@@ -683,7 +683,7 @@ class AdasumMixin(DistributedBase):
             closure: Recomputes the loss with its gradients. Each rank's optimizer may call it as often as it needs.
 
         Returns:
-            What the given optimizer's ``step`` returns: the loss of this rank, if there is a closure.
+            The result of the given optimizer's ``step``: the loss of this rank, if there is a closure.
 
         Raises:
             MismatchError, AbortedError: As for ``allreduce``. Parameters have the values from before the step; the optimizer's
@@ -698,7 +698,7 @@ class AdasumMixin(DistributedBase):
         return self._watcher.around(lambda: self._plain_step(own))
 
     def _counted_anew(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, with the count of backward passes set back to zero before and after each call."""
+        """Return the closure, with the count of backward passes set back to zero before and after each call."""
 
         def counted() -> Any:
             self._watcher.reset()

@@ -33,7 +33,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: Weight of a batch's statistics in the running ones; ``None`` for a cumulative average.
         affine: Whether there are a weight and a bias to learn.
         track_running_stats: Whether to keep running statistics, which evaluation uses.
-        process_set: The ranks whose batches are taken together; a rank outside normalizes its own.
+        process_set: The ranks whose batches count together; a rank outside normalizes its own.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize a batch of shape ``(N, C, ...)``; returns a tensor of its shape and dtype.
 
         Raises:
-            ValueError: The batch has fewer than two dimensions or another number of channels, or, in training, there is a single
-                value for each channel on all ranks together, or the process set is not registered.
+            ValueError: The batch has fewer than two dimensions or another number of channels; or, in training, there is a single
+                value for each channel on all ranks together; or the process set is not registered.
             MismatchError, AbortedError: As for ``hvd.allgather``; running statistics are untouched then.
         """
         self._check_input_dim(input)
@@ -148,7 +148,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def _statistics(x: torch.Tensor, process_set: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean and biased variance (float64) of each channel over all ranks, and the number of values that they are of."""
+    """Return mean and biased variance (float64) of each channel over all ranks, and the number of values that they are of."""
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
@@ -175,7 +175,7 @@ def _differentiable_gradients(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> list[torch.Tensor | None]:
-    """The gradients, by autograd through the same formula written with differentiable collectives."""
+    """Return the gradients, by autograd through the same formula written with differentiable collectives."""
     x = _wide(input)
     dims = _all_but_channels(x)
     mean = _summed(x.sum(dims), ctx.process_set) / ctx.count
@@ -189,7 +189,7 @@ def _differentiable_gradients(
 
 
 def _affine(normalized: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """``weight * normalized + bias`` by channel."""
+    """Return ``weight * normalized + bias`` by channel."""
     if weight is not None:
         normalized = normalized * _broad(weight, normalized)
     return normalized if bias is None else normalized + _broad(bias, normalized)
@@ -205,7 +205,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _broad(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """One number for each channel, to be combined with ``(N, C, ...)``."""
+    """Return one number for each channel, to be combined with ``(N, C, ...)``."""
     return channels.view(1, -1, *[1] * (like.dim() - 2))
 
 

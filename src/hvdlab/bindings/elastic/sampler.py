@@ -18,7 +18,7 @@ from hvdlab.collectives.numbering import shown_number
 
 @dataclass(frozen=True)
 class Share:
-    """Which places of its share a rank has processed since the samples were divided.
+    """Places of its share that a rank has processed since the samples were divided.
 
     Attributes:
         epoch: The epoch.
@@ -33,17 +33,17 @@ class Share:
     places: frozenset[int]
 
     def of_all(self) -> set[int]:
-        """The samples at these places of all ranks' shares."""
+        """Return the samples at these places of all ranks' shares."""
         turns = (place * self.replicas + rank for place in self.places for rank in range(self.replicas))
         return {self.remaining[turn % len(self.remaining)] for turn in turns}
 
 
 class ElasticSampler:
-    """Divides a dataset among the ranks, and what is left of it anew when ranks come or go.
+    """Sampler that divides a dataset among the ranks, and the rest of it again when ranks come or go.
 
     Like torch's ``DistributedSampler``, with a record of the indices that were processed in this epoch. As part of an
-    elastic state it unites these records when ranks begin again, so that what was committed is not processed twice, and
-    nothing is left out. What a lost rank had processed by the last commit is known from the others, as long as all
+    elastic state it unites these records when ranks begin again, so that committed samples are not processed twice, and
+    none is left out. The samples that a lost rank had processed by the last commit are known from the others, as long as all
     ranks process their shares in step: the same batches, each recorded by ``record_batch``.
 
     Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the *end* of each epoch: it clears the record.
@@ -87,7 +87,7 @@ class ElasticSampler:
 
     @property
     def processed_num(self) -> int:
-        """Samples of this epoch that all ranks have processed, if each processed as many as this one since :meth:`reset`."""
+        """Return the number of samples of this epoch that all ranks have processed, if each processed as many as this one since :meth:`reset`."""
         recorded, processed = self._counts
         own = len(self.processed_indices) - recorded
         return min(len(self.dataset), processed + own * self.num_replicas)
@@ -126,9 +126,9 @@ class ElasticSampler:
         return self.indices[start : start + batch_size]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, perhaps on another rank, and :meth:`reset`.
+        """Load a result of :meth:`state_dict`, perhaps another rank's, and :meth:`reset`.
 
-        The state of Horovod's sampler is taken as well: that one has ``processed_num`` in place of the indices, and
+        The state of Horovod's sampler is accepted as well: that one has ``processed_num`` in place of the indices, and
         processes an epoch in the order of its shuffled indices.
         """
         self.epoch = state_dict["epoch"]
@@ -141,7 +141,7 @@ class ElasticSampler:
         self._divide(state_dict.get("processed_num", len(self.processed_indices)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and what was processed in it by this rank (and by all, when they last began again)."""
+        """Return the epoch, and the samples that this rank has processed in it (and all ranks, when they last began again)."""
         return {
             "epoch": self.epoch,
             "processed_indices": set(self.processed_indices),
@@ -149,11 +149,11 @@ class ElasticSampler:
         }
 
     def reset(self) -> None:
-        """Divide what was not processed among the ranks that live now. An iteration at work goes on as it was."""
+        """Divide the samples that were not processed among the ranks that live now. A running iteration is not changed."""
         self._divide(self.processed_num)
 
     def _divide(self, processed: int) -> None:
-        """Divide anew, when all ranks have processed so many samples of this epoch."""
+        """Divide the rest again, when all ranks have processed so many samples of this epoch."""
         self.num_replicas, self.rank = size(), rank()
         self._counts = (len(self.processed_indices), processed)
         self._places = set()
@@ -165,14 +165,14 @@ class ElasticSampler:
             self._cut()
 
     def _shuffled(self, indices: Iterable[int]) -> list[int]:
-        """In the order of this epoch, which is that of the indices if there is no shuffling."""
+        """Return the indices in the order of this epoch: their own order without shuffling."""
         order = list(indices)
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
         return order
 
     def _cut(self) -> None:
-        """Make ``indices`` this rank's share of what remains."""
+        """Make ``indices`` this rank's share of the remaining samples."""
         padded = islice(cycle(self.remaining_indices), self.total_size)
         self.indices = list(islice(padded, self.rank, None, self.num_replicas))
         self._division = (self.num_replicas, self.remaining_indices)
@@ -189,19 +189,19 @@ class ElasticSampler:
 
 
 def rank() -> int:
-    """Position of this rank among the living ones, from 0."""
+    """Return the position of this rank among the living ones, from 0."""
     engine = context.engine("hvd.elastic")
     ranks = engine.ranks()
     return ranks.index(engine.rank) if engine.rank in ranks else engine.rank
 
 
 def size() -> int:
-    """Number of living ranks."""
+    """Return the number of living ranks."""
     return context.engine("hvd.elastic").size
 
 
 def first_rank() -> int:
-    """Number of the first living rank, as scripts number them; 0 before ``hvd.init()``."""
+    """Return the number of the first living rank, as scripts number them; 0 before ``hvd.init()``."""
     if not context.is_initialized():
         return 0
     engine = context.engine()
@@ -209,5 +209,5 @@ def first_rank() -> int:
 
 
 def number_of(rank: int | None) -> int:
-    """The number by which scripts know a rank of the core; of the first living rank for ``None``."""
+    """Return the number by which scripts know a rank of the core; of the first living rank for ``None``."""
     return first_rank() if rank is None else shown_number(rank)

@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class StateHandler(Generic[T]):
-    """Saves, restores and synchronizes an object that is more than a value.
+    """Handler that saves, restores and synchronizes an object that is more than a value.
 
     Args:
         value: The object.
 
     Attributes:
         value: The object.
-        root: The rank that :meth:`sync` takes the state of, as the core numbers it; ``None`` for the first that lives.
+        root: The rank whose state :meth:`sync` broadcasts, as the core numbers it; ``None`` for the first that lives.
     """
 
     def __init__(self, value: T) -> None:
@@ -43,7 +43,7 @@ class StateHandler(Generic[T]):
         raise NotImplementedError
 
     def hand_over(self) -> bool:
-        """Ranks are about to leave: hand what only they know to the others; all ranks call it alike.
+        """Hand state that only the leaving ranks have to the others; all ranks call it alike.
 
         Returns:
             Whether the object has to be synchronized after this.
@@ -51,31 +51,32 @@ class StateHandler(Generic[T]):
         return False
 
     def reset(self) -> None:
-        """Training begins again with other ranks."""
+        """Prepare for training that begins again with other ranks."""
 
     def overtaken(self) -> None:
-        """The other ranks have begun again without this one: what only it knows counts no more. :meth:`sync` follows."""
+        """Drop state that only this rank has, since the others have begun again without it. :meth:`sync` follows."""
 
     def set_value(self, value: T) -> None:
-        """Take care of this object from now on."""
+        """Handle this object from now on."""
         self.value = value
         self.save()
 
     @property
     def root_rank(self) -> int:
-        """The rank that :meth:`sync` takes the state of, as scripts number it now."""
+        """Return the rank whose state :meth:`sync` broadcasts, as scripts number it now."""
         return number_of(self.root)
 
 
 class SamplerStateHandler(StateHandler[ElasticSampler]):
-    """The epoch of a sampler, and what all ranks together have processed in it."""
+    """Handler of a sampler: its epoch, and the samples that all ranks together have processed in it."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler)
+        #: The sampler and its recorded places as of the last commit, and the number of commits.
         self._saved = copy.deepcopy(sampler.state_dict())
         self._share = sampler.share()
         self._saves = 0
-        #: Whether training begins again: ranks may be lost, and with them what only they have recorded.
+        #: Whether training begins again: ranks can be lost, and with them records that only they have.
         self._again = False
 
     def save(self) -> None:
@@ -89,7 +90,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         self._again = True
 
     def hand_over(self) -> bool:
-        """Unite the records of what was processed, as long as those of the ranks that leave are there."""
+        """Unite the records of processed samples, as long as those of the leaving ranks exist."""
         mine = (self.value.epoch, self.value.processed_indices)
         every = allgather_object(mine)
         self.value.processed_indices = set().union(*(its for epoch, its in every if epoch == mine[0]))
@@ -102,7 +103,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
 
     def sync(self) -> None:
         state = broadcast_object(self.value.state_dict(), self.root_rank)
-        # What a rank has processed in another epoch than the root's says nothing about this one.
+        # A rank's samples of another epoch than the root's prove nothing about this one.
         mine = self.value.processed_indices if self.value.epoch == state["epoch"] else set()
         every = allgather_object(_Record(mine, self._share if self._again else None, self._saves))
         processed = set().union(*(its.processed for its in every)) | _of_lost(every, state["epoch"])
@@ -112,7 +113,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         self.save()
 
     def reset(self) -> None:
-        if not self._again:  # no commit was restored: what counts is what this rank has recorded by now
+        if not self._again:  # no commit was restored: this rank's record by now counts
             self._share, self._again = self.value.share(), True
         self.value.reset()
 
@@ -123,7 +124,7 @@ class _Record:
 
     Attributes:
         processed: Those that it has a record of.
-        share: What it had recorded at the point from which it begins again; ``None`` if it has just come, or has recorded
+        share: The places that it had recorded at the point from which it begins again; ``None`` if it has just come, or has recorded
             indices otherwise than by batches.
         saves: How often it had saved by then.
     """
@@ -134,9 +135,9 @@ class _Record:
 
 
 def _of_lost(records: Sequence[_Record], epoch: int) -> set[int]:
-    """Return the samples that lost ranks had processed by the last commit, if all ranks have worked in step; else an empty set.
+    """Return the samples that lost ranks had processed by the last commit, if all ranks have worked in step; otherwise an empty set.
 
-    The model of a rank that is ahead by a commit was trained with what all others had processed for that commit, though
+    The model of a rank that is ahead by a commit was trained with the samples that all others had processed for that commit, though
     their own records lack it.
     """
     survivors = [record for record in records if record.share is not None]
@@ -162,7 +163,7 @@ def _of_lost(records: Sequence[_Record], epoch: int) -> set[int]:
 
 
 class LoadableStateHandler(StateHandler[Any]):
-    """Anything else with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler."""
+    """Handler of other objects with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -184,7 +185,7 @@ Entries = Sequence[tuple[Kinds, type[StateHandler[Any]]]]
 
 
 class HandlerRegistry:
-    """Which handler takes care of objects of which type; the first that fits is taken.
+    """Registry of the handler for each type; the first that fits is used.
 
     Args:
         entries: Types, and the handler of their objects.
@@ -197,7 +198,7 @@ class HandlerRegistry:
         self.entries = list(entries)
 
     def handler_for(self, value: object) -> StateHandler[Any] | None:
-        """A handler that takes care of this object; ``None`` if it is a mere value."""
+        """Return a handler of this object; ``None`` if it is a mere value."""
         for kinds, handler in self.entries:
             if isinstance(value, kinds):
                 return handler(value)
@@ -205,10 +206,10 @@ class HandlerRegistry:
 
 
 class HandledState(ObjectState):
-    """The state of a training: what it takes to go on from here, on any rank.
+    """State of a training: all values that any rank needs to continue from here.
 
-    Each argument becomes an attribute. What the registry has a handler for stays the object it is, and the handler saves,
-    restores and synchronizes it; assigning to such an attribute replaces the object. Anything else is a value (it is
+    Each argument becomes an attribute. An object that the registry has a handler for stays the same object, and the handler saves,
+    restores and synchronizes it; assigning to such an attribute replaces the object. Any other object is a value (it is
     copied and pickled).
 
     Args:
@@ -231,6 +232,7 @@ class HandledState(ObjectState):
         # First, and not through __setattr__(), which needs them.
         object.__setattr__(self, "_handlers", handlers)
         object.__setattr__(self, "_registry", registry)
+        #: The rank whose state :meth:`sync` has given to all; ``None`` for the first that lives.
         self._root: int | None = None
         super().__init__(bcast_object=self._from_root, get_rank=rank, **values)
         for name, handler in handlers.items():

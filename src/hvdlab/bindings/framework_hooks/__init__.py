@@ -1,10 +1,10 @@
 """Hooks of the notebook side into each framework, behind one class: how its arrays are read, its random states, ...
 
 A framework is one file of this package, named as the module that users import (``torch.py`` for ``import torch``), with a
-subclass of :class:`FrameworkHooks` whose instance is called ``HOOKS``. Nothing else lists it: :func:`loaded` finds the
+subclass of :class:`FrameworkHooks` whose instance is called ``HOOKS``. No list names it: :func:`loaded` finds the
 file as soon as ``sys.modules`` has the framework. These files import no framework when they are imported, and not our
-binding of it either: a rank's control thread calls the hooks while the rank's main thread may be in the middle of
-``import torch``, and a control thread that waited for the lock of that import could not answer the notebook. For the
+binding of it either. A rank's control thread calls the hooks while the rank's main thread may be in the middle of
+``import torch``. A control thread that waited for the lock of that import could not answer the notebook. For the
 same reason each hook must cope with a framework that is half imported.
 """
 
@@ -29,7 +29,7 @@ Part = tuple[str, Any]
 
 
 class FrameworkHooks:
-    """The answers of one framework; by default there is nothing to say. Hooks may raise what the framework raises.
+    """Hooks of one framework; the defaults report nothing. Hooks pass the framework's exceptions on.
 
     Attributes:
         preload: Whether the fork server imports the framework, if it is installed, before it forks ranks.
@@ -47,7 +47,7 @@ class FrameworkHooks:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def array(self, value: Any) -> ArraySource | None:
-        """The elements of an array of this framework; None if ``value`` is no such array, or has no plain elements."""
+        """Return the elements of an array of this framework; None if ``value`` is no such array, or has no plain elements."""
         return None
 
     def beside(self, value: Any) -> Iterable[Part]:
@@ -55,11 +55,11 @@ class FrameworkHooks:
         return ()
 
     def is_all_elements(self, kind: type) -> bool:
-        """Whether the attributes of an array of this type say nothing besides its elements and :meth:`beside`."""
+        """Return whether the attributes of an array of this type add nothing to its elements and :meth:`beside`."""
         return False
 
     def is_plain(self, kind: type) -> bool:
-        """Whether a value of this type is small, has no parts, and is known to :meth:`plain`."""
+        """Return whether a value of this type is small, has no parts, and is known to :meth:`plain`."""
         return False
 
     def plain(self, value: Any) -> tuple[bytes, str]:
@@ -67,7 +67,7 @@ class FrameworkHooks:
         raise NotImplementedError
 
     def parts(self, value: Any) -> Iterable[Part] | None:
-        """The parts of a value that has an own shape in this framework: a module, a table.
+        """Return the parts of a value that has an own shape in this framework: a module, a table.
 
         Returns:
             All parts in which two such values could differ; None if they can't be had.
@@ -78,23 +78,23 @@ class FrameworkHooks:
         raise NotOurs
 
     def live_arrays(self) -> Iterator[Any]:
-        """Arrays of this framework that are alive, also those without a name. Empty if there is no cheap way."""
+        """Yield arrays of this framework that are alive, also those without a name. Empty if there is no cheap way."""
         return iter(())
 
     def memory(self, value: Any) -> tuple[str, int, int] | None:
-        """Device, address and size in bytes of the memory of an array; None if it is no array of this framework or has none."""
+        """Return device, address and size in bytes of the memory of an array; None if it is no array of this framework or has none."""
         return None
 
     def gradient(self, value: Any) -> Any:
-        """The gradient that is kept with an array; None if there is none."""
+        """Return the gradient that is kept with an array; None if there is none."""
         return None
 
     def nbytes(self, value: Any) -> int:
-        """Size of an array in bytes, without reading its elements; 0 for what is no array of this framework."""
+        """Return the size of an array in bytes, without reading its elements; 0 for a value that is no array of this framework."""
         return 0
 
     def reduce(self, value: Any, *, move: bool, apart: int | None) -> Any:
-        """How an array is pickled for another process; ``NotImplemented`` if as it pickles itself.
+        """Return how an array is pickled for another process; ``NotImplemented`` if as it pickles itself.
 
         Args:
             move: Whether arrays of other devices become CPU arrays.
@@ -106,23 +106,23 @@ class FrameworkHooks:
     # -- the process --------------------------------------------------------------------------------------------------
 
     def random_states(self) -> dict[str, Any]:
-        """States of the generators that all code of a process shares, by name."""
+        """Return states of the generators that all code of a process shares, by name."""
         return {}
 
     def settings(self) -> dict[str, Any]:
-        """Version and settings that make results differ."""
+        """Return version and settings that make results differ."""
         return {}
 
     def current_device(self) -> str:
-        """The device that new arrays of the calling thread go to, such as ``cuda:1``; empty if that is the CPU."""
+        """Return the device that new arrays of the calling thread go to, such as ``cuda:1``; empty if that is the CPU."""
         return ""
 
     def devices_in_use(self) -> list[tuple[int, str]] | None:
-        """Number and UUID of each GPU on which this framework has memory; None as long as it uses none."""
+        """Return the number and UUID of each GPU on which this framework has memory; None as long as it uses none."""
         return None
 
     def device_memory(self) -> int:
-        """Bytes of GPUs' memory that this framework holds for this process. Cheap; any thread."""
+        """Return the bytes of GPUs' memory that this framework holds for this process. Cheap; any thread."""
         return 0
 
     def set_threads(self, threads: int) -> None:
@@ -132,14 +132,14 @@ class FrameworkHooks:
         """Give this process random numbers of its own; called in a forked rank, once."""
 
     def modes(self) -> Any:
-        """The modes of the calling thread that this framework's context managers switch. Cheap: called before each cell."""
+        """Return the modes of the calling thread that this framework's context managers switch. Cheap: called before each cell."""
         return None
 
     def must_return(self, frame: FrameType) -> bool:
-        """Whether native code of this framework has called the code of this frame, and is of no use after an exception of it.
+        """Return whether native code of this framework has called the code of this frame, and is of no use after an exception of it.
 
         An interrupt is not raised there: it ends the collectives that the native code waits for next
-        (``Engine.hold_interrupt``), and what these raise ends the native code as their failure would.
+        (``Engine.hold_interrupt``), and their exception ends the native code as their failure would.
 
         Args:
             frame: The innermost frame of the main thread.
@@ -150,32 +150,32 @@ class FrameworkHooks:
         """Switch a mode back where a context manager of this framework was interrupted before it could.
 
         Args:
-            interrupt: What has ended the cell, with its traceback. Where that does not pass through such a context
+            interrupt: The exception that has ended the cell, with its traceback. Where that does not pass through such a context
                 manager, the modes are as the cell's own code has set them, and stay.
-            modes: What :meth:`modes` has returned before the cell; None if the framework was imported by the cell.
+            modes: The result of :meth:`modes` before the cell; None if the framework was imported by the cell.
         """
 
 
 class NotOurs(Exception):
-    """A value is not of the kind that was asked about."""
+    """Error: a value is not of the requested kind."""
 
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """The frameworks there are hooks for, by the module that users import."""
+    """Return the frameworks that have hooks, by the module that users import."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 @functools.cache
 def hooks_of(name: str) -> FrameworkHooks:
-    """The hooks of one of :func:`names`, also of a framework that was not imported."""
+    """Return the hooks of one of :func:`names`, also of a framework that was not imported."""
     hooks = importlib.import_module(f"{__name__}.{name}").HOOKS
     assert isinstance(hooks, FrameworkHooks)
     return hooks
 
 
 def loaded() -> Iterator[FrameworkHooks]:
-    """The hooks of the frameworks that this process has imported. Cheap; any thread."""
+    """Yield the hooks of the frameworks that this process has imported. Cheap; any thread."""
     for name in names():
         if sys.modules.get(name) is not None:
             yield hooks_of(name)
@@ -189,39 +189,39 @@ def set_environment() -> None:
 
 
 def modes() -> dict[str, Any]:
-    """The calling thread's modes of each framework that this process has imported, by the framework's name."""
+    """Return the calling thread's modes of each framework that this process has imported, by the framework's name."""
     return {name: hooks_of(name).modes() for name in names() if sys.modules.get(name) is not None}
 
 
 def restore_modes(interrupt: BaseException, before: Mapping[str, Any]) -> None:
-    """Call each imported framework's :meth:`FrameworkHooks.restore_modes`; ``before`` is what :func:`modes` returned."""
+    """Call each imported framework's :meth:`FrameworkHooks.restore_modes`; ``before`` is a result of :func:`modes`."""
     for name in names():
         if sys.modules.get(name) is not None:
             hooks_of(name).restore_modes(interrupt, before.get(name))
 
 
 def must_return(frame: FrameType) -> bool:
-    """Whether :meth:`FrameworkHooks.must_return` of any imported framework says so of this frame."""
+    """Return whether :meth:`FrameworkHooks.must_return` of any imported framework is true for this frame."""
     return any(hooks.must_return(frame) for hooks in loaded())
 
 
 def devices_in_use() -> list[tuple[int, str]] | None:
-    """Number and UUID of each GPU that any framework has memory on; None as long as none of them uses one."""
+    """Return the number and UUID of each GPU that any framework has memory on; None as long as none of them uses one."""
     found = [used for hooks in loaded() if (used := hooks.devices_in_use()) is not None]
     return sorted({device for used in found for device in used}) if found else None
 
 
 def device_memory() -> int:
-    """Bytes of GPUs' memory that frameworks hold for this process."""
+    """Return the bytes of GPUs' memory that frameworks hold for this process."""
     return sum(hooks.device_memory() for hooks in loaded())
 
 
 def module_of(kind: type) -> str:
-    """The top-level module that a type says it is from."""
+    """Return the top-level module that a type names as its own."""
     return str(kind.__module__).partition(".")[0]
 
 
 def is_instance_type(kind: type, module: str, name: str) -> bool:
-    """Whether a type is ``module.name`` or derived from it, if that has been imported."""
+    """Return whether a type is ``module.name`` or derived from it, if that has been imported."""
     base = getattr(sys.modules.get(module), name, None)
     return isinstance(base, type) and issubclass(kind, base)

@@ -11,7 +11,7 @@ _PACKAGES = ("cupy",)
 
 
 class CupyHooks(FrameworkHooks):
-    """CuPy's arrays, which are copied to the host to be read."""
+    """Hooks for CuPy's arrays, which are copied to the host to be read."""
 
     def array(self, value: Any) -> ArraySource | None:
         if module_of(type(value)) not in _PACKAGES or not (

@@ -11,7 +11,7 @@ from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, is_in
 
 
 class NumpyHooks(FrameworkHooks):
-    """numpy's arrays, scalars and generators."""
+    """Hooks for numpy's arrays, scalars and generators."""
 
     preload = True
 

@@ -9,7 +9,7 @@ from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, is_in
 
 
 class PandasHooks(FrameworkHooks):
-    """pandas' tables, columns and indexes, and its dates."""
+    """Hooks for pandas' tables, columns and indexes, and its dates."""
 
     def is_plain(self, kind: type) -> bool:
         return module_of(kind) == "pandas" and any(

@@ -15,7 +15,7 @@ _KERAS = ("keras", "tf_keras")
 
 
 class TensorflowHooks(FrameworkHooks):
-    """TensorFlow's tensors and variables, which are copied to the host to be read, and Keras' models and optimizers.
+    """Hooks for TensorFlow's tensors and variables, which are copied to the host to be read, and Keras' models and optimizers.
 
     The fork server imports TensorFlow only if ``HVDLAB_PRELOAD`` names it: that takes seconds and 500 MB. Its pools of
     threads, which a fork would lose, are made when it first computes, so ranks may be forked after the import.
@@ -47,7 +47,7 @@ class TensorflowHooks(FrameworkHooks):
         )
 
     def is_all_elements(self, kind: type) -> bool:
-        """A variable's attributes are the handle of its memory, and names that each process counts for itself."""
+        """Return True for variables: their attributes are the memory's handle, and names that each process counts for itself."""
         return module_of(kind) in _PACKAGES
 
     def parts(self, value: Any) -> Iterable[Part] | None:
@@ -79,13 +79,13 @@ class TensorflowHooks(FrameworkHooks):
 
 
 def _device(name: str) -> str:
-    """``cpu`` or ``gpu:0`` of TensorFlow's long name."""
+    """Return ``cpu`` or ``gpu:0`` for TensorFlow's long name."""
     short = name.rpartition("device:")[2].lower()
     return "cpu" if short in ("", "cpu:0") else short
 
 
 def _weights(layer: Any) -> list[Part]:
-    """The weights of a layer or model, by the ends of their paths: Keras may name what is around a layer otherwise when it loads it."""
+    """Return the weights of a layer or model, by the ends of their paths: Keras can rename a layer's surroundings when it loads it."""
     return [
         (f"[{number}] {'/'.join(_path(weight).split('/')[-2:])}", weight)
         for number, weight in enumerate(layer.weights)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PLAIN = frozenset({"device", "dtype", "layout", "memory_format", "qscheme", "Size"})
 
-# Attributes of a module that _module() reads otherwise, or that only say how a call of the module goes.
+# Attributes of a module that _module() reads in another way, or that only control a call of the module.
 _MODULE_OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_compiled_call_impl", "_version"}
 )
@@ -31,7 +31,7 @@ _MODULE_OWN = frozenset(
 
 _AUTOCAST = ("cpu", "cuda")
 
-# The types whose NaNs and infinities a GPU may count. Of others the host says whether they have any.
+# The types whose NaNs and infinities a GPU may count. For others the host finds out whether they have any.
 _FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 # The files in which torch switches gradients and autocast off and on again around a caller's code. None of that code holds
@@ -47,7 +47,7 @@ _SWITCHES = tuple(
 )
 
 
-# What torch's C++ calls in the middle of a backward pass (the process group, its futures' search for tensors), and the function of
+# Code that torch's C++ calls in the middle of a backward pass (the process group, its futures' search for tensors), and the function of
 # torch from which that pass is started.
 _CALLED_BY_CPP = (
     os.path.join("hvdlab", "torch", "c10d", ""),
@@ -59,7 +59,7 @@ _GRAPH = os.path.join("torch", "autograd", "graph.py")
 
 
 class TorchHooks(FrameworkHooks):
-    """PyTorch's tensors on any device, modules and optimizers."""
+    """Hooks for PyTorch's tensors on any device, modules and optimizers."""
 
     preload = True
     binding = "hvdlab.torch"
@@ -140,7 +140,7 @@ class TorchHooks(FrameworkHooks):
             raw = packed.contiguous().view(-1).view(torch.uint8).numpy()
             return make_tensor, (raw, packed.dtype, tuple(packed.shape), value.requires_grad)
         if packed.untyped_storage().nbytes() > nbytes:
-            packed = packed.clone()  # without the unused rest of what a view looks into
+            packed = packed.clone()  # without the unused rest of a view's storage
         if packed is not value and (packed.data_ptr() != value.data_ptr() or value.grad_fn is not None):
             return packed.requires_grad_(value.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
@@ -248,7 +248,7 @@ class TorchHooks(FrameworkHooks):
 
 
 def _autocast_depth(torch: Any) -> int:
-    """In how many autocast contexts the calling thread is."""
+    """Return in how many autocast contexts the calling thread is."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
@@ -256,8 +256,8 @@ def _autocast_depth(torch: Any) -> int:
 def _tracked_instances(base: type) -> list[Any]:
     """Return the instances of a type, and of those derived from it, that the garbage collector tracks.
 
-    The list of all objects refers also to tuples that other threads are still filling, and ``tuple(...)`` of a generator raises
-    SystemError if anything else refers to its result when it is full. So that list exists only inside of one call into C,
+    The list of all objects refers also to tuples that other threads are still filling. ``tuple(...)`` of a generator raises
+    SystemError if another object refers to its result when it is full. So that list exists only inside of one call into C,
     during which no other thread runs, and nothing keeps a part of it: ``tee`` would keep itself, as it is among the objects.
     """
     return list(_instances(chain.from_iterable(map(gc.get_objects, (None,))), base))
@@ -297,12 +297,12 @@ def _of_tensor(tensor: Any) -> ArraySource | None:
 
 
 def _works_on(device: Any) -> bool:
-    """Whether what is found out about elements is worked out on this device, and not on the host."""
+    """Return whether facts about elements are computed on this device, and not on the host."""
     return bool(device.type == "cuda")
 
 
 class TensorOnDevice:
-    """See :class:`~hvdlab.bindings.array_source.OnDevice`. If the device has no memory left for it, blocks are worked on on the host, in the same way.
+    """Facts as of :class:`~hvdlab.bindings.array_source.OnDevice`. If the device's memory is full, blocks are computed on the host, in the same way.
 
     Args:
         raw: The bytes, in one dimension.
@@ -330,7 +330,7 @@ class TensorOnDevice:
             return work(torch.device("cpu")).numpy()
 
     def _sums(self, device: Any) -> Any:
-        """A row of sums for each block. All memory that it needs is allocated once, about 20 MiB."""
+        """Return a row of sums for each block. All memory that it needs is allocated once, about 20 MiB."""
         torch: Any = sys.modules["torch"]
         rows, columns, sets = word_sums.ROWS, word_sums.COLUMNS, word_sums.SETS
         weights = torch.from_numpy(word_sums.weights(rows, columns).copy()).to(device)
@@ -353,7 +353,7 @@ class TensorOnDevice:
         return sums
 
     def _odd(self, device: Any) -> Any:
-        """How many elements are NaN, and how many infinite."""
+        """Return how many elements are NaN, and how many infinite."""
         torch: Any = sys.modules["torch"]
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         for part in self._elements.split(max(1, fingerprint.BLOCK // self._elements.element_size())):
@@ -371,7 +371,7 @@ def _of_storage(storage: Any) -> ArraySource | None:
 
 
 def _module(value: Any) -> Iterable[Part]:
-    """Parameters and buffers under the names that ``state_dict`` has, then the other modules, then all else."""
+    """Yield parameters and buffers under the names that ``state_dict`` has, then the other modules, then all other attributes."""
     inside = object.__getattribute__(value, "__dict__")
     found: list[Part] = []
     for group in ("_parameters", "_buffers", "_modules"):
@@ -389,12 +389,12 @@ def _module(value: Any) -> Iterable[Part]:
 
 
 def _by_number(name: str, hooks: Any) -> list[Part]:
-    """Hooks by their order: torch counts their keys for the whole process, so equal hooks of two ranks may differ in them."""
+    """Return hooks by their order: torch counts their keys for the whole process, so equal hooks of two ranks may differ in them."""
     return [(f".{name}[{number}]", hook) for number, hook in enumerate(dict.values(hooks))]
 
 
 def _optimizer(value: Any) -> Iterable[Part]:
-    """Parameters and settings of the groups, then the state of each parameter, by its number, then all else."""
+    """Yield parameters and settings of the groups, then the state of each parameter, by its number, then all other attributes."""
     groups = value.param_groups
     found: list[Part] = [
         (f".param_groups[{number}][{key!r}]", item)
@@ -422,12 +422,12 @@ def _sparse(value: Any) -> Iterable[Part] | None:
 
 
 def _is_its_bytes(tensor: Any) -> bool:
-    """Whether the bytes of a CPU tensor, with its type and shape, are all there is to it."""
+    """Return whether the bytes of a CPU tensor, with its type and shape, are all there is to it."""
     return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def make_tensor(raw: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
-    """The tensor whose bytes an array has; it goes on to use them. Called by pickles."""
+    """Return the tensor whose bytes an array has; it goes on to use them. Called by pickles."""
     import torch
 
     tensor = torch.from_numpy(raw).view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""``horovod.common``: what Horovod has for all frameworks."""
+"""``horovod.common``: the part of Horovod that all frameworks share."""
 
 from __future__ import annotations
 

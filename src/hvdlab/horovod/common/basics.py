@@ -12,7 +12,7 @@ from hvdlab.collectives.types import ReduceOp
 
 
 class MPI:
-    """Stands for mpi4py's module in annotations; importing that one would start MPI."""
+    """Substitute for mpi4py's module in annotations; importing that one would start MPI."""
 
     class Comm:
         """A communicator."""

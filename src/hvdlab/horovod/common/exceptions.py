@@ -30,7 +30,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """A sentence that says which two versions of a framework don't fit."""
+    """Return a sentence with the two versions of a framework that don't fit."""
     return (
         f"{name} is of version {version} now, but was of version {installed_version} when Horovod was installed; "
         f"either reinstall Horovod, or go back to {name} {installed_version}."

@@ -28,12 +28,12 @@ _BINDINGS = {
 
 
 def get_ext_suffix() -> str:
-    """The ending of compiled modules of this Python, such as ``.cpython-312-x86_64-linux-gnu.so``."""
+    """Return the ending of compiled modules of this Python, such as ``.cpython-312-x86_64-linux-gnu.so``."""
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Where a compiled module would be.
+    """Return where a compiled module would be.
 
     Args:
         pkg_path: A file of the package.
@@ -66,7 +66,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether hvdlab has a binding of this framework, and the framework is installed.
+    """Return whether hvdlab has a binding of this framework, and the framework is installed.
 
     Args:
         ext_base_name: One of :data:`EXTENSIONS`.
@@ -77,7 +77,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether this framework sees a GPU of its own, and hvdlab has a binding of it. Imports the framework."""
+    """Return whether this framework sees a GPU of its own, and hvdlab has a binding of it. Imports the framework."""
     found = False
     if extension_available(ext_base_name):
         if ext_base_name == "torch":
@@ -90,27 +90,27 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether collectives can go through MPI in this process."""
+    """Return whether collectives can go through MPI in this process."""
     return _with_a_line("MPI can be used", basics.mpi_built(), verbose)
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether collectives can go through Gloo in this process."""
+    """Return whether collectives can go through Gloo in this process."""
     return _with_a_line("Gloo can be used", basics.gloo_built(), verbose)
 
 
 def nccl_built(verbose: bool = False) -> bool:
-    """Whether collectives can go through NCCL in this process."""
+    """Return whether collectives can go through NCCL in this process."""
     return _with_a_line("NCCL can be used", basics.nccl_built(), verbose)
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """False: IBM's DDL is not supported."""
+    """Return False: IBM's DDL is not supported."""
     return _with_a_line("DDL can be used", basics.ddl_built(), verbose)
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """False: Intel's oneCCL is not supported."""
+    """Return False: Intel's oneCCL is not supported."""
     return _with_a_line("oneCCL can be used", basics.ccl_built(), verbose)
 
 
@@ -124,11 +124,11 @@ def _with_a_line(what: str, found: bool, verbose: bool) -> bool:
 
 
 def check_installed_version(name: str, version: str, exception: BaseException | None = None) -> None:
-    """Nothing to check: hvdlab is compiled for no version of a framework, so every version fits."""
+    """Do nothing: hvdlab is compiled for no version of a framework, so every version fits."""
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is ``target`` or later.
+    """Return whether a version is ``target`` or later.
 
     Args:
         ver: Any version.
@@ -166,7 +166,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
-    """A function ``(op, average)`` that makes a reduction operator of Horovod's old and new arguments.
+    """Return a function ``(op, average)`` that makes a reduction operator of Horovod's old and new arguments.
 
     Args:
         reduce_ops: Has ``Average`` and ``Sum``.
@@ -191,19 +191,19 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number of ranks is 1, 2, 4, 8, …"""
+    """Return whether a number of ranks is 1, 2, 4, 8, …"""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def split_list(l: Sequence[Any], n: int) -> list[Any]:
-    """``n`` consecutive parts of a list, the first ones longer by one where it doesn't divide evenly."""
+    """Return ``n`` consecutive parts of a list, the first ones longer by one where it doesn't divide evenly."""
     size, longer = divmod(len(l), n)
     starts = [part * size + min(part, longer) for part in range(n + 1)]
     return [l[begin:end] for begin, end in itertools.pairwise(starts)]
 
 
 def is_iterable(x: Any) -> bool:
-    """Whether ``for _ in x`` works."""
+    """Return whether ``for _ in x`` works."""
     try:
         iter(x)
     except TypeError:

@@ -7,17 +7,17 @@ import sys
 
 
 def run_commandline() -> int:
-    """Do what ``sys.argv`` says, as ``hvdlab run`` does. Returns the exit code, for ``sys.exit``."""
+    """Run the command in ``sys.argv``, as ``hvdlab run`` does. Returns the exit code, for ``sys.exit``."""
     from hvdlab.runner.cli import horovodrun
 
     return horovodrun()
 
 
 def parse_args() -> argparse.Namespace:
-    """``sys.argv`` as the values of the flags; ``None`` for a flag that was not given.
+    """Return ``sys.argv`` as the values of the flags; ``None`` for a flag that was not given.
 
     Raises:
-        SystemExit: The arguments can't be read (2), or help was wanted (0).
+        SystemExit: The arguments can't be read (2), or the user asked for help (0).
     """
     from hvdlab.runner.cli import parser
 
@@ -25,7 +25,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_build(verbose: object) -> None:
-    """Print what this installation can do, and what it can't and why: ``hvdlab run --check-build``."""
+    """Print the abilities of this installation, and those that it lacks, with reasons: ``hvdlab run --check-build``."""
     from hvdlab.runner.cli import build_report
 
     print(build_report())
@@ -34,7 +34,7 @@ def check_build(verbose: object) -> None:
 def is_gloo_used(
     use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None
 ) -> bool:
-    """Whether the launcher itself starts the ranks, which Horovod calls Gloo, rather than mpiexec or jsrun."""
+    """Return whether the launcher itself starts the ranks, which Horovod calls Gloo, rather than mpiexec or jsrun."""
     return bool(use_gloo) or not (use_mpi or use_jsrun)
 
 

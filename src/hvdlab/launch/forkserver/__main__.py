@@ -1,7 +1,7 @@
 """``python -m hvdlab.launch.forkserver CONTROL POOL LIFELINE PROGRAM``: the fork server.
 
-``CONTROL`` is the number of an inherited socket to the pool, ``POOL`` the process id of the pool's process,
-``LIFELINE`` the number of the writing end of the pipe that children depend on, and ``PROGRAM`` names what children run,
+``CONTROL`` is the number of an inherited socket to the pool. ``POOL`` is the process id of the pool's process,
+``LIFELINE`` the number of the writing end of the pipe that children depend on. ``PROGRAM`` names the children's program,
 as ``module:attribute``. Standard input is a pipe that ends when the pool's process does.
 """
 

@@ -57,9 +57,9 @@ class ChildPipes:
         err, out: Reading ends of its captured output, or -1. Read here only when it has ended: while it lives it reads them.
         unsent: Memory with output that it has not sent, or -1. Read only when it has ended, too.
         channel: The controller's connection.
-        pidfd: Becomes readable when it ends; only for an adopted process, else -1.
+        pidfd: Becomes readable when it ends; only for an adopted process, otherwise -1.
         peak: The most memory that an adopted process was seen to have had, in bytes.
-        unread: What was read of its standard error after its end and belongs to nothing that it left.
+        unread: Its standard error that was read after its end, and is not part of output that it left.
     """
 
     number: int
@@ -75,7 +75,7 @@ class ChildPipes:
 
     @classmethod
     def adopt(cls, child: Forked) -> ChildPipes | None:
-        """The pipes of a process that another fork server has forked; ``None`` if it has ended."""
+        """Return the pipes of a process that another fork server has forked; ``None`` if it has ended."""
         pidfd = open_process(child.pid, child.started)
         if pidfd < 0:
             return None
@@ -103,18 +103,18 @@ class ChildPipes:
     # -- adopted processes ----------------------------------------------------------------------------------------
 
     def send_signal(self, number: int, group: bool) -> None:
-        """Raises ``ProcessLookupError`` if it has ended, even if its number belongs to another process by now."""
+        """Send a signal. Raises ``ProcessLookupError`` if it has ended, even if its number belongs to another process by now."""
         if group and os.getpgid(self.pid) == self.pid and not readable(self.pidfd, 0):
             os.killpg(self.pid, number)
         else:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def look(self) -> None:
-        """Note how much memory it has had: once it has ended, only its parent can find that out."""
+        """Record how much memory it has had: once it has ended, only its parent can find that out."""
         self.peak = max(self.peak, peak_memory(self.pid))
 
     def bury(self) -> int | None:
-        """After its end: kill what it has left in its session. Returns its status as ``waitpid`` does; ``None`` if unknown."""
+        """Kill the processes that an ended child has left in its session. Returns its status as ``waitpid`` does; ``None`` if unknown."""
         status = exit_status(self.pidfd, self.pid)
         kill_session(self.pid)
         return status
@@ -122,7 +122,7 @@ class ChildPipes:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """In the fork server or in a child: close them without shutting the connection down for the other side."""
+        """Close them, in the fork server or in a child, without shutting the connection down for the other side."""
         for descriptor in (self.log, self.err, self.out, self.unsent, self.pidfd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -140,7 +140,7 @@ def _contents(pipe: int) -> Iterator[bytes]:
 
 
 def _reopen(pid: int, descriptor: int) -> int:
-    """Another process's reading end of a pipe; -1 if it can't be had."""
+    """Return another process's reading end of a pipe; -1 if it can't be had."""
     try:
         return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -155,18 +155,19 @@ class ChildTable:
     """Children that were forked here, and processes that were adopted.
 
     Args:
-        selector: Gets their descriptors, each with a callable that returns what has happened.
-        program: Reads what ended ranks have left behind.
+        selector: Gets their descriptors, each with a callable that returns its events.
+        program: Reads the output that ended ranks have left behind.
     """
 
     def __init__(self, selector: selectors.BaseSelector, program: ForkedProgram) -> None:
         self._selector, self._program = selector, program
+        #: Shows whether the kernel has killed a process for lack of memory since it was asked last.
         self._memory = OutOfMemoryCounter()
         self._pipes: dict[int, ChildPipes] = {}
         self._looked = time.monotonic()
 
     def add(self, pipes: ChildPipes) -> None:
-        """Look after one more child."""
+        """Supervise one more child."""
         self._pipes[pipes.number] = pipes
         if pipes.log >= 0:
             self._watch(pipes.log, functools.partial(self._read_log, pipes))
@@ -176,7 +177,7 @@ class ChildTable:
             self._watch(pipes.pidfd, functools.partial(self._adopted_ended, pipes))
 
     def adopt(self, child: Forked) -> list[Event]:
-        """Look after a process that another fork server has forked."""
+        """Supervise a process that another fork server has forked."""
         pipes = ChildPipes.adopt(child)
         if pipes is None:
             return [ChildEnded(child.pid, out_of_memory=self._memory.increased())]
@@ -184,13 +185,13 @@ class ChildTable:
         return []
 
     def next_look(self) -> float | None:
-        """Seconds until :meth:`look` is due; ``None`` for never."""
+        """Return the seconds until :meth:`look` is due; ``None`` for never."""
         if all(pipes.pidfd < 0 for pipes in self._pipes.values()):
             return None
         return max(0.0, self._looked + LOOK_EVERY - time.monotonic())
 
     def look(self) -> None:
-        """Note the memory of adopted processes, which can't be asked for once they have ended."""
+        """Record the memory of adopted processes, which can't be asked for once they have ended."""
         self._looked = time.monotonic()
         for pipes in self._pipes.values():
             if pipes.pidfd >= 0:
@@ -217,11 +218,11 @@ class ChildTable:
                 pipes.channel.send(line)
 
     def forget(self) -> None:
-        """In a forked child: close the pipes of the other children."""
+        """Close the pipes of the other children, in a forked child."""
         for pipes in self._pipes.values():
             pipes.close()
 
-    # -- what children write --------------------------------------------------------------------------------------
+    # -- output of children ---------------------------------------------------------------------------------------
 
     def _watch(self, source: object, happened: object) -> None:
         self._selector.register(source, selectors.EVENT_READ, happened)  # type: ignore[arg-type]  # has a descriptor
@@ -328,9 +329,9 @@ class Role:
     Attributes:
         order: The pool's order.
         log: Pipe for descriptors 1 and 2 at the start, whose last lines are reported when the child ends.
-        pipes: The pipes that a rank captures its output with; the fork server reads what is left in them at its end.
+        pipes: The pipes that a rank captures its output with; the fork server reads to their end when it ends.
         unsent: Memory for output that the rank has not sent, which the fork server reads likewise; -1 for none.
-        channel: The controller's connection to the fork server, else -1.
+        channel: The controller's connection to the fork server, otherwise -1.
         parent: Process id of the fork server.
         lifeline: The writing end of the pipe that children depend on.
         leave_to_live: A pipe that gives one byte when the pool knows of the child, or ends if the fork server died before
@@ -349,7 +350,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """A child, in the fork server.
+    """New child, as the fork server sees it.
 
     Attributes:
         record: The message to the pool about it.
@@ -383,6 +384,7 @@ def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[]
             opened += [ours, theirs]
         elif (unsent := program.make_area()) >= 0:
             opened.append(unsent)
+        # A collection in the child would otherwise write to, and so copy, all objects that it shares.
         gc.freeze()
         pid = os.fork()
     except OSError:
@@ -407,16 +409,16 @@ def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[]
 
 
 def why_not(error: OSError) -> str:
-    """Why there could be no child, and what to do about it."""
+    """Return why no child could start, and the remedy."""
     text = error.strerror or str(error)
     return f"{text}: {REMEDIES[error.errno]}" if error.errno in REMEDIES else text
 
 
 def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
-    """Be what the role says, in a forked child, and end the process with it.
+    """Run a role in a forked child, and end the process with it.
 
     Args:
-        program: What runs in children.
+        program: The children's program.
         open_files: Soft limit on open files.
     """
     code = 1
@@ -429,14 +431,14 @@ def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
     except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
-        # Not to sys.stderr, which cells write to: the thread that sends that may be what could not be started.
+        # Not to sys.stderr, which cells write to: perhaps it is the thread that sends that which could not be started.
         traceback.print_exc(file=sys.__stderr__)
     finally:
         leave(code)
 
 
 def leave(code: int) -> NoReturn:
-    """End a forked process: run exit handlers and flush, but don't tear down what is shared with the fork server.
+    """End a forked process: run exit handlers and flush, but don't tear down resources that it shares with the fork server.
 
     An orderly end of the interpreter would touch, and so copy, every object that the fork shares.
     """
@@ -501,7 +503,7 @@ def _connect_standard_descriptors(role: Role) -> None:
 
 
 def _ignore_interrupt(number: int, frame: object) -> None:
-    """A handler in place of SIG_IGN, which programs that the rank starts would inherit."""
+    """Ignore an interrupt, in place of SIG_IGN, which programs that the rank starts would inherit."""
 
 
 def _run(role: Role, program: ForkedProgram) -> int:
@@ -514,14 +516,14 @@ def _run(role: Role, program: ForkedProgram) -> int:
 
 
 def refresh_libraries(program: Preloads) -> None:
-    """Undo what a fork must not share: random states, and thread pools sized for one process."""
+    """Reset state that a fork must not share: random states, and thread pools sized for one process."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "1") or 1)
     _size_openblas(threads)
     program.refresh(threads)
 
 
 def _size_openblas(threads: int) -> None:
-    """The fork server loads OpenBLAS with one thread, so that none runs at the fork; give the rank its own number."""
+    """Give the rank its own number of OpenBLAS threads: the fork server loads it with one, so that none runs at the fork."""
     if threads <= 1:
         return
     pattern = re.compile(r"\S*openblas\S*\.so\S*")

@@ -1,6 +1,6 @@
 """The pool's side of the fork server: starting it, its orders and reports, and a successor when it dies.
 
-The :class:`Journal` holds what a successor must know: orders without an answer, and the children that live. From the death of a
+The :class:`Journal` holds a successor's needs: orders without an answer, and the children that live. From the death of a
 fork server until its successor has adopted them, :class:`Orphans` watches these children.
 """
 
@@ -54,6 +54,7 @@ AT_ONCE = 3
 TRIES = 8
 """… and this many in a row at most, with pauses that begin with :data:`PAUSE` seconds and double each time."""
 PAUSE = 1.0
+"""Seconds before the first successor that is not started at once."""
 
 
 class ForkServer:
@@ -68,20 +69,28 @@ class ForkServer:
     ) -> None:
         self._handle, self._lifeline, self._environ = handle, lifeline, dict(environ)
         self._program = program
+        #: Guards all state below. Reentrant: :meth:`keep` holds it while it calls :meth:`send`.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        #: Receives messages about children; until :meth:`listen`, they wait in ``_early``.
         self._listener: Listener | None = None
         self._on_lost: Callable[[str], None] | None = None
         self._early: list[FromServer] = []
+        #: The answers of this fork server: its imports are done; it stays, or refuses to; another process has
+        #: it (its id).
         self._loaded: Loaded | None = None
         self._kept: Kept | None = None
         self._refused = 0
         self._journal = Journal()
         self._orphans = Orphans()
+        #: Why the fork server is gone; ``None`` while it lives. Hopeless: no successor will follow.
         self._lost: str | None = None
         self._hopeless = False
+        #: Fork servers in a row that could not be started, or died before their imports were done.
         self._failures = 0
+        #: Whether :meth:`close` or :meth:`detach` was called, and whether the reading thread has to return.
         self._closing = self._leaving = False
+        #: Wakes the reading thread when bytes wait to be written, or it has to return.
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = self._begin()
 
@@ -90,9 +99,9 @@ class ForkServer:
         """Start a fork server and return at once; it imports in the meantime.
 
         Args:
-            program: What its children run, as ``module:attribute`` of a
+            program: Its children's program, as ``module:attribute`` of a
                 :class:`~hvdlab.launch.forkserver.program.ForkedProgram`.
-            environ: Its environment; by default this process's. ``HVDLAB_PRELOAD`` in it says what to import.
+            environ: Its environment; by default this process's. ``HVDLAB_PRELOAD`` in it lists the modules to import.
 
         Raises:
             StartError: The process could not be started.
@@ -134,16 +143,16 @@ class ForkServer:
 
     @property
     def lost(self) -> str | None:
-        """Why the fork server is gone; None as long as it is not."""
+        """Return why the fork server is gone; None as long as it is not."""
         return self._lost
 
     def children(self) -> dict[int, Forked]:
-        """Number to child, for the children that live as far as is known here."""
+        """Return number to child, for the children that live as far as this process knows."""
         with self._lock:
             return dict(self._journal.children)
 
     def guarded(self) -> tuple[str, ...]:
-        """The files that the fork server removes at its end."""
+        """Return the files that the fork server removes at its end."""
         with self._lock:
             return self._journal.guarded
 
@@ -194,6 +203,7 @@ class ForkServer:
                 raise StartError("the fork server was closed")
             if self._hopeless:
                 raise StartError(f"the fork server is gone: {self._lost}")
+            # Before the write: if the fork server dies in between, its successor gets the message.
             self._journal.remember(message)
             if self._lost is None:
                 self._write(message)
@@ -223,9 +233,9 @@ class ForkServer:
         return self._kept.error
 
     def respawn(self) -> None:
-        """After the fork server's death: start a successor for its children. Any thread; idempotent.
+        """Start a successor for the children of a dead fork server. Any thread; idempotent.
 
-        The successor looks after the children at once, and can fork when it has imported (:meth:`wait_loaded`). This
+        The successor supervises the children at once, and can fork when it has imported (:meth:`wait_loaded`). This
         returns at once, or after a pause if several in a row could not be started or died early; :meth:`close` ends
         the pause.
 
@@ -255,6 +265,7 @@ class ForkServer:
                 return False
             self._handle.release()
             self._handle, self._lost, self._hopeless = handle, None, False
+            # Under the lock: messages of send() must come after these.
             for message in self._journal.for_successor():
                 self._write(message)
             self._thread = self._begin()
@@ -283,13 +294,13 @@ class ForkServer:
         self._orphans.release(timeout)
 
     def detach(self) -> None:
-        """Let go of the fork server; it stays if it was asked to (:meth:`keep`). Idempotent."""
+        """Release the fork server; it stays if it was asked to (:meth:`keep`). Idempotent."""
         if self._claim():
             self._orphans.release()
             self._let_go()
 
     def _claim(self) -> bool:
-        """Whether the caller is the one that ends this."""
+        """Return whether the caller is the one that ends this."""
         with self._lock:
             claimed, self._closing = not self._closing, True
             self._changed.notify_all()
@@ -298,6 +309,7 @@ class ForkServer:
     def _let_go(self) -> None:
         self._leaving = True
         self._wake()
+        # A callback of the reading thread, which can't join itself, may have closed this.
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._handle.release()
@@ -330,6 +342,7 @@ class ForkServer:
             except ConnectionLost as error:
                 reason = str(error)
             except ProtocolError as error:
+                # It is unknown where the next message begins. A successor can adopt the children.
                 handle.kill()
                 reason = str(error)
         self._has_ended(handle, reason)
@@ -379,6 +392,7 @@ class ForkServer:
             return
         reason = handle.why_ended(error)
         with self._lock:
+            # First: the end of a child that ends before it is watched stays unknown.
             self._orphans.watch(self._journal.children.values())
             ended = self._journal.died()
             self._failures += self._loaded is None
@@ -404,7 +418,7 @@ ORDER_TRIES = 3
 
 
 class Journal:
-    """Kept up to date by :meth:`remember` and :meth:`heard`.
+    """Journal of a fork server's children and orders; :meth:`remember` and :meth:`heard` update it.
 
     Attributes:
         children: Number to child, for the children that live.
@@ -412,14 +426,17 @@ class Journal:
 
     def __init__(self) -> None:
         self.children: dict[int, Forked] = {}
+        #: Orders for children without an answer, and how many fork servers have died over each.
         self._orders: dict[int, Fork] = {}
         self._tries: dict[int, int] = {}
+        #: SIGTERM and SIGKILL for living children. A successor sends them again: the dead one may have died
+        #: before it did.
         self._ends: dict[int, Signal] = {}
         self._guard: Guard | None = None
         self._keep: Keep | None = None
 
     def remember(self, message: ForkServerMessage) -> None:
-        """Note an order to the fork server."""
+        """Record an order to the fork server."""
         match message:
             case Fork(number):
                 self._orders[number], self._tries[number] = message, 0
@@ -437,7 +454,7 @@ class Journal:
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """The files that the fork server removes at its end."""
+        """Return the files that the fork server removes at its end."""
         return self._guard.paths if self._guard is not None else ()
 
     def forget_keeping(self) -> None:
@@ -445,7 +462,7 @@ class Journal:
         self._keep = None
 
     def heard(self, message: FromServer) -> None:
-        """Note a message of the fork server."""
+        """Record a message of the fork server."""
         match message:
             case Forked(number):
                 self._orders.pop(number, None)
@@ -462,7 +479,7 @@ class Journal:
                 self._guard = Guard(guarded)
 
     def died(self) -> list[FromServer]:
-        """The fork server has died. Returns the messages that it would have sent about what ended with it."""
+        """Record the fork server's death. Returns the messages that it would have sent about processes that ended with it."""
         ended: list[FromServer] = []
         for number, order in list(self._orders.items()):
             self._tries[number] += 1
@@ -475,16 +492,18 @@ class Journal:
         return ended
 
     def for_successor(self) -> list[ForkServerMessage]:
-        """The first messages to the successor."""
+        """Return the first messages to the successor."""
         settings = [message for message in (self._keep, self._guard) if message is not None]
         adopt = Adopt(tuple(self.children.values()))
         return [adopt, *settings, *self._orders.values(), *self._ends.values()]
 
 
 class Orphans:
-    """Holds a descriptor of each, which shows how it ended even long afterwards, and the memory that it had."""
+    """Watcher of orphaned children. Holds a descriptor of each, which shows how it ended even long afterwards, and the memory that it had."""
 
     def __init__(self) -> None:
+        #: A process descriptor and the peak of memory in bytes for each, by process id. The peak is read
+        #: while it lives.
         self._held: dict[int, int] = {}
         self._peaks: dict[int, int] = {}
 
@@ -502,7 +521,7 @@ class Orphans:
                     self._peaks[child.pid] = peak_memory(child.pid)
 
     def complete(self, end: Exited) -> Exited:
-        """The same end, completed by what is known here: how the rank ended, and the memory that it had."""
+        """Return the same end, completed by facts known here: how the rank ended, and the memory that it had."""
         if not end.max_rss and (peak := self._peaks.get(end.pid)):
             end = msgspec.structs.replace(end, max_rss=peak, seen=True)
         descriptor = self._held.get(end.pid)
@@ -609,7 +628,7 @@ class ServerHandle:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def why_ended(self, otherwise: str) -> str:
-        """How the fork server ended, with its last words; ``otherwise`` if that is unknown."""
+        """Return how the fork server ended, with its last words; ``otherwise`` if that is unknown."""
         if not self.has_ended(1.0):
             return otherwise
         if self._process is not None:
@@ -630,7 +649,7 @@ class ServerHandle:
         return "\n".join(lines[-20:])
 
     def release(self) -> None:
-        """Let go of the fork server, whether it has ended or stays. Idempotent."""
+        """Release the fork server, whether it has ended or stays. Idempotent."""
         self.endpoint.close()
         if self._process is not None and self._process.poll() is None:
             self._process.returncode = 0  # it stays on purpose; Popen would warn
@@ -647,7 +666,7 @@ class ServerHandle:
 
 
 def _log_of(pid: int) -> IO[bytes] | None:
-    """The file that another process's standard error is written to; None if it can't be opened."""
+    """Return the file that another process's standard error is written to; None if it can't be opened."""
     try:
         return open(f"/proc/{pid}/fd/2", "rb")
     except OSError:

@@ -26,31 +26,31 @@ class Lifeline:
 
     @classmethod
     def make(cls) -> Lifeline:
-        """A new pipe."""
+        """Return a lifeline of a new pipe."""
         reader, lifeline = cls.with_reader()
         os.close(reader)
         return lifeline
 
     @classmethod
     def with_reader(cls) -> tuple[int, Lifeline]:
-        """The reading end of a new pipe, which the caller closes, and the lifeline."""
+        """Return the reading end of a new pipe, which the caller closes, and the lifeline."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         return reader, cls(writer)
 
     def close(self) -> None:
-        """Let go of the pipe: children end, unless the fork server holds it too. Idempotent."""
+        """Release the pipe: children end, unless the fork server holds it too. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def depend_on(descriptor: int) -> None:
-    """In a child that leads its process group: end, with the group, when the pipe has no other writer any more.
+    """End a child that leads its process group, with the group, when the pipe loses its last other writer.
 
     Args:
         descriptor: The writing end, which is closed.
     """
-    # Opened anew, since owner and signal belong to the open file, which an inherited descriptor would share.
+    # Opened again, since owner and signal belong to the open file, which an inherited descriptor would share.
     reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)

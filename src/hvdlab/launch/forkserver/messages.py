@@ -28,9 +28,9 @@ class ForkServerMessage(
 
 
 class Fork(ForkServerMessage, frozen=True):
-    """Fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`. Made by :meth:`of`.
+    """Order to fork child ``number``: a rank, or the controller if it is :data:`CONTROLLER`. Made by :meth:`of`.
 
-    What comes from the operating system is in bytes: it need not be UTF-8.
+    Strings of the operating system are in bytes: it need not be UTF-8.
 
     Attributes:
         environment: The whole environment of the child.
@@ -54,13 +54,13 @@ class Fork(ForkServerMessage, frozen=True):
         path: Iterable[str],
         argv: tuple[str, ...] = (),
     ) -> Self:
-        """From text as ``os.environ``, ``os.getcwd`` and ``sys.path`` have it."""
+        """Make one from text as ``os.environ``, ``os.getcwd`` and ``sys.path`` have it."""
         variables = {os.fsencode(name): os.fsencode(value) for name, value in environment.items()}
         return cls(number, variables, os.fsencode(directory), tuple(map(os.fsencode, path)), argv)
 
 
 class Signal(ForkServerMessage, frozen=True):
-    """Send a signal to child ``number``; to its whole process group if ``group``. Ignored if it is gone."""
+    """Order to send a signal to child ``number``; to its whole process group if ``group``. Ignored if it is gone."""
 
     number: int
     signal: int
@@ -68,15 +68,15 @@ class Signal(ForkServerMessage, frozen=True):
 
 
 class Guard(ForkServerMessage, frozen=True):
-    """Remove these files when the fork server ends, however the pool ended. Replaces the list so far."""
+    """Order to remove these files when the fork server ends, however the pool ended. Replaces the list so far."""
 
     paths: tuple[str, ...]
 
 
 class Engine(ForkServerMessage, frozen=True):
-    """Tell the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
+    """Order to report to the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
 
-    The fork server tells it of its own children's end by itself.
+    The fork server reports its own children's ends to it by itself.
     """
 
     rank: int
@@ -84,13 +84,13 @@ class Engine(ForkServerMessage, frozen=True):
 
 
 class Shutdown(ForkServerMessage, frozen=True):
-    """End: terminate every child, after ``grace`` seconds kill what is left, remove guarded files, exit."""
+    """Order to end: terminate every child, after ``grace`` seconds kill the rest, remove guarded files, exit."""
 
     grace: float = 1.0
 
 
 class Forked(ForkServerMessage, frozen=True):
-    """Child ``number`` runs as ``pid``.
+    """Report that child ``number`` runs as ``pid``.
 
     Attributes:
         started: When it started, as in field 22 of its ``/proc/<pid>/stat``: distinguishes it from a later process with
@@ -109,7 +109,7 @@ class Forked(ForkServerMessage, frozen=True):
 
 
 class Adopt(ForkServerMessage, frozen=True):
-    """Look after these processes, which an earlier fork server forked, as after children.
+    """Order to supervise these processes, which an earlier fork server forked, as children.
 
     How one of them ends may remain unknown (see :class:`Exited`). The fork server reports those that have ended already at once.
     """
@@ -118,9 +118,9 @@ class Adopt(ForkServerMessage, frozen=True):
 
 
 class Keep(ForkServerMessage, frozen=True):
-    """Stay when the pool's process ends, and let a successor connect at ``path``; answered by :class:`Kept`.
+    """Order to stay when the pool's process ends, and let a successor connect at ``path``; answered by :class:`Kept`.
 
-    An empty path takes that back.
+    An empty path revokes that.
     """
 
     path: str
@@ -135,7 +135,7 @@ class Loaded(ForkServerMessage, frozen=True):
     Attributes:
         modules: Names that were imported.
         failed: Name to the import error's text.
-        seconds: How long it took.
+        seconds: Duration of the imports, in seconds.
     """
 
     modules: tuple[str, ...]
@@ -144,14 +144,14 @@ class Loaded(ForkServerMessage, frozen=True):
 
 
 class ForkFailed(ForkServerMessage, frozen=True):
-    """Child ``number`` could not be forked."""
+    """Report that child ``number`` could not be forked."""
 
     number: int
     text: str
 
 
 class Exited(ForkServerMessage, frozen=True):
-    """A child ended.
+    """Report that a child ended.
 
     Attributes:
         code: Exit code; -1 if a signal ended it, or if that is unknown.
@@ -160,7 +160,7 @@ class Exited(ForkServerMessage, frozen=True):
         out_of_memory: Whether the kernel killed it for lack of memory.
         tail: The last lines of its standard error.
         seen: Whether ``max_rss`` was seen up to a second before the end, since the fork server was not its parent.
-        left: What it wrote and may not have sent, as its program encodes that; ``None`` if there is nothing.
+        left: Output that it wrote and perhaps has not sent, as its program encodes it; ``None`` without any.
     """
 
     number: int
@@ -175,13 +175,13 @@ class Exited(ForkServerMessage, frozen=True):
 
 
 class ControllerUp(ForkServerMessage, frozen=True):
-    """ipyparallel's controller listens and has written its connection files."""
+    """Report that ipyparallel's controller listens and has written its connection files."""
 
     pid: int
 
 
 class Kept(ForkServerMessage, frozen=True):
-    """Answer to :class:`Keep`; ``error`` says why it can't be done."""
+    """Answer to :class:`Keep`; ``error`` is the reason of a refusal."""
 
     path: str
     error: str = ""
@@ -218,12 +218,12 @@ _from_warm: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(
 
 
 def encode(message: ForkServerMessage) -> bytes:
-    """The whole frame of a message."""
+    """Return the whole frame of a message."""
     return encode_frame(_encoder.encode(message))
 
 
 def decode_to_server(payload: bytes | memoryview) -> ToServer:
-    """A message to the fork server. Raises ``ProtocolError`` if it is malformed."""
+    """Return a message to the fork server. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _to_warm.decode(payload)
     except MALFORMED as error:
@@ -231,7 +231,7 @@ def decode_to_server(payload: bytes | memoryview) -> ToServer:
 
 
 def decode_from_server(payload: bytes | memoryview) -> FromServer:
-    """A message of the fork server. Raises ``ProtocolError`` if it is malformed."""
+    """Return a message of the fork server. Raises ``ProtocolError`` if it is malformed."""
     try:
         return _from_warm.decode(payload)
     except MALFORMED as error:

@@ -29,7 +29,7 @@ class StdPipes:
 
     @classmethod
     def make(cls) -> StdPipes:
-        """New pipes, close-on-exec, with the reading ends non-blocking and as much capacity as the system gives."""
+        """Make new pipes, close-on-exec, with the reading ends non-blocking and as much capacity as the system gives."""
         pairs = []
         for _ in range(2):
             reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -52,14 +52,14 @@ class Preloads(Protocol):
     required: Sequence[str]
 
     def after_required(self) -> None:
-        """Called once in the fork server, after the required modules and before those that the user preloads."""
+        """Prepare the fork server; called once, after the required modules and before those that the user preloads."""
 
     def usual(self) -> Sequence[str]:
-        """The frameworks that the fork server imports, if they are installed and the user does not say otherwise."""
+        """Return the frameworks that the fork server imports, if they are installed and the user names no others."""
         ...
 
     def along_with(self, framework: str) -> Sequence[str]:
-        """The modules of hvdlab that are imported along with a framework, where they are installed."""
+        """Return the modules of hvdlab that are imported along with a framework, where they are installed."""
         ...
 
     def for_training(self) -> Sequence[str]:
@@ -67,7 +67,7 @@ class Preloads(Protocol):
         ...
 
     def refresh(self, threads: int) -> None:
-        """Undo, in a child, what a fork must not share: random states, and thread pools sized for one process.
+        """Reset, in a child, state that a fork must not share: random states, and thread pools sized for one process.
 
         Args:
             threads: How many threads a rank's libraries may use.
@@ -78,7 +78,7 @@ class Preloads(Protocol):
 class ForkedProgram(Preloads, Protocol):
     """The program of ranks, and of ipyparallel's controller beside them.
 
-    The fork server imports the module of a program before anything else: the module has to be light, and to import heavy
+    The fork server imports the module of a program first: the module has to be light, and to import heavy
     modules in the methods that run in a child.
 
     Attributes:
@@ -88,7 +88,7 @@ class ForkedProgram(Preloads, Protocol):
     later: Sequence[str]
 
     def make_area(self) -> int:
-        """A descriptor of memory that a rank and the fork server share, close-on-exec; -1 for none.
+        """Return a descriptor of memory that a rank and the fork server share, close-on-exec; -1 for none.
 
         Raises:
             OSError: Too many files are open.
@@ -100,16 +100,16 @@ class ForkedProgram(Preloads, Protocol):
 
         Args:
             area: A descriptor of the memory that :meth:`make_area` made.
-            stdout, stderr: What the rank wrote to its descriptors 1 and 2 and did not read itself.
+            stdout, stderr: The rank's output on its descriptors 1 and 2 that it did not read itself.
 
         Returns:
-            What the rank left, in an encoding of the program's own. ``None`` if there is nothing: ``stderr`` then counts
+            The output that the rank left, in an encoding of the program's own. ``None`` if there is nothing: ``stderr`` then counts
             among the rank's last words.
         """
         ...
 
     def run_rank(self, argv: Sequence[str], pipes: StdPipes, area: int) -> int:
-        """Be a rank, in a child, as the environment says. Returns the exit code."""
+        """Run a rank in a child, according to the environment. Returns the exit code."""
         ...
 
     def run_controller(self, argv: Sequence[str], channel: int) -> int:
@@ -118,13 +118,13 @@ class ForkedProgram(Preloads, Protocol):
 
 
 def load_program(name: str) -> ForkedProgram:
-    """The program that ``module:attribute`` names. Raises ``ImportError`` or ``AttributeError`` if there is none."""
+    """Return the program that ``module:attribute`` names. Raises ``ImportError`` or ``AttributeError`` if there is none."""
     module, _, attribute = name.partition(":")
     return cast("ForkedProgram", getattr(importlib.import_module(module), attribute))
 
 
 def modules_to_load(program: Preloads, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The user's list ``HVDLAB_PRELOAD`` (names separated by commas), else the usual frameworks that are installed."""
+    """Return the user's list ``HVDLAB_PRELOAD`` (names separated by commas), or the usual frameworks that are installed."""
     wanted = environ.get("HVDLAB_PRELOAD")
     if wanted is None:
         return tuple(name for name in program.usual() if _installed(name))
@@ -132,7 +132,7 @@ def modules_to_load(program: Preloads, environ: Mapping[str, str]) -> tuple[str,
 
 
 def load(program: Preloads, names: Sequence[str]) -> Loaded:
-    """Import what the program needs, then these modules. Failures are in the result and not raised."""
+    """Import the program's modules, then these. Failures are in the result and not raised."""
     began = time.monotonic()
     loaded: list[str] = []
     failed: dict[str, str] = {}
@@ -152,7 +152,7 @@ def load_later(name: str) -> None:
     """Import a module ahead of its use; if that fails, the code that uses it gets the error."""
     try:
         importlib.import_module(name)
-    # Any error: the module may exist, and there may be no descriptor left to read it, say.
+    # Any error: the module can exist, and yet no descriptor be left to read it.
     except Exception:  # noqa: BLE001
         return
 

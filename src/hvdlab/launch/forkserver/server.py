@@ -1,4 +1,4 @@
-"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ForkServerState` decides what to do.
+"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ForkServerState` decides on actions.
 
 While the main thread imports, the shell runs on a thread of its own, so that a successor looks after the
 ranks of its predecessor at once. Only when that thread has ended is anything forked: a fork copies one thread.
@@ -72,27 +72,31 @@ PULSE = 0
 
 
 class ServerShell:
-    """Runs the fork server until the pool asks it to end or is gone. Made on the main thread.
+    """Shell that runs the fork server until the pool asks it to end or is gone. Made on the main thread.
 
     Args:
         link: Connection to the pool's process.
         lifeline: The writing end of the pipe that children depend on.
-        program: What children run.
+        program: The children's program.
     """
 
     def __init__(self, link: PoolLink, lifeline: int, program: ForkedProgram) -> None:
         self._link = link
         self._lifeline = lifeline
+        #: The socket for a successor of the pool's process, if this process is to stay.
         self._listener: PoolListener | None = None
+        #: Supervises the coordinator while no pool's process does.
         self._detached: DetachedSupervisor | None = None
         self._state = ForkServerState()
         self._pid = os.getpid()
         self._importing = True
         self._program = program
         self._later = deque(program.later)
-        #: What training will import, until a rank is forked, which would have to share its core with these imports.
+        #: Modules that training will import, until a rank is forked, which would have to share its core with these imports.
         self._training: deque[str] = deque()
+        #: Events that effects have caused; they are handled before all others.
         self._answers: list[Event] = []
+        #: Pipe to each child that waits until the pool knows of it, by process id.
         self._unannounced: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._child_table = ChildTable(self._selector, program)
@@ -103,7 +107,7 @@ class ServerShell:
         signal.signal(signal.SIGCHLD, _do_nothing)
 
     def run(self, imports: Callable[[], Loaded]) -> Role | None:
-        """Import and serve. Returns ``None`` when the process has to exit, and in a forked child what that has to become."""
+        """Import and serve. Returns ``None`` when the process has to exit, and in a forked child its role."""
         # An import may hold the interpreter for seconds: until it is done, the kernel ends this process with the pool's.
         raise_on_hangup(PULSE, True)
         beside = threading.Thread(target=self._serve_beside, name="hvdlab-forkserver", daemon=True)
@@ -141,6 +145,7 @@ class ServerShell:
                 # Answers, such as to a fork, are handled before events that happened meanwhile.
                 events.extendleft(reversed(self._answers))
                 self._answers.clear()
+            # Only between events: one that was read is never left behind.
             if importing and not self._importing:
                 return None
             events.extend(self._wait())
@@ -177,6 +182,7 @@ class ServerShell:
         if self._child_table.next_look() == 0.0:
             self._child_table.look()
         tick = self._state.next_tick()
+        # Last: events until now, such as ends of children, come before the limit that has passed.
         if tick is not None and time.monotonic() >= tick:
             events.append(ForkServerTick())
         return events
@@ -256,7 +262,7 @@ class ServerShell:
         self._answers.append(ListenReturned(path, error))
 
     def _open_door(self) -> list[Event]:
-        """A process has connected that wants to become the pool's."""
+        """Handle the connection of a process that asks to become the pool's."""
         found = self._listener.accept() if self._listener is not None else None
         if found is None:
             return []
@@ -266,6 +272,8 @@ class ServerShell:
                 link.endpoint.send_frame(encode(Refused(self._link.pid)))
             link.close()
             return []
+        # First: if the old link is open, this starts a coordinator where none lives. The new process needs
+        # one.
         lost = self._pool_lost()
         self._leave_coordinator()
         self._link = link
@@ -275,7 +283,7 @@ class ServerShell:
     # -- the coordinator of a kept pool that no process uses ------------------------------------------------------
 
     def _ranks(self) -> int:
-        """One more than the highest rank that lives."""
+        """Return one more than the highest rank that lives."""
         return max(self._state.children(), default=-1) + 1
 
     def _look_after(self) -> None:
@@ -291,20 +299,21 @@ class ServerShell:
         return []
 
     def _leave_coordinator(self) -> None:
-        """Another process looks after the coordinator from now on."""
+        """Leave the coordinator to another process from now on."""
         if self._detached is not None:
             self._coordinator_ended()
             if self._detached.process >= 0:
                 self._ignore(self._detached.process)
             self._detached.end()
 
-    # -- what is done ---------------------------------------------------------------------------------------------
+    # -- effects --------------------------------------------------------------------------------------------------
 
     def _send(self, message: ForkServerMessage) -> None:
         descriptor = self._lifeline if isinstance(message, Children) else -1
         with contextlib.suppress(ConnectionLost):
             self._link.endpoint.send_frame(encode(message), descriptor)
         if isinstance(message, Forked):
+            # The pool knows of the child now, so the child can live; see :attr:`Role.leave_to_live`.
             announced = self._unannounced.pop(message.pid)
             with contextlib.suppress(BrokenPipeError):  # it has ended already
                 os.write(announced, b"!")
@@ -349,7 +358,7 @@ class ServerShell:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """In a child: close the parent's descriptors without telling the other sides, and take signals as usual."""
+        """Close the parent's descriptors in a child, without notice to the other sides, and handle signals as usual."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -367,7 +376,7 @@ class ServerShell:
             os.read(self._wakeup, READ_SIZE)
         if self._importing:
             # Every child is one that a package has started while it is imported, on the main thread, which waits for it
-            # itself. What is left of them is reaped at the end of the imports: run() writes to this pipe then.
+            # itself. The rest of them is reaped at the end of the imports: run() writes to this pipe then.
             return []
         return self._child_table.reap()
 
@@ -390,7 +399,7 @@ class ServerShell:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """A handler, so that the signal arrives at the wake-up descriptor."""
+    """Do nothing: any handler lets the signal arrive at the wake-up descriptor."""
 
 
 ANSWER_WITHIN = 1.0
@@ -404,16 +413,18 @@ UNKNOWN = 16
 
 
 class DetachedSupervisor:
-    """Supervises the coordinator that has this directory.
+    """Supervisor of the coordinator that has this directory.
 
     Attributes:
-        process: A descriptor that becomes readable when the coordinator ends, while this looks after it; else -1.
+        process: A descriptor that becomes readable when the coordinator ends, while this process supervises it; otherwise -1.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        #: Start data and listening sockets for a successor, as the coordinator has handed them out last.
         self._launch: CoordinatorLaunch | None = None
         self._listeners: Listeners | None = None
+        #: The coordinator that was started here, if any.
         self._successor: CoordinatorProcess | None = None
         #: A descriptor of the last coordinator whose process this has found, or -1.
         self._known = -1
@@ -423,11 +434,11 @@ class DetachedSupervisor:
 
     @property
     def successor(self) -> int:
-        """The process of the coordinator that was started here; 0 if there is none."""
+        """Return the process of the coordinator that was started here; 0 if there is none."""
         return self._successor.pid if self._successor is not None else 0
 
     def begin(self, ranks: int) -> None:
-        """Look after the coordinator from now on. If it has ended, a successor is started first.
+        """Supervise the coordinator from now on. If it has ended, a successor is started first.
 
         Args:
             ranks: How many ranks a successor has to wait for.
@@ -445,7 +456,7 @@ class DetachedSupervisor:
             self.replace(ranks)
 
     def replace(self, ranks: int) -> None:
-        """The coordinator has ended: start a successor. If that fails, the ranks end after a while."""
+        """Start a successor of an ended coordinator. If that fails, the ranks end after a while."""
         self.end()
         if self._launch is None or self._listeners is None:
             return
@@ -463,13 +474,13 @@ class DetachedSupervisor:
             return
 
     def end(self) -> None:
-        """Another process looks after the coordinator from now on."""
+        """Leave the coordinator to another process from now on."""
         descriptor, self.process = self.process, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def forget(self) -> None:
-        """In a forked child, or at the end: let go of everything. A successor that was started here stays by itself."""
+        """Close everything, in a forked child or at the end. A successor that was started here lives on by itself."""
         self.end()
         self._remember(0)
         if self._listeners is not None:
@@ -492,7 +503,7 @@ class DetachedSupervisor:
                 self._known = os.pidfd_open(pid)
 
     def _learn(self) -> bool:
-        """Get from the coordinator what a successor is started with. Returns whether it has answered."""
+        """Ask the coordinator for the start data of a successor. Returns whether it has answered."""
         try:
             launch, listener = take_over(self._directory, ANSWER_WITHIN)
         except OSError:
@@ -504,12 +515,12 @@ class DetachedSupervisor:
         return True
 
     def has_ended(self) -> bool:
-        """Whether the coordinator that is looked after has ended."""
+        """Return whether the supervised coordinator has ended."""
         return self.process >= 0 and readable(self.process, 0)
 
 
 class PoolLink:
-    """A connection, and what else shows that the process at its other end has ended.
+    """Connection, with other signs that the process at its far end has ended.
 
     Args:
         sock: The connection.
@@ -532,18 +543,19 @@ class PoolLink:
         if self.endpoint.closed:
             return False
         hangup = select.poll()
+        # Without flags: a hang-up is reported, bytes that wait are not.
         hangup.register(self._sock, 0)
         for sign in self.signs:
             hangup.register(sign, select.POLLIN)
         return not hangup.poll(0)
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self.endpoint.close()
         self._close_signs()
 
     def forget(self) -> None:
-        """In a forked child: close it without shutting the connection down for the other side."""
+        """Close it in a forked child, without shutting the connection down for the other side."""
         if not self.endpoint.closed:
             os.close(self._sock.detach())
         self._close_signs()
@@ -578,7 +590,7 @@ class PoolListener:
             raise
 
     def accept(self) -> tuple[socket.socket, int] | None:
-        """The connection of a process that has come, and its id; ``None`` if it may not come, or has gone."""
+        """Return the connection of a process that has connected, and its id; ``None`` if it is refused, or has gone."""
         try:
             sock, _ = self.sock.accept()
         except OSError as error:
@@ -605,7 +617,7 @@ class PoolListener:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: close the descriptors."""
+        """Close the descriptors in a forked child."""
         self.sock.close()
         os.close(self._spare)
 

@@ -1,6 +1,6 @@
-"""Which children the fork server has and what to do about them: pure logic, no I/O.
+"""The fork server's children and the decisions about them: pure logic, no I/O.
 
-``handle(event, now)`` takes what happened and returns what to do; :mod:`hvdlab.launch.forkserver.server` does it.
+``handle(event, now)`` receives an event and returns actions; :mod:`hvdlab.launch.forkserver.server` does it.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ GRACE_WITHOUT_POOL = 0.5
 """Seconds that children have to end by themselves when the pool's process is gone."""
 
 
-# -- what happens -----------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRequested:
-    """The pool sent a message."""
+    """Event: the pool sent a message."""
 
     message: ToServer
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The imports are done: children can be forked."""
+    """Event: the imports are done: children can be forked."""
 
     loaded: Loaded
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLost:
-    """The pool's process ended, or closed its end."""
+    """Event: the pool's process ended, or closed its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFound:
-    """A successor of the pool's process has connected."""
+    """Event: a successor of the pool's process has connected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenReturned:
-    """Listening for successors has begun, or failed (``error``); or has ended, if ``path`` is empty."""
+    """Event: listening for successors has begun, or failed (``error``); or has ended, if ``path`` is empty."""
 
     path: str
     error: str = ""
@@ -72,7 +72,7 @@ class ListenReturned:
 
 @dataclass(frozen=True, slots=True)
 class ForkReturned:
-    """A fork that was ordered succeeded (``child``) or failed (``error``)."""
+    """Event: a fork that was ordered succeeded (``child``) or failed (``error``)."""
 
     number: int
     child: Forked | None = None
@@ -81,7 +81,7 @@ class ForkReturned:
 
 @dataclass(frozen=True, slots=True)
 class ChildEnded:
-    """A child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
+    """Event: a child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
 
     ``code`` -1 without a signal: how it ended is unknown. ``seen`` and ``left`` as in :class:`Exited`.
     """
@@ -97,7 +97,7 @@ class ChildEnded:
 
 @dataclass(frozen=True, slots=True)
 class ChildWrote:
-    """Bytes came from a child's log or, after its end, were left in its standard error."""
+    """Event: bytes came from a child's log or, after its end, were left in its standard error."""
 
     number: int
     data: bytes
@@ -105,12 +105,12 @@ class ChildWrote:
 
 @dataclass(frozen=True, slots=True)
 class ControllerListens:
-    """The controller said that it is up."""
+    """Event: the controller has reported that it is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForkServerTick:
-    """The time that :meth:`ForkServerState.next_tick` named has come."""
+    """Event: the time that :meth:`ForkServerState.next_tick` named has come."""
 
 
 Event = (
@@ -127,33 +127,33 @@ Event = (
 )
 
 
-# -- what to do -------------------------------------------------------------------------------------------------------
+# -- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """Fork a child; answered by :class:`ForkReturned`."""
+    """Effect: fork a child; answered by :class:`ForkReturned`."""
 
     order: Fork
 
 
 @dataclass(frozen=True, slots=True)
 class WatchProcess:
-    """Watch for the end of this process, which is not our child, and read its log; :class:`ChildEnded` if it has ended."""
+    """Effect: watch for the end of this process, which is not our child, and read its log; :class:`ChildEnded` if it has ended."""
 
     child: Forked
 
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Wait for a successor at this path, or (empty) no longer; answered by :class:`ListenReturned`."""
+    """Effect: wait for a successor at this path, or (empty) no longer; answered by :class:`ListenReturned`."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Send a signal to a process, or to its process group."""
+    """Effect: send a signal to a process, or to its process group."""
 
     pid: int
     signal: int
@@ -162,14 +162,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class SendToPool:
-    """Send a message to the pool, if it is still there."""
+    """Effect: send a message to the pool, if it is still there."""
 
     message: ForkServerMessage
 
 
 @dataclass(frozen=True, slots=True)
 class TellController:
-    """Tell the controller that a rank is an engine now, or has ended."""
+    """Effect: report to the controller that a rank is an engine now, or has ended."""
 
     rank: int
     joined: bool
@@ -177,7 +177,7 @@ class TellController:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Remove these files and end."""
+    """Effect: remove these files and end."""
 
     paths: tuple[str, ...]
 
@@ -210,14 +210,20 @@ class ForkServerState:
     """
 
     def __init__(self) -> None:
+        #: The living children by number.
         self._children: dict[int, _Child] = {}
+        #: The outcome of the imports; until then orders wait in ``_early``.
         self._loaded: Loaded | None = None
         self._early: list[Fork] = []
+        #: Whether a socket for successors of the pool's process exists.
         self._kept = False
         self._alone = False  # kept, and no pool's process is connected
         # Ends of ranks that have not been started again: a successor of the pool's process must learn of them.
         self._ends: dict[int, Exited] = {}
+        #: Files that this process removes at its end.
         self._guarded: tuple[str, ...] = ()
+        #: Whether all children were sent SIGTERM; when those that are left get SIGKILL; and whether ``Exit``
+        #: was returned.
         self._stopping = False
         self._kill_at: float | None = None
         self._exited = False
@@ -255,7 +261,7 @@ class ForkServerState:
                 return self._tick(now)
 
     def next_tick(self) -> float | None:
-        """When :class:`ForkServerTick` is due, on the clock of ``now``; ``None`` for never."""
+        """Return when :class:`ForkServerTick` is due, on the clock of ``now``; ``None`` for never."""
         return self._kill_at
 
     @property
@@ -264,7 +270,7 @@ class ForkServerState:
         return self._kept and not self._stopping
 
     def children(self) -> dict[int, int]:
-        """Number to process id of the living children."""
+        """Return number to process id of the living children."""
         return {number: child.pid for number, child in self._children.items()}
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -318,7 +324,7 @@ class ForkServerState:
         self._ends.pop(child.number, None)
 
     def _introduce(self) -> list[Effect]:
-        """The messages that a successor of the pool's process needs."""
+        """Return the messages that a successor of the pool's process needs."""
         loaded: list[Effect] = [SendToPool(self._loaded)] if self._loaded is not None else []
         children = tuple(child.record for child in self._children.values())
         return [

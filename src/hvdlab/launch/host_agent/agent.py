@@ -1,6 +1,6 @@
 """``python -m hvdlab.launch.host_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
 
-It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
+It receives orders on standard input and reports on standard output. When its input ends, however the launcher
 ended, it ends its ranks with everything they started. It has one thread, so that it can fork children safely; with a
 fork server (:mod:`~hvdlab.launch.host_agent.forked`), which forks them in its place, another thread listens to that. A zygote
 (:mod:`~hvdlab.launch.host_agent.zygote`) forks programs that become the agent's own children.
@@ -51,24 +51,29 @@ class Agent:
         self._orders, self._reports, self._stdin = orders, reports, stdin
         self._selector = selectors.DefaultSelector()
         self._decoder = FrameDecoder()
+        #: Bytes for the launcher that the pipe has not accepted yet.
         self._out = bytearray(wire.GREETING)
+        #: The order with the ranks' command.
         self._start: wire.Start | None = None
         #: Why no rank can be started, while there is no ``_start``.
         self._unprepared = "the launcher has not sent what ranks run"
+        #: Living ranks by rank, and by process id.
         self._children: dict[int, Child] = {}
         self._by_pid: dict[int, Child] = {}
+        #: Whether the launcher's end is open, and whether reading from ranks is held up for it.
         self._open = True
         self._held = False
+        #: Readable when a signal has arrived, such as at the end of a child.
         self._wakeup = -1
         #: The fork server, if ranks are forked.
         self._forked: ForkedRanks | None = None
-        #: The zygote, while there is one; ranks are started anew without.
+        #: The zygote, while one lives; without it each rank starts an interpreter.
         self._zygote: Zygote | None = None
         #: Where parameter servers of this host have their directories, if the job has other hosts.
         self._directory: Path | None = None
 
     def run(self) -> None:
-        """Serve until the launcher is gone, then end what is left."""
+        """Serve until the launcher is gone, then end the remaining ranks."""
         wakeup = self._wakeup = _catch_signals()
         os.set_blocking(self._reports, False)
         os.set_blocking(self._orders, False)
@@ -84,7 +89,7 @@ class Agent:
             pass
         finally:
             with contextlib.suppress(BrokenPipeError):
-                self._flush()  # the reports that say why the agent ends
+                self._flush()  # the reports on why the agent ends
             self._end_all()
 
     # -- the launcher -----------------------------------------------------------------------------------------------
@@ -93,7 +98,7 @@ class Agent:
         self._out += wire.encode(message)
 
     def _flush(self) -> None:
-        """Write what can be written; watch for room if something is left."""
+        """Write as much as the pipe accepts; watch for room if bytes are left."""
         watched = self._reports in self._selector.get_map()
         with contextlib.suppress(BlockingIOError):
             while self._out:
@@ -194,7 +199,7 @@ class Agent:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def _hear(self, forked: ForkedRanks) -> None:
-        """Pass on what the fork server reports; end the agent if there is no fork server any more."""
+        """Pass on the fork server's reports; end the agent if the fork server is lost."""
         lost = forked.lost  # read before the reports: if it is set, no report can come after those
         for report in forked.reports():
             self._send(report)
@@ -243,7 +248,7 @@ class Agent:
         self._send(wire.RankStarted(child.rank, child.pid))
 
     def _hear_zygote(self, zygote: Zygote, *, ended: bool = False) -> None:
-        """Take what the zygote has answered; if it has ended, execute the command for the ranks that it did not fork."""
+        """Handle the zygote's answers; if it has ended, execute the command for the ranks that it did not fork."""
         answers = zygote.receive()
         for answer in answers or ():
             match answer:
@@ -280,7 +285,7 @@ class Agent:
                 self._zygote.signal(rank, number)
 
     def _read_output(self, child: Child, fd: int) -> bool:
-        """Pass on the output that is there; returns whether there may be more."""
+        """Pass on the output that can be read; returns whether more can follow at once."""
         if fd not in child.pipes:  # closed by another event of the same round
             return False
         try:
@@ -349,12 +354,13 @@ class Agent:
             os.close(fd)
         for piece in child.result():
             self._send(wire.ResultPiece(child.rank, piece))
+        # Last: the launcher forgets the rank with this message, and disowns later ones.
         self._send(wire.RankExited(child.rank, code, number))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """The launcher is gone: SIGTERM, a moment, SIGKILL, also for processes that left their rank's process group."""
+        """End the ranks of a lost launcher: SIGTERM, a moment, SIGKILL, also for processes that left their rank's process group."""
         if self._zygote is not None:
             self._zygote.close()
         if self._forked is not None:
@@ -372,6 +378,7 @@ class Agent:
                 os.waitpid(ended, 0)
         for child in self._by_pid.values():
             child.signal(signal.SIGKILL)
+        # Until none is left: the end of one can leave further orphans to this process.
         while orphans := living_children():
             for pid in orphans:
                 with contextlib.suppress(ProcessLookupError):
@@ -386,7 +393,7 @@ class Agent:
 
 
 def _address(order: wire.Start) -> str:
-    """The address of this host at which others reach its ranks."""
+    """Return the address of this host at which others reach its ranks."""
     if order.interfaces:
         return interface_address(order.interfaces)
     return data_plane_address(os.environ, order.coordinator)
@@ -402,7 +409,7 @@ def _ended_child() -> int:
 
 
 def _is_child(pid: int) -> bool:
-    """Whether a process is a child of this one that was not reaped."""
+    """Return whether a process is a child of this one that was not reaped."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -411,7 +418,7 @@ def _is_child(pid: int) -> bool:
 
 
 def _catch_signals() -> int:
-    """A descriptor that signals can be read from, as bytes."""
+    """Return a descriptor that signals can be read from, as bytes."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)

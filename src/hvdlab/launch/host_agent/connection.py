@@ -26,7 +26,7 @@ _EXIT_CODE = re.compile(r"srun: (?:error: )?\S+: tasks? \S+: (?:Exited|Killed|Te
 
 
 class AgentConnection(Protocol):
-    """The pipes to an agent, and what keeps them open.
+    """Pipes to an agent, with the process or connection that keeps them open.
 
     Attributes:
         inbox, outbox: Descriptors to read from and to write to.
@@ -36,24 +36,24 @@ class AgentConnection(Protocol):
     outbox: int
 
     def end_text(self, host: str, greeted: bool) -> str:
-        """In words, why the agent of a host is lost, and what to do; ``greeted`` says whether it ever came up."""
+        """Return in words why the agent of a host is lost, and the remedy; ``greeted`` is whether it ever came up."""
         ...
 
     def hang_up(self) -> None:
         """Close the agent's input, which makes it end. Idempotent."""
 
     def kill(self) -> None:
-        """End what keeps the pipes open, which may hang: the agent is lost then, and ends its ranks."""
+        """End the process or connection that keeps the pipes open, which can hang: the agent is lost then, and ends its ranks."""
 
     def close(self, timeout: float) -> None:
         """Hang up, wait so long for the agent's end, then kill. Idempotent."""
 
 
 class HostTransport(Protocol):
-    """How agents get to their hosts."""
+    """Transport of agents to their hosts."""
 
     def is_here(self, host: str) -> bool:
-        """Whether the agent is started directly, since the host is this one."""
+        """Return whether the agent is started directly, since the host is this one."""
         ...
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
@@ -74,13 +74,13 @@ class HostTransport(Protocol):
         ...
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """Variables that the ranks of a host get beside their agent's own environment."""
+        """Return the variables that the ranks of a host get beside their agent's own environment."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ShellReach:
-    """Reaches other hosts by a remote shell, and this host directly.
+    """Transport by a remote shell to other hosts, and directly to this one.
 
     Attributes:
         shell: A command that runs a command on another host: a host's name and a command line are appended.
@@ -91,21 +91,21 @@ class ShellReach:
     names_hosts: bool = False
 
     def is_here(self, host: str) -> bool:
-        """Whether this is our own host, by its name or one of its addresses."""
+        """Return whether this is our own host, by its name or one of its addresses."""
         return is_local(host)
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
-        """By the shell."""
+        """Connect by the shell."""
         return ProgramConnection(
             remote_command(self.shell, host, map(shlex.quote, agent_command(python))), errors=errors
         )
 
     def machine(self, host: str) -> str:
-        """The host."""
+        """Return the host."""
         return host
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """For another host all variables that it should know, since remote shells pass none on."""
+        """Return all variables that another host needs, since remote shells pass none on."""
         found = {} if self.is_here(host) else exported(os.environ)
         return {**found, HOST_VARIABLE: host} if self.names_hosts else found
 
@@ -118,7 +118,7 @@ class ProgramConnection:
         kept: Descriptors that it inherits.
         errors: A file that its standard error goes to; closed with this.
         environment: Its environment; ``None`` for this process's own.
-        called: What errors call it; its name if empty.
+        called: Its name in errors; by default the command's name.
 
     Raises:
         OSError: It can't be run.
@@ -151,7 +151,7 @@ class ProgramConnection:
         self.inbox, self.outbox = self._output.fileno(), self._input.fileno()
 
     def end_text(self, host: str, greeted: bool) -> str:
-        """With the exit code and the last words of the program."""
+        """Return a text with the exit code and the last words of the program."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -161,7 +161,7 @@ class ProgramConnection:
         return f"{self._called} for {host} ended with exit code {code}" + (f": {said}" if said else "") + hint
 
     def _last_words(self) -> str:
-        """The last line of the standard error of the agent or its shell, if that was kept."""
+        """Return the last line of the standard error of the agent or its shell, if that was kept."""
         if self._errors is None:
             return ""
         self._errors.seek(0)
@@ -253,13 +253,14 @@ class AgentLink:
         self.outgoing = bytearray()
         self.hang_up, self.kill, self.close = connection.hang_up, connection.kill, connection.close
         self._decoder = FrameDecoder()
+        #: Bytes before the greeting so far; ``None`` once the greeting has come.
         self._preamble: bytes | None = b""
         os.set_blocking(self.inbox, False)
         os.set_blocking(self.outbox, False)
 
     @classmethod
     def local(cls, host: str, python: str, *, stdin: bool, errors: IO[bytes] | None = None) -> AgentLink:
-        """Start an agent here; with ``stdin`` it gets our standard input, for rank 0. ``errors`` takes its standard error."""
+        """Start an agent here; with ``stdin`` it gets our standard input, for rank 0. ``errors`` receives its standard error."""
         command = agent_command(python)
         kept: list[int] = []
         if stdin:
@@ -276,17 +277,18 @@ class AgentLink:
         self.outgoing += wire.encode(message)
 
     def flush(self) -> None:
-        """Write what can be written now. The loss of an agent is noticed by :meth:`receive`."""
+        """Write as much as the pipe accepts now. The loss of an agent is noticed by :meth:`receive`."""
         try:
             while self.outgoing:
                 del self.outgoing[: os.write(self.outbox, self.outgoing[: wire.PIECE])]
         except BlockingIOError:
             return
         except OSError:
+            # The agent reads no more, and receive() finds its loss.
             self.outgoing.clear()
 
     def receive(self) -> list[wire.FromAgent] | None:
-        """The messages that have arrived; ``None`` if the agent is gone."""
+        """Return the messages that have arrived; ``None`` if the agent is gone."""
         try:
             data = os.read(self.inbox, wire.PIECE)
         except BlockingIOError:
@@ -302,7 +304,7 @@ class AgentLink:
         return [wire.decode_from_agent(payload) for payload in self._decoder.feed(data)] if data else []
 
     def gone(self) -> str:
-        """In words, how the agent of a lost host ended."""
+        """Return in words how the agent of a lost host ended."""
         return self._connection.end_text(self.host, greeted=self._preamble is None)
 
 
@@ -317,12 +319,12 @@ def _lacking(said: str, code: int) -> str:
 
 
 def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> list[str]:
-    """The command line by which a remote shell runs these words, which it joins, on a host."""
-    # For ssh, what follows `--` is no option. Other programs may not know that.
+    """Return the command line by which a remote shell runs these words, which it joins, on a host."""
+    # For ssh, a word after `--` is no option. Other programs need not know that.
     end = ["--"] if os.path.basename(shell[0]) == "ssh" else []
     return [*shell, *end, host, *words]
 
 
 def agent_command(python: str) -> list[str]:
-    """The command of an agent. ``-P``: a file in the working directory must not be imported instead of a module."""
+    """Return the command of an agent. ``-P``: a file in the working directory must not be imported instead of a module."""
     return [python, "-P", "-m", "hvdlab.launch.host_agent.agent"]

@@ -1,4 +1,4 @@
-"""A fork server of an agent's host: it imports what the host's ranks share, once, and forks them."""
+"""A fork server of an agent's host: it imports the modules that the host's ranks share, once, and forks the ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ForkedRanks:
     the fork server dies alone, another one takes its place around the ranks.
 
     Args:
-        program: What ranks run, as ``module:attribute``.
+        program: The ranks' program, as ``module:attribute``.
 
     Attributes:
         descriptor: Readable when there is something in :meth:`reports`, or :attr:`lost` has changed.
-        lost: Why there is no fork server any more, once there will be none; else empty.
+        lost: Why there is no fork server any more, once it is lost; otherwise empty.
 
     Raises:
         StartError: The fork server can't be started.
@@ -39,6 +39,7 @@ class ForkedRanks:
     def __init__(self, program: str) -> None:
         self.descriptor, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.lost = ""
+        #: Reports for the agent's loop, which the fork server's thread appends.
         self._reports: deque[wire.AgentMessage] = deque()
         #: Ranks whose fork was ordered and not reported yet; guarded by the lock.
         self._pending: set[int] = set()
@@ -50,7 +51,7 @@ class ForkedRanks:
 
     @property
     def pid(self) -> int:
-        """The fork server's process."""
+        """Return the fork server's process."""
         return self._server.pid
 
     def fork(self, spec: wire.RankSpec) -> None:
@@ -58,6 +59,7 @@ class ForkedRanks:
         directory = os.getcwd()
         path = (directory, *sys.path)  # as for `python -m`
         with self._lock:
+            # Before the order: its answer can come on the other thread at once.
             self._pending.add(spec.rank)
         try:
             order = Fork.of(spec.rank, {**os.environ, **spec.environment}, directory, path)
@@ -71,7 +73,7 @@ class ForkedRanks:
             self._server.send(Signal(rank, number))
 
     def reports(self) -> Iterator[wire.AgentMessage]:
-        """Return the fork server's reports since the last call."""
+        """Yield the fork server's reports since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._reports:
@@ -126,5 +128,6 @@ class ForkedRanks:
             pending, self._pending = self._pending, set()
         for rank in sorted(pending):
             self._report(wire.RankNotStarted(rank, 1, f"the fork server of its host ended: {reason}"))
+        # Last: the agent ends when it sees this, and has all reports by then.
         self.lost = reason
         self._wake()

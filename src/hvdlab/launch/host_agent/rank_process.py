@@ -17,7 +17,7 @@ STDOUT, STDERR = 1, 2
 
 
 class SpawnError(Exception):
-    """The command can't be run; ``code`` is what a shell would exit with."""
+    """The command can't be run; ``code`` is a shell's exit code for it."""
 
     def __init__(self, code: int, text: str) -> None:
         self.code = code
@@ -28,8 +28,8 @@ class Child:
     """A rank in a process group of its own.
 
     Args:
-        out, err: Reading ends of its pipes; taken over and made non-blocking.
-        memory: A descriptor of the memory that its function's outcome is in; taken over. -1 for none.
+        out, err: Reading ends of its pipes; owned by this object, and made non-blocking.
+        memory: A descriptor of the memory that its function's outcome is in; owned by this object. -1 for none.
 
     Attributes:
         rank: The rank's number.
@@ -56,7 +56,7 @@ class Child:
     def reap(self) -> tuple[int, int]:
         """Exit code and signal of the process, which has ended.
 
-        If it was reaped before this process knew of it, as happens to one that was killed while a zygote told of it, that
+        If it was reaped before this process knew of it, as happens to one that was killed while a zygote reported it, that
         counts as SIGKILL.
         """
         try:
@@ -67,7 +67,7 @@ class Child:
         return (code, 0) if code >= 0 else (0, -code)
 
     def result(self) -> Iterator[bytes]:
-        """The pickled outcome of this rank's function, in pieces. Call it once."""
+        """Yield the pickled outcome of this rank's function, in pieces. Call it once."""
         if self._memory < 0:
             return
         with open(self._memory, "rb", buffering=0) as file:
@@ -95,7 +95,7 @@ class RankDescriptors:
 
     @classmethod
     def make(cls, function: bytes, stdin: int) -> Self:
-        """New ones.
+        """Make new pipes.
 
         Args:
             function: The pickled call, or empty.
@@ -130,7 +130,7 @@ class RankDescriptors:
         return [self.stdin, self.out[1], self.err[1], *((self.call, self.memory) if self.call >= 0 else ())]
 
     def child(self, rank: int, pid: int) -> Child:
-        """The process that has them now; what only the rank needs is closed here."""
+        """Return the process that has them now; descriptors that only the rank needs are closed here."""
         child = Child(rank, pid, self.out[0], self.err[0], self.memory)
         for descriptor in (self.stdin, self.out[1], self.err[1], self.call):
             if descriptor >= 0:
@@ -138,7 +138,7 @@ class RankDescriptors:
         return child
 
     def close(self) -> None:
-        """There will be no process."""
+        """Close the pipes, since no process will be started."""
         for descriptor in (self.stdin, *self.out, *self.err, self.call, self.memory):
             if descriptor >= 0:
                 os.close(descriptor)

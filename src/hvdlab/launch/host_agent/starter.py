@@ -3,7 +3,7 @@
 The agent starts a program for each rank, or forks ranks of a notebook by a fork server of its host.
 
 One thread reads the agents' reports and writes their orders. An agent is started when its host gets its
-first rank, and again if it was lost and a rank of its host is started anew.
+first rank, and again if it was lost and a rank of its host is restarted.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class ExecStarter:
     """A :class:`~hvdlab.launch.starter.Starter` of programs.
 
     Args:
-        request: What the ranks are started for; they run its ``program``, else its ``module``.
-        ranks: Takes what happens to ranks.
+        request: The job's launch request; the ranks run its ``program``, or without one its ``module``.
+        ranks: Observer that gets the ranks' events.
         hosts: Where they run, filled in this order.
         reach: How agents get there.
         python: The interpreter of agents and ranks, on every host; empty for the one that each agent runs in.
         launches_ranks: Whether the started processes are the ranks themselves, which get their place in the job by
-            variables; else they are programs that start the ranks.
+            variables; otherwise they are programs that start the ranks.
         directory: Working directory of the ranks; empty for this process's own at the time.
     """
 
@@ -163,11 +163,11 @@ class ExecStarter:
         self._wake()
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """Where a rank is: hosts are filled one after the other."""
+        """Return where a rank is: hosts are filled one after the other."""
         return assign(self._hosts, size)[rank].where
 
     def close(self, timeout: float) -> None:
-        """Wait ``timeout`` seconds for ranks that are leaving, then have the agents end what is left. Idempotent."""
+        """Wait ``timeout`` seconds for ranks that are leaving, then have the agents end the rest. Idempotent."""
         self._idle.wait(timeout)
         with self._lock:
             if self._closing:
@@ -251,7 +251,7 @@ class ExecStarter:
             self._end(rank, ENDED_WITH_JOB)
 
     def _step(self, selector: selectors.BaseSelector) -> bool:
-        """One round. Returns whether it was the last one."""
+        """Run one round. Returns whether it was the last one."""
         with self._lock:
             if self._closing:
                 return True
@@ -270,7 +270,7 @@ class ExecStarter:
 
     @staticmethod
     def _flush(link: AgentLink, selector: selectors.BaseSelector) -> None:
-        """Write what can be written; watch for room if something is left."""
+        """Write as much as the pipes accept; watch for room if bytes are left."""
         link.flush()
         watched = link.outbox in selector.get_map()
         if link.outgoing and not watched:
@@ -351,7 +351,7 @@ class ExecStarter:
                 program.output.returned(rank, data)
 
     def _lost(self, link: AgentLink, reason: str, selector: selectors.BaseSelector) -> None:
-        """An agent is gone, and its ranks with it or soon after it; another one may take its place."""
+        """Handle the loss of an agent, whose ranks end with it or soon after it; another agent may replace it."""
         for descriptor in (link.inbox, link.outbox):
             if descriptor in selector.get_map():
                 selector.unregister(descriptor)
@@ -379,5 +379,6 @@ class ExecStarter:
         if said is not None:
             tail, detail, left = tail or said.tail, said.detail, said.left
         self._ranks.handle(Ended(rank, pid, reason, tail, detail, code, number, left))
+        # After the report: a wait for idle ranks must not end before the observer has it.
         if idle:
             self._idle.set()

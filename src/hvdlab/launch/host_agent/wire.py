@@ -1,5 +1,5 @@
 """The messages between the launcher and the agent of a host: msgspec structs in frames, over the agent's stdin and
-stdout. The launcher skips what comes before :data:`GREETING`, since a shell's profile may print."""
+stdout. The launcher skips all output before :data:`GREETING`, since a shell's profile may print."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import MALFORMED, encode_frame
 
 GREETING = b"\x00hvdlab-agent-1\x00"
+"""First bytes of an agent; the launcher skips all output before them."""
 PIECE = 1 << 20
 """Bytes of output or of a result in one message, at most."""
 
@@ -22,7 +23,7 @@ class AgentMessage(
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of what messages are made of."""
+    """Base of the parts of messages."""
 
 
 class RankSpec(Part, frozen=True):
@@ -42,7 +43,7 @@ class Start(AgentMessage, frozen=True):
         command: Program and arguments; in bytes, like the following, since they need not be UTF-8.
         directory: Working directory; ignored if it does not exist.
         environment: Variables added to the agent's own.
-        removed: Variables taken out of it.
+        removed: Variables that are removed from it.
         function: A pickled call, or empty. The command then gets two more arguments: descriptors of anonymous memory with
             the call, and for its outcome.
         threads: How many ranks share the host's cores: ``OMP_NUM_THREADS`` becomes a rank's share, unless the environment
@@ -50,7 +51,7 @@ class Start(AgentMessage, frozen=True):
         stdin_rank: The rank that reads the launcher's standard input, or -1.
         coordinator: The coordinator's address; if it is on the network, the host's address towards it becomes the ranks'
             ``HVDLAB_ADDRESS``.
-        interfaces: Network interfaces to take that address from, or empty.
+        interfaces: Network interfaces of which that address is chosen, or empty.
         forked: The program that a fork server of the host forks ranks to run, instead of the command; or empty.
         preload: Modules that are imported on the host before ranks are forked to run the command, which starts Python then;
             if empty, each rank's command is executed.
@@ -73,13 +74,13 @@ class Start(AgentMessage, frozen=True):
 
 
 class Spawn(AgentMessage, frozen=True):
-    """Start these ranks."""
+    """Order to start these ranks."""
 
     ranks: tuple[RankSpec, ...]
 
 
 class SignalRanks(AgentMessage, frozen=True):
-    """Send a signal to the process groups of these ranks; those that have ended are left out."""
+    """Order to send a signal to the process groups of these ranks; those that have ended are left out."""
 
     ranks: tuple[int, ...]
     number: int
@@ -89,7 +90,7 @@ class SignalRanks(AgentMessage, frozen=True):
 
 
 class RankStarted(AgentMessage, frozen=True):
-    """A rank runs."""
+    """Report that a rank runs."""
 
     rank: int
     pid: int
@@ -104,7 +105,7 @@ class RankNotStarted(AgentMessage, frozen=True):
 
 
 class Output(AgentMessage, frozen=True):
-    """A rank wrote to stdout (1) or stderr (2)."""
+    """Output of a rank to stdout (1) or stderr (2)."""
 
     rank: int
     stream: int
@@ -112,14 +113,14 @@ class Output(AgentMessage, frozen=True):
 
 
 class ResultPiece(AgentMessage, frozen=True):
-    """The next part of what a rank's function returned; comes before :class:`RankExited`."""
+    """Next part of the result of a rank's function; comes before :class:`RankExited`."""
 
     rank: int
     data: bytes
 
 
 class RankExited(AgentMessage, frozen=True):
-    """A rank has ended; all its output was sent before.
+    """Report that a rank has ended; all its output was sent before.
 
     Attributes:
         code: Its exit code; -1 if it is unknown.
@@ -175,17 +176,17 @@ _from_zygote: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(
 
 
 def encode(message: AgentMessage) -> bytes:
-    """The whole frame of a message."""
+    """Return the whole frame of a message."""
     return encode_frame(_encoder.encode(message))
 
 
 def encode_payload(message: AgentMessage) -> bytes:
-    """A message without a frame, for sockets that keep messages apart."""
+    """Return a message without a frame, for sockets that keep messages apart."""
     return _encoder.encode(message)
 
 
 def decode_to_agent(payload: bytes | memoryview) -> ToAgent:
-    """A message to the agent. Raises ``ProtocolError``."""
+    """Return a message to the agent. Raises ``ProtocolError``."""
     try:
         return _to_agent.decode(payload)
     except MALFORMED as error:
@@ -193,7 +194,7 @@ def decode_to_agent(payload: bytes | memoryview) -> ToAgent:
 
 
 def decode_from_agent(payload: bytes | memoryview) -> FromAgent:
-    """A message of an agent. Raises ``ProtocolError``."""
+    """Return a message of an agent. Raises ``ProtocolError``."""
     try:
         return _from_agent.decode(payload)
     except MALFORMED as error:
@@ -201,7 +202,7 @@ def decode_from_agent(payload: bytes | memoryview) -> FromAgent:
 
 
 def decode_to_zygote(payload: bytes) -> Spawn:
-    """A message to a zygote. Raises ``ProtocolError``."""
+    """Return a message to a zygote. Raises ``ProtocolError``."""
     try:
         return _to_zygote.decode(payload)
     except MALFORMED as error:
@@ -209,7 +210,7 @@ def decode_to_zygote(payload: bytes) -> Spawn:
 
 
 def decode_from_zygote(payload: bytes) -> FromZygote:
-    """A message of a zygote. Raises ``ProtocolError``."""
+    """Return a message of a zygote. Raises ``ProtocolError``."""
     try:
         return _from_zygote.decode(payload)
     except MALFORMED as error:

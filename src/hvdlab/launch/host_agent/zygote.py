@@ -1,8 +1,8 @@
-"""A zygote, as its agent sees it: an interpreter that has imported what ranks need, and forks itself to be ranks.
+"""A zygote, as its agent sees it: an interpreter that has imported the ranks' modules, and forks itself to be ranks.
 
-Ranks that are forked by it run the job's command line as if they were started anew, without the time that imports take and
+Ranks that are forked by it run the job's command line as newly started ranks do, without the time of imports and
 with the memory of the imported modules shared. The agent becomes the ranks' parent, so it watches, signals and reaps them as
-those that it started itself. Nothing depends on a zygote: without one, ranks are started anew.
+those that it started itself. Nothing depends on a zygote: without one, each rank starts an interpreter.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ENDS_WITHIN = 2.0
 
 
 class ZygoteError(Exception):
-    """There can be no zygote; the text says why."""
+    """Error: a zygote is impossible; the message names the reason."""
 
 
 class Zygote:
     """The process, and the ranks that were ordered from it. Belongs to the agent's one thread.
 
     Args:
-        start: What ranks run, and what is imported before.
+        start: The ranks' command, and the modules that are imported before it.
 
     Attributes:
         pid: The zygote's process.
@@ -53,7 +53,7 @@ class Zygote:
         if command is None:
             raise ZygoteError(f"{os.fsdecode(start.command[0])} is not started as a Python program")
         self._start = start
-        self._fault = ""  # what it sent instead of an answer
+        self._fault = ""  # its output instead of an answer
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         self.ready = False
@@ -107,7 +107,7 @@ class Zygote:
     def receive(self) -> list[Child | wire.RankNotStarted | wire.Preloaded] | None:
         """Return the zygote's answers; ``None`` once it has ended. Never blocks.
 
-        One that sends something else than answers, or answers for a rank that was not ordered, is killed.
+        One that sends other messages than answers, or answers for a rank that was not ordered, is killed.
         """
         found: list[Child | wire.RankNotStarted | wire.Preloaded] = []
         while True:
@@ -151,7 +151,7 @@ class Zygote:
         return message
 
     def unborn(self) -> list[tuple[wire.RankSpec, int]]:
-        """After the zygote's end: the ranks that it has not forked, each with its standard input, which the caller closes."""
+        """Return, after the zygote's end, the ranks that it has not forked, each with its standard input, which the caller closes."""
         left = [*self._waiting, *self._ordered.values()]
         self._waiting, self._ordered = [], {}
         found = []
@@ -161,7 +161,7 @@ class Zygote:
         return found
 
     def why_ended(self) -> str:
-        """How it ended. Called once it has, or its connection has; reaps it."""
+        """Return how it ended. Called once it has, or its connection has; reaps it."""
         try:
             code = self._process.wait(ENDS_WITHIN)
         except subprocess.TimeoutExpired:
@@ -187,7 +187,7 @@ class Zygote:
             try:
                 socket.send_fds(self._sock, [wire.encode_payload(wire.Spawn((spec,)))], descriptors.for_rank)
             except OSError:
-                self._process.send_signal(signal.SIGKILL)  # its end has all ranks started anew
+                self._process.send_signal(signal.SIGKILL)  # after its end the agent starts all its ranks
                 return
             del self._waiting[0]
             self._ordered[spec.rank] = spec, descriptors

@@ -1,6 +1,6 @@
 """``python -m hvdlab.launch.host_agent.zygote_process SOCKET AGENT MODULES -- COMMAND``: imports, then forks itself to be ranks.
 
-``SOCKET`` is the number of an inherited socket to the agent, ``AGENT`` the agent's process id, ``MODULES`` what is imported, with
+``SOCKET`` is the number of an inherited socket to the agent, ``AGENT`` the agent's process id. ``MODULES`` are the imported modules, with
 commas between the names, and ``COMMAND`` the command line that ranks run: its interpreter, with its options, is this one.
 
 A rank is a grandchild whose parent ends at once, so that it becomes a child of the agent, which adopts orphans. It
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _serve(sock: socket.socket) -> tuple[wire.RankSpec, Sequence[int]]:
-    """Fork ranks, and end the process once the agent is gone. Returns in a rank: what it is, and its further descriptors."""
+    """Fork ranks, and end the process once the agent is gone. Returns in a rank: its order, and its further descriptors."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(sock, LARGEST, DESCRIPTORS)
         if not data:
@@ -72,7 +72,7 @@ def _serve(sock: socket.socket) -> tuple[wire.RankSpec, Sequence[int]]:
         try:
             (spec,) = wire.decode_to_zygote(data).ranks
         except (ProtocolError, ValueError) as error:
-            # It can't be said which rank this was for. At the end of this process, the agent starts all anew that wait.
+            # The rank of this order is unknown. At the end of this process, the agent starts all that wait.
             print(
                 f"hvdlab: the zygote ends: it was sent no order for one rank: {error}",
                 file=sys.stderr,
@@ -84,7 +84,7 @@ def _serve(sock: socket.socket) -> tuple[wire.RankSpec, Sequence[int]]:
             for descriptor, number in zip(descriptors, (0, 1, 2), strict=False):
                 os.dup2(descriptor, number, inheritable=True)
                 os.close(descriptor)
-            # The stream was made for what the agent writes to; a rank's is a pipe.
+            # The stream was made for the agent's output; a rank's is a pipe.
             sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]  # no test runner has replaced it
             return spec, descriptors[3:]
         for descriptor in descriptors:
@@ -118,7 +118,7 @@ def _fork(sock: socket.socket, rank: int) -> bool:
         for descriptor in (told, tell, announced):
             os.close(descriptor)
         if not os.read(leave_to_live, 1):
-            os._exit(1)  # the zygote has died; the agent starts this rank anew
+            os._exit(1)  # the zygote has died; the agent starts this rank itself
         os.close(leave_to_live)
         return True
     os.close(tell)

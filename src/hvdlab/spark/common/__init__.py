@@ -1,1 +1,1 @@
-"""``horovod.spark.common``: stores, backends, and what estimators of all frameworks share."""
+"""``horovod.spark.common``: stores, backends, and the parts that estimators of all frameworks share."""

@@ -11,7 +11,7 @@ from hvdlab.spark.runner import active_context, run
 
 
 class Backend(ABC):
-    """Runs a function on ranks. Derive from it to train elsewhere than on Spark's executors."""
+    """Backend that runs a function on ranks. Derive from it to train elsewhere than on Spark's executors."""
 
     @abstractmethod
     def run(
@@ -21,11 +21,11 @@ class Backend(ABC):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on each rank and return what it returned, by rank."""
+        """Call ``fn(*args, **kwargs)`` on each rank and return its results, by rank."""
 
     @abstractmethod
     def num_processes(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
 
 
 class SparkBackend(Backend):
@@ -33,7 +33,7 @@ class SparkBackend(Backend):
 
     Args:
         num_proc: Number of ranks; by default ``spark.default.parallelism``.
-        env: Variables for the ranks. ``CUDA_VISIBLE_DEVICES`` is taken out: it is the driver's.
+        env: Variables for the ranks. ``CUDA_VISIBLE_DEVICES`` is removed: it is the driver's.
         kwargs: Further arguments of ``run``, such as ``stdout`` or ``start_timeout``.
     """
 

@@ -37,7 +37,7 @@ class RowChunk:
 
 
 def shard(dataset: Any, rank: int, size: int) -> list[RowChunk]:
-    """The share of one rank: whole row groups except the first and last, so that shares differ by one row at most.
+    """Return the share of one rank: whole row groups except the first and last, so that shares differ by one row at most.
 
     Args:
         dataset: A ``pyarrow.dataset.Dataset`` of Parquet files.
@@ -63,7 +63,7 @@ def shard(dataset: Any, rank: int, size: int) -> list[RowChunk]:
 def arrays_of(
     table: Any, where: str, shapes: Mapping[str, Sequence[int]] | None = None, start: int = 0
 ) -> Batch:
-    """The columns of an Arrow table as numpy arrays: numbers as ``[rows]``, lists of one length as ``[rows, length]``.
+    """Return the columns of an Arrow table as numpy arrays: numbers as ``[rows]``, lists of one length as ``[rows, length]``.
 
     Args:
         table: The table.
@@ -123,7 +123,7 @@ class Batches:
         seed: Shuffle row groups and the rows in each, differently in each pass; ``None`` keeps their order.
         transform: Called with a pandas frame of each row group, and returns one; its columns may be others.
         shapes: The shapes of columns.
-        cached: Whether what was read stays in memory.
+        cached: Whether rows that were read stay in memory.
     """
 
     def __init__(
@@ -141,17 +141,20 @@ class Batches:
             raise InvalidRequestError(f"batch_size={batch_size}: a batch has at least one row.")
         self._pieces, self._columns, self._batch_size = pieces, list(columns), batch_size
         self._seed, self._transform, self._shapes, self._cached = seed, transform, shapes, cached
+        #: Row groups that were read, by their place in the share, if they are cached; and the passes that
+        #: were begun.
         self._cache: dict[int, Batch] = {}
         self._passes = 0
 
     @property
     def rows(self) -> int:
-        """Rows of the share, before a transformation."""
+        """Return the number of rows of the share, before a transformation."""
         return sum(piece.stop - piece.start for piece in self._pieces)
 
     def __iter__(self) -> Iterator[Batch]:
         order = np.arange(len(self._pieces))
         random = None if self._seed is None else np.random.default_rng((self._seed, self._passes))
+        # Before the first batch: a pass that is left early must not be repeated in the same order.
         self._passes += 1
         if random is not None:
             random.shuffle(order)
@@ -173,7 +176,7 @@ class Batches:
             yield rest
 
     def forever(self) -> Iterator[Batch]:
-        """One pass after another."""
+        """Yield the batches of one pass after another, without end."""
         while True:
             count = 0
             for batch in self:
@@ -223,7 +226,7 @@ class DataModule(ABC):
         schema_fields: Columns to read.
         storage_options: Goes to fsspec.
         steps_per_epoch_train, steps_per_epoch_val: Batches of an epoch.
-        verbose: Whether to say what is read.
+        verbose: Whether to print which files are read.
         kwargs: ``dataset``: a function that gives the Arrow data set of a path; ``shapes`` of columns; ``random_seed``.
     """
 
@@ -266,15 +269,15 @@ class DataModule(ABC):
 
     @abstractmethod
     def train_data(self) -> Any:
-        """Iterates over batches of training rows, endlessly: dictionaries of arrays by column."""
+        """Iterate over batches of training rows, endlessly: dictionaries of arrays by column."""
 
     @abstractmethod
     def val_data(self) -> Any:
-        """Iterates once over batches of rows for validation; ``None`` without these."""
+        """Iterate once over batches of rows for validation; ``None`` without these."""
 
 
 class ParquetDataModule(DataModule):
-    """Parquet read by Arrow: the default."""
+    """Data module of Parquet, read by Arrow: the default."""
 
     short_name = "parquet"
 

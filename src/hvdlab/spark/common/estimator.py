@@ -35,7 +35,7 @@ from hvdlab.spark.common.util import (
 
 
 class _Saved(MLReadable, MLWritable):  # type: ignore[misc]  # pyspark is not there where types are checked
-    """Saves parameters as pickles: they are modules, functions and stores. Loading runs what is in them."""
+    """Writer of parameters as pickles: they are modules, functions and stores. Loading runs code in them."""
 
     def write(self) -> Any:
         return _Writer(self)
@@ -45,7 +45,7 @@ class _Saved(MLReadable, MLWritable):  # type: ignore[misc]  # pyspark is not th
         return _Reader(cls)
 
     def _pack(self, given: dict[str, Any]) -> bytes:
-        """Parameters as bytes, all together: an optimizer's parameters stay its model's."""
+        """Return parameters as bytes, all together: an optimizer's parameters stay its model's."""
         packed: bytes = cloudpickle.dumps(given)
         return packed
 
@@ -83,7 +83,7 @@ class _Reader(MLReader):  # type: ignore[misc]
 
 
 class HorovodEstimator(Estimator, EstimatorParams, _Saved):  # type: ignore[misc]
-    """Trains a model on ranks, on the rows of a data frame or of Parquet that is in the store already."""
+    """Estimator that trains a model on ranks, on the rows of a data frame or of Parquet that is in the store already."""
 
     OWN_DEFAULTS: ClassVar[dict[str, Any]] = {}
     """Of the parameters that a framework's estimator has beside the common ones."""
@@ -108,7 +108,7 @@ class HorovodEstimator(Estimator, EstimatorParams, _Saved):  # type: ignore[misc
 
         Raises:
             ValueError: Parameters or data make no sense; nothing was started.
-            RankFailedError: A rank failed; also an instance of what it raised.
+            RankFailedError: A rank failed; also an instance of the class of its exception.
         """
         estimator = self.copy(params) if params else self
         backend = estimator._checked(None)
@@ -172,7 +172,7 @@ class HorovodEstimator(Estimator, EstimatorParams, _Saved):  # type: ignore[misc
     def _plan(
         self, run_id: str, index: int | None, rows: int, val_rows: int, metadata: Any
     ) -> dict[str, Any]:
-        """The arguments of a :class:`~hvdlab.spark.common.plan.TrainingPlan`."""
+        """Return the arguments of a :class:`~hvdlab.spark.common.plan.TrainingPlan`."""
         labels, store = self.getLabelCols(), self.getStore()
         return {
             "features": self.getFeatureCols(),
@@ -215,7 +215,7 @@ class HorovodModel(Model, ModelParams, _Saved):  # type: ignore[misc]
 
     @abstractmethod
     def _network(self) -> Network:
-        """The model as a function of arrays."""
+        """Return the model as a function of arrays."""
 
     def _transform(self, dataset: Any) -> Any:
         from pyspark.ml.linalg import VectorUDT  # pyright: ignore[reportMissingImports]
@@ -251,12 +251,12 @@ class HorovodModel(Model, ModelParams, _Saved):  # type: ignore[misc]
 
 
 def new_run() -> str:
-    """A name for a run that was given none."""
+    """Return a name for a run that was given none."""
     return f"run_{uuid.uuid4().hex[:12]}"
 
 
 def with_output_shapes(metadata: Any, labels: Any, shapes: Any) -> dict[str, dict[str, Any]]:
-    """Metadata of a model: those of the data with the shape of a row's output for each label."""
+    """Return the metadata of a model: the data's metadata with the shape of a row's output for each label."""
     known: dict[str, dict[str, Any]] = {name: dict(about) for name, about in metadata.items()}
     for label, shape in zip(labels, shapes, strict=False):
         known[label]["output_shape"] = tuple(shape)

@@ -19,7 +19,7 @@ def camel(name: str) -> str:
 
 
 class HasAccessors(Params):  # type: ignore[misc]  # pyspark is not there where types are checked
-    """Gives each parameter of a class its ``setX`` and ``getX``; ``SPELLINGS`` has other names that Horovod has for them."""
+    """Mixin that gives each parameter of a class its ``setX`` and ``getX``; ``SPELLINGS`` has other names that Horovod has for them."""
 
     SPELLINGS: ClassVar[dict[str, str]] = {}
 
@@ -55,7 +55,7 @@ def _accessors(param: Any) -> tuple[Any, Any]:
 
 
 def declared(name: str, doc: str) -> Any:
-    """A parameter, for the body of a class."""
+    """Return a parameter, for the body of a class."""
     return Param(Params._dummy(), name, doc)
 
 

@@ -28,10 +28,10 @@ class TrainingPlan:
         compression: Of gradients.
         callbacks: As the framework understands them.
         store, remote: Where data and the run are.
-        data_module, data_options: What reads the rows, and its further arguments.
+        data_module, data_options: The data module that reads the rows, and its further arguments.
         seed: Of the framework's random numbers.
         use_gpu: Whether GPUs are used where there are some.
-        verbose: How much is said.
+        verbose: How much is printed.
     """
 
     features: Sequence[str]
@@ -59,7 +59,7 @@ class TrainingPlan:
     verbose: int
 
     def steps_per_epoch(self, size: int) -> int:
-        """Batches of an epoch: the same on all ranks, and whole steps of the optimizer."""
+        """Return the number of batches of an epoch: the same on all ranks, and whole steps of the optimizer."""
         share = -(-self.rows // size)
         steps = self.train_steps or -(-share // self.batch_size)
         return -(-steps // self.passes_per_step) * self.passes_per_step
@@ -86,17 +86,17 @@ class TrainingPlan:
         )
 
     def epochs_until(self, first: int) -> int:
-        """The epoch before which a run that goes on with ``first`` ends: a complete run is trained for as many epochs again."""
+        """Return the epoch before which a run that continues with ``first`` ends: a complete run is trained for as many epochs again."""
         return first + self.epochs if first >= self.epochs else self.epochs
 
     @property
     def checkpoint(self) -> str | None:
-        """Where the run's checkpoint is; ``None`` if the store keeps none."""
+        """Return where the run's checkpoint is; ``None`` if the store keeps none."""
         place = self.remote.checkpoint_path
         return None if place is None else f"{place}/{self.remote.checkpoint_filename}"
 
     def read_checkpoint(self) -> bytes | None:
-        """The run's checkpoint, if there is one; for rank 0."""
+        """Return the run's checkpoint, if there is one; for rank 0."""
         path = self.checkpoint
         return self.store.read(path) if path is not None and self.store.exists(path) else None
 

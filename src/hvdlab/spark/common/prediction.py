@@ -52,7 +52,7 @@ class Predict:
                 yield (*row, *added)
 
     def outputs(self, rows: Sequence[Any]) -> list[npt.NDArray[Any]]:
-        """The model's outputs for rows."""
+        """Return the model's outputs for rows."""
         if not rows:
             return []
         inputs = []

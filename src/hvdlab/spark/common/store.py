@@ -23,18 +23,18 @@ CHECKPOINT = "checkpoint"
 
 
 class Store(ABC):
-    """Where data sets and runs are. Derive from it to keep them in something that is no file system.
+    """Store of data sets and runs. Derive from it to keep them in a place that is no file system.
 
     A store is picklable, and holds no connection: each process that gets one opens its own.
     """
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
-        """The store for a path or URL.
+        """Return the store for a path or URL.
 
         Args:
             prefix_path: ``hdfs://…`` gives a :class:`HDFSStore`; on Databricks, ``dbfs:/…``, ``/dbfs/…`` and ``file:/dbfs/…``
-                give a :class:`DBFSLocalStore`; anything else a :class:`FilesystemStore`.
+                give a :class:`DBFSLocalStore`; any other path a :class:`FilesystemStore`.
             args, kwargs: Go to its constructor.
         """
         if HDFSStore.matches(prefix_path):
@@ -45,59 +45,59 @@ class Store(ABC):
 
     @abstractmethod
     def is_parquet_dataset(self, path: str) -> bool:
-        """Whether there is a Parquet data set at this path."""
+        """Return whether there is a Parquet data set at this path."""
 
     @abstractmethod
     def get_parquet_dataset(self, path: str) -> Any:
-        """The ``pyarrow.dataset.Dataset`` at this path."""
+        """Return the ``pyarrow.dataset.Dataset`` at this path."""
 
     @abstractmethod
     def get_train_data_path(self, idx: int | str | None = None) -> str:
-        """Where the rows to train on are; ``idx`` tells data sets apart."""
+        """Return where the rows to train on are; ``idx`` distinguishes data sets."""
 
     @abstractmethod
     def get_val_data_path(self, idx: int | str | None = None) -> str:
-        """Where the rows for validation are."""
+        """Return where the rows for validation are."""
 
     @abstractmethod
     def get_test_data_path(self, idx: int | str | None = None) -> str:
-        """Where the rows for tests are."""
+        """Return where the rows for tests are."""
 
     @abstractmethod
     def saving_runs(self) -> bool:
-        """Whether checkpoints and logs are kept."""
+        """Return whether checkpoints and logs are kept."""
 
     @abstractmethod
     def get_runs_path(self) -> str:
-        """The directory of all runs."""
+        """Return the directory of all runs."""
 
     @abstractmethod
     def get_run_path(self, run_id: str) -> str:
-        """The directory of one run."""
+        """Return the directory of one run."""
 
     @abstractmethod
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Where a run's checkpoints are; ``None`` if runs are not saved."""
+        """Return where a run's checkpoints are; ``None`` if runs are not saved."""
 
     @abstractmethod
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """The paths of a run's checkpoints that end so, sorted by name."""
+        """Return the paths of a run's checkpoints that end so, sorted by name."""
 
     @abstractmethod
     def get_logs_path(self, run_id: str) -> str | None:
-        """Where a run's logs are; ``None`` if runs are not saved."""
+        """Return where a run's logs are; ``None`` if runs are not saved."""
 
     @abstractmethod
     def get_checkpoint_filename(self) -> str:
-        """The name of a checkpoint in its run."""
+        """Return the name of a checkpoint in its run."""
 
     @abstractmethod
     def get_logs_subdir(self) -> str:
-        """The name of the logs' directory in their run."""
+        """Return the name of the logs' directory in their run."""
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is a file or directory at this path."""
+        """Return whether there is a file or directory at this path."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -113,21 +113,21 @@ class Store(ABC):
 
     @abstractmethod
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], contextlib.AbstractContextManager[str]]:
-        """A function that gives a temporary local directory, which is removed with its ``with``."""
+        """Return a function that gives a temporary local directory, which is removed with its ``with``."""
 
     @abstractmethod
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies what is in a local directory into the run's."""
+        """Return a function that copies the contents of a local directory into the run's."""
 
     def check_writable(self) -> None:  # noqa: B027  # a store that can't know lets the writing itself fail
         """Raise :class:`InvalidRequestError` if nothing can be written here. Estimators ask before they start anything."""
 
     def get_data_metadata_path(self, path: str) -> str:
-        """Where the metadata of the data at this path are kept."""
+        """Return where the metadata of the data at this path are kept."""
         return f"{path.rstrip('/')}/_metadata"
 
     def to_remote(self, run_id: str, dataset_idx: int | str | None = None) -> RemoteStore:
-        """The paths of one run, for its ranks; picklable."""
+        """Return the paths of one run, for its ranks; picklable."""
         saves = self.saving_runs()
         return RemoteStore(
             train_data_path=self.get_train_data_path(dataset_idx),
@@ -151,7 +151,7 @@ class RemoteStore:
 
     Attributes:
         get_local_output_dir: Gives a temporary directory, as a context manager.
-        sync: Copies what is in a local directory into the run's.
+        sync: Copies the contents of a local directory into the run's.
     """
 
     train_data_path: str
@@ -206,16 +206,16 @@ class AbstractFilesystemStore(Store):
     @property
     @abstractmethod
     def fs(self) -> Any:
-        """The fsspec file system, which takes paths with and without the protocol."""
+        """Return the fsspec file system, which accepts paths with and without the protocol."""
 
     def get_full_path(self, path: str) -> str:
-        """The path with its protocol: ``/tmp/x`` is ``file:///tmp/x``."""
+        """Return the path with its protocol: ``/tmp/x`` is ``file:///tmp/x``."""
         if urlsplit(path).scheme:
             return path
         return f"file://{os.path.abspath(path)}"
 
     def get_localized_path(self, path: str) -> str:
-        """The path without its protocol."""
+        """Return the path without its protocol."""
         return str(self.fs._strip_protocol(path))
 
     def is_parquet_dataset(self, path: str) -> bool:
@@ -304,7 +304,7 @@ class AbstractFilesystemStore(Store):
         try:
             self.write(probe, b"")
             self.fs.rm_file(self.get_localized_path(probe))
-        except Exception as error:  # fsspec's file systems raise what their libraries do
+        except Exception as error:  # fsspec's file systems raise their libraries' exceptions
             raise InvalidRequestError(
                 f"The store {self.prefix_path} can't be written: {type(error).__name__}: {error}."
             ) from error
@@ -327,7 +327,7 @@ def _temporary_directory() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Sync:
-    """Copies the files below a local directory into a directory of a store."""
+    """Copier of the files below a local directory into a directory of a store."""
 
     store: AbstractFilesystemStore
     target: str
@@ -341,7 +341,7 @@ class _Sync:
 
 
 class FilesystemStore(AbstractFilesystemStore):
-    """A store in whatever fsspec knows: plain paths, ``file://``, ``s3://``, ``gs://``, ``abfs://``, ``memory://``.
+    """Store in any file system that fsspec knows: plain paths, ``file://``, ``s3://``, ``gs://``, ``abfs://``, ``memory://``.
 
     Its arguments are those of :class:`AbstractFilesystemStore`. The library of a protocol (s3fs, gcsfs, adlfs) is needed in the driver
     and the executors, and Spark needs its own for the same protocol.
@@ -367,7 +367,7 @@ class FilesystemStore(AbstractFilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether this class is for such a path."""
+        """Return whether this class is for such a path."""
         return not HDFSStore.matches(path)
 
 
@@ -380,10 +380,10 @@ class HDFSStore(AbstractFilesystemStore):
 
     Args:
         prefix_path: ``hdfs://host:port/path``, ``hdfs:///path`` or a plain path.
-        host, port: The name node; by default the URL's, else Hadoop's default.
+        host, port: The name node; by default the URL's, or without one Hadoop's default.
         user: The user to connect as; by default this process's user.
         kerb_ticket: Path of a Kerberos ticket cache.
-        driver: ``libhdfs``; nothing else is there any more.
+        driver: ``libhdfs``, the only driver that still exists.
         extra_conf: Hadoop properties.
         args, kwargs: Those of :class:`AbstractFilesystemStore`.
 
@@ -418,7 +418,7 @@ class HDFSStore(AbstractFilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether it is a path of HDFS."""
+        """Return whether it is a path of HDFS."""
         return path.startswith(cls.PREFIX)
 
     def get_full_path(self, path: str) -> str:
@@ -450,12 +450,12 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def matches_dbfs(cls, path: str) -> bool:
-        """Whether it is a path of DBFS."""
+        """Return whether it is a path of DBFS."""
         return path.startswith(("dbfs:/", "/dbfs/", "file:/dbfs/", "file:///dbfs/"))
 
     @staticmethod
     def normalize_path(path: str) -> str:
-        """The path below ``/dbfs``.
+        """Return the path below ``/dbfs``.
 
         >>> DBFSLocalStore.normalize_path("dbfs:/tmp/x")
         '/dbfs/tmp/x'
@@ -477,7 +477,7 @@ class DBFSLocalStore(FilesystemStore):
 
 
 def is_databricks() -> bool:
-    """Whether this process runs on Databricks."""
+    """Return whether this process runs on Databricks."""
     return "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""From a data frame to Parquet in a store, and what is known of it."""
+"""From a data frame to Parquet in a store, and its metadata."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def clear_training_cache() -> None:
 
 
 def host_hash(salt: str | None = None) -> str:
-    """A text that processes of one host share, as Horovod's spark jobs order their ranks by."""
+    """Return a text that processes of one host share, as Horovod's spark jobs order their ranks by."""
     return hashlib.sha256(f"{host_key()}-{salt or ''}".encode()).hexdigest()[:32]
 
 
 def to_list(var: Any, length: int) -> list[Any] | None:
-    """``var`` for each of so many labels; ``None`` stays. A list of one is repeated.
+    """Return ``var`` for each of so many labels; ``None`` stays. A list of one is repeated.
 
     Raises:
         ValueError: It is a list of another length.
@@ -76,7 +76,7 @@ def to_list(var: Any, length: int) -> list[Any] | None:
 
 
 def get_output_cols(label_cols: Sequence[str], output_cols: Sequence[str] | None = None) -> list[str]:
-    """The columns that a model adds: ``<label>__output`` unless named."""
+    """Return the columns that a model adds: ``<label>__output`` unless named."""
     return list(output_cols) if output_cols else [f"{label}__output" for label in label_cols]
 
 
@@ -144,7 +144,7 @@ def get_simple_meta_from_parquet(
     Shapes are those of the first row group; a rank that finds another shape refuses it.
 
     Args:
-        columns: The columns of which shapes are looked at; by default features, labels and weights.
+        columns: The columns whose shapes are determined; by default features, labels and weights.
 
     Raises:
         ValueError: There is no data, or no rows, or columns are missing.
@@ -241,7 +241,7 @@ def get_dataset_properties(dataset_idx: int) -> tuple[int, int | None, Metadata,
 
 
 def _free_index(store: Store) -> int:
-    """Another driver may have written into this store."""
+    """Return a free index: another driver can have written into this store."""
     return next(index for index in _indexes if not store.exists(store.get_train_data_path(index)))
 
 

@@ -18,7 +18,7 @@ from hvdlab.spark.keras.remote import KerasTrained, KerasTraining, as_input, mod
 
 
 class _KerasSaved:
-    """Saves parameters with the user's own classes, and loads those first."""
+    """Writer of parameters with the user's own classes, and loads those first."""
 
     def _pack(self, given: dict[str, Any]) -> bytes:
         return pack(given, given.get("custom_objects"))
@@ -30,7 +30,7 @@ class _KerasSaved:
 
 
 class KerasEstimator(_KerasSaved, HorovodEstimator):
-    """Trains a Keras model on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
+    """Estimator that trains a Keras model on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
 
     Columns come in the type and shape of the model's inputs. Labels that are floating numbers come in Keras' ``floatx``, others as int64; a label
     gets the shape of its output if it has the same number of values.
@@ -43,7 +43,7 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
         optimizer: An optimizer of Keras, or its name; by default that with which the model is compiled.
         loss: A loss of Keras, its name, or one for each label.
         loss_weights: A factor for each label's loss; by default the same for all, 1 in sum.
-        metrics: As ``compile`` takes them.
+        metrics: As ``compile`` accepts them.
         custom_objects: The user's classes and functions in the model, by name.
         feature_cols, label_cols: Columns: numbers, arrays of one length, or vectors.
         label_shapes: For each label the shape of a batch, with -1 for its rows.
@@ -53,7 +53,7 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
         epochs: Passes over the rows. A run that ended in the middle is continued up to here; one that is complete, by as many.
         run_id: Name of the run in the store; by default a new one. One that has a checkpoint is continued.
         callbacks: Callbacks of Keras, on all ranks; metrics of training and validation are those of all ranks.
-        checkpoint_callback: A ``ModelCheckpoint`` or ``BestModelCheckpoint`` of whole models, on rank 0: its file is chosen here, and what it
+        checkpoint_callback: A ``ModelCheckpoint`` or ``BestModelCheckpoint`` of whole models, on rank 0: its file is chosen here, and the model that it
             kept last is the trained model. It is in the store as ``best.keras`` of the run.
         transformation_fn: Called with a pandas frame of each row group of a rank's share, and returns one.
         backend_env: Variables for the ranks.
@@ -90,7 +90,7 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
         return backend
 
     def _check_version(self) -> None:
-        """Refuse a model and an optimizer of Keras 2, and what is no model at all."""
+        """Refuse a model and an optimizer of Keras 2, and objects that are no model at all."""
         for name, value in (("model", self.getModel()), ("optimizer", self.getOptimizer())):
             if any(base.__module__.startswith("tf_keras.") for base in type(value).__mro__):
                 raise InvalidRequestError(
@@ -101,7 +101,7 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
             raise InvalidRequestError(f"model is no model of Keras 3 but a {type(self.getModel()).__name__}.")
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Shapes of batches of the model's inputs and of its outputs, with -1 for what is not fixed."""
+        """Return the shapes of batches of the model's inputs and of its outputs, with -1 for dimensions that are not fixed."""
         model = self.getModel()
 
         def shapes(tensors: Any) -> list[list[int]]:
@@ -128,14 +128,14 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
             ),
             self.getCustomObjects(),
         )
-        # Callbacks are packed with the rest: they may hold what only Keras can unpickle.
+        # Callbacks are packed with the rest: they can hold objects that only Keras can unpickle.
         plan = {**self._plan(run_id, index, rows, val_rows, shapes), "callbacks": ()}
         training = KerasTraining(**plan, packed=packed, custom_objects=self.getCustomObjects())
         trained = next(each for each in backend.run(training, env=self.getBackendEnv()) if each is not None)
         return self._model(trained, run_id, metadata)
 
     def _check_shapes(self, metadata: Any) -> None:
-        """Refuse columns that can't be a batch of the model's inputs. The loss decides what a label may be."""
+        """Refuse columns that can't be a batch of the model's inputs. The loss decides on permitted labels."""
         features, labels = self.getFeatureCols(), self.getLabelCols()
         if not self.getModel().built:
             return
@@ -162,10 +162,10 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
 
 
 class KerasModel(_KerasSaved, HorovodModel):
-    """A trained model; ``transform`` adds a column for each label, ``<label>__output`` unless ``output_cols`` says otherwise.
+    """Trained model; ``transform`` adds a column for each label, ``<label>__output`` unless ``output_cols`` names others.
 
     Args:
-        kwargs: ``model``, ``feature_columns``, ``label_columns``, and what else there is of ``history`` (metrics' values by epoch),
+        kwargs: ``model``, ``feature_columns``, ``label_columns``, and any of ``history`` (metrics' values by epoch),
             ``custom_objects``, ``output_cols``, ``run_id``, ``metadata``.
     """
 
@@ -177,7 +177,7 @@ class KerasModel(_KerasSaved, HorovodModel):
         self._set_given(kwargs)
 
     def getOptimizer(self) -> Any:
-        """The optimizer, with its state; ``None`` if the model has none."""
+        """Return the optimizer, with its state; ``None`` if the model has none."""
         return getattr(self.getModel(), "optimizer", None)
 
     def _get_metadata(self) -> Any:

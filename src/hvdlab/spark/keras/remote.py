@@ -81,6 +81,7 @@ class _Fit:
         model, optimizer, self.loss, self.metrics, self.callbacks, self.best = unpack(job.packed)
         #: As in ``keras.callbacks.History``, with the epochs before a run was continued.
         self.history: History = {}
+        #: The epoch to begin with, which _resume() sets, and the one to stop before.
         self.first = 0
         self.model, self.optimizer = self._resumed() or (model, optimizer or model.optimizer)
         self.last = job.epochs_until(self.first)
@@ -115,7 +116,7 @@ class _Fit:
                     close()
             if hvd.rank():
                 return None
-            # A checkpoint callback has kept what is best.
+            # A checkpoint callback has kept the best model.
             kept = saved.read_bytes() if self.best is not None and saved.exists() else None
             shapes = [tuple(each.shape[1:]) for each in _tensors(self.model, "outputs")]
             known = shapes if all(None not in shape for shape in shapes) else []
@@ -164,7 +165,7 @@ class _Fit:
             raise
 
     def _prepared(self, batch: Batch) -> tuple[Any, ...]:
-        """A batch as ``fit`` takes it: inputs, labels and, with weights, those."""
+        """Return a batch as ``fit`` expects it: inputs, labels and the weights, if any."""
         job = self.job
         inputs = [batch[name] for name in job.features]
         given = _tensors(self.model, "inputs")
@@ -187,7 +188,7 @@ class _Fit:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _resumed(self) -> tuple[Any, Any] | None:
-        """Model and optimizer of the run's checkpoint, which rank 0 reads for all."""
+        """Return model and optimizer of the run's checkpoint, which rank 0 reads for all."""
         data = self.job.read_checkpoint() if hvd.rank() == 0 else None
         data = broadcast_object(data, 0, name="hvdlab.spark.checkpoint")
         if data is None:
@@ -200,7 +201,7 @@ class _Fit:
         return model, model.optimizer
 
     def ended(self, epoch: int, logs: dict[str, Any], saved: Path) -> None:
-        """Keep what is known after an epoch. On rank 0."""
+        """Store the results of an epoch. On rank 0."""
         for name, value in logs.items():
             self.history.setdefault(name, []).append(float(value))
         job = self.job
@@ -217,7 +218,7 @@ class _Fit:
 
 
 class _Keeper(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Reports the end of each epoch, after all other callbacks."""
+    """Callback that reports the end of each epoch, after all other callbacks."""
 
     def __init__(self, fit: _Fit, saved: Path) -> None:
         super().__init__()
@@ -228,7 +229,7 @@ class _Keeper(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
 
 
 class _Validation(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Puts ``val_…`` of all ranks' rows into the logs of an epoch, for the callbacks after it.
+    """Callback that puts ``val_…`` of all ranks' rows into the logs of an epoch, for the callbacks after it.
 
     ``fit`` can't validate over ranks: their shares have different numbers of rows, or none.
     """
@@ -266,7 +267,7 @@ def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
 
 
 def _tensors(model: Any, which: str) -> list[Any]:
-    """A model's symbolic inputs or outputs; none before it is built."""
+    """Return a model's symbolic inputs or outputs; none before it is built."""
     try:
         found = getattr(model, which)
     except (AttributeError, ValueError):
@@ -280,7 +281,7 @@ def _check_count(what: str, tensors: Sequence[Any], of: str, columns: Sequence[s
 
 
 def as_input(values: npt.NDArray[Any], tensor: Any) -> npt.NDArray[Any]:
-    """A column in the type and, if a row has as many numbers, the shape of a model's input."""
+    """Return a column in the type and, if a row has as many numbers, the shape of a model's input."""
     return _like(values.astype(tf.as_dtype(tensor.dtype).as_numpy_dtype, copy=False), tensor)
 
 
@@ -289,7 +290,7 @@ def _as_label(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _like(values: npt.NDArray[Any], tensor: Any) -> npt.NDArray[Any]:
-    """In the shape of a model's tensor, if a row has as many numbers."""
+    """Return values in the shape of a model's tensor, if a row has as many numbers."""
     shape = tuple(tensor.shape[1:])
     if None in shape or int(np.prod(shape)) != int(np.prod(values.shape[1:])):
         return values
@@ -301,10 +302,10 @@ def _one_or_all(arrays: list[Any]) -> Any:
 
 
 def pack(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
-    """A value that may hold models, optimizers, losses and metrics of Keras.
+    """Return a value that may hold models, optimizers, losses and metrics of Keras.
 
     Args:
-        value: The value; what in it is Keras' is saved as Keras does, all else is pickled.
+        value: The value; Keras' objects in it are saved as Keras does, all others are pickled.
         custom_objects: The user's classes and functions in it, by name.
     """
     with keras.utils.custom_object_scope(custom_objects or {}):
@@ -320,7 +321,7 @@ def unpack(data: bytes) -> Any:
 
 
 def model_bytes(model: Any) -> bytes:
-    """A model with its optimizer as the bytes of Keras' own ``.keras`` file."""
+    """Return a model with its optimizer as the bytes of Keras' own ``.keras`` file."""
     with tempfile.TemporaryDirectory(prefix="hvdlab-keras-") as place:
         file = Path(place, "model.keras")
         model.save(file)
@@ -328,7 +329,7 @@ def model_bytes(model: Any) -> bytes:
 
 
 def model_of(data: bytes, custom_objects: Mapping[str, Any] | None) -> Any:
-    """The model of a ``.keras`` file's bytes, compiled as it was saved; runs no functions that the file holds.
+    """Return the model of a ``.keras`` file's bytes, compiled as it was saved; runs no functions that the file holds.
 
     Raises:
         ValueError: They are no such file, or need a class that is not among ``custom_objects``.

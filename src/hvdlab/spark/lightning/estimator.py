@@ -18,7 +18,7 @@ MIN_PL_VERSION = "1.3.8"
 
 
 class LightningEstimator(ModuleEstimator):
-    """Trains a LightningModule on ranks, or a module of torch by Lightning; ``horovod.spark.lightning.TorchEstimator``.
+    """Estimator that trains a LightningModule on ranks, or a module of torch by Lightning; ``horovod.spark.lightning.TorchEstimator``.
 
     Its parameters are keyword arguments, and each has ``setX`` and ``getX``. ``training_step`` and ``validation_step`` get a dictionary
     of tensors by column: floating columns in the type of the model's parameters, whole numbers as int64. Gradients are averaged over all ranks,
@@ -40,11 +40,11 @@ class LightningEstimator(ModuleEstimator):
         callbacks: Lightning's, on all ranks.
         logger: Lightning's, on all ranks. By default a CSV file and, where ``tensorboard`` or ``tensorboardX`` is installed, TensorBoard's
             files, which are in the store at ``store.get_logs_path(run_id)`` from each epoch's end on.
-        log_every_n_steps, profiler: As the trainer takes them.
+        log_every_n_steps, profiler: As the trainer accepts them.
         terminate_on_nan: Whether a loss that is not finite ends the training.
-        num_gpus: 0 keeps ranks from using GPUs; else each has its own.
+        num_gpus: 0 keeps ranks from using GPUs; otherwise each has its own.
         trainer_args: Further arguments of ``Trainer``, or others than those that are chosen here.
-        data_module: A class derived from :class:`~hvdlab.spark.common.datamodule.DataModule`, or a LightningDataModule that takes its arguments.
+        data_module: A class derived from :class:`~hvdlab.spark.common.datamodule.DataModule`, or a LightningDataModule that has its arguments.
         kwargs: The other parameters of :class:`~hvdlab.spark.common.params.EstimatorParams`.
 
     Raises:

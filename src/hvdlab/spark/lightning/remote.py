@@ -104,7 +104,7 @@ class _Trainer:
                 else:
                     self._fit(trainer, data, resumed)
             if trainer.is_global_zero and job.checkpoint is not None:
-                job.remote.sync(place)  # with what the loggers wrote after the last epoch's checkpoint
+                job.remote.sync(place)  # with the loggers' files from after the last epoch's checkpoint
         if hvd.rank():
             return None
         optimizers = [on_cpu(optimizer.state_dict()) for optimizer in trainer.optimizers]
@@ -133,7 +133,7 @@ class _Trainer:
                 close()
 
     def _val_steps(self) -> int:
-        """As many batches as the rank with the fewest rows has: the module may call collectives in each."""
+        """Return as many batches as the rank with the fewest rows has: the module may call collectives in each."""
         fewest = self.job.val_rows // hvd.size()
         if not fewest:
             raise InvalidRequestError(
@@ -183,7 +183,7 @@ class _Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _resumed(self) -> tuple[str | None, int]:
-        """A file with the run's checkpoint, which rank 0 reads for all, and the epoch to go on with."""
+        """Return a file with the run's checkpoint, which rank 0 reads for all, and the epoch to go on with."""
         data = self.job.read_checkpoint() if hvd.rank() == 0 else None
         data = hvd.broadcast_object(data, 0, name="hvdlab.spark.checkpoint")
         if data is None:
@@ -195,7 +195,7 @@ class _Trainer:
         return str(file), int(found["epoch"]) + 1
 
     def ended(self, trainer: Any, place: str) -> None:
-        """Keep what is known after an epoch."""
+        """Store the results of an epoch."""
         values = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -223,7 +223,7 @@ class _Trainer:
 
 
 def _loggers(package: Any, place: str, subdirectory: str) -> list[Any]:
-    """The loggers of a user who has given none: a CSV file, and TensorBoard's files where one of the packages that write them is there."""
+    """Return the default loggers, for a user without own ones: a CSV file, and TensorBoard's files where one of the packages that write them is there."""
     loggers = [package.loggers.CSVLogger(place, name=subdirectory, version="")]
     if any(find_spec(name) is not None for name in ("tensorboard", "tensorboardX")):
         loggers.append(package.loggers.TensorBoardLogger(place, name=subdirectory, version=""))
@@ -246,7 +246,7 @@ class _Loader:
 
 
 def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:
-    """A LightningModule around a module of torch, its losses, metrics and optimizer."""
+    """Return a LightningModule around a module of torch, its losses, metrics and optimizer."""
 
     class Wrapped(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -289,7 +289,7 @@ def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:
 
 
 def _keeper(package: Any, owner: _Trainer, place: str) -> Any:
-    """A callback that reports the end of each epoch; what it knows is in checkpoints."""
+    """Return a callback that reports the end of each epoch; its state is in checkpoints."""
 
     class Keeper(package.Callback):  # type: ignore[misc]
         state_key = "hvdlab.spark"
@@ -320,14 +320,14 @@ def _nan_guard(package: Any) -> Any:
 
 @functools.cache
 def strategy_class(package: Any) -> type:
-    """The strategy for one of Lightning's two packages.
+    """Return the strategy for one of Lightning's two packages.
 
     It is a strategy for a single device: each rank's trainer has its own, and learns of the others only by rank, size and reductions.
     """
     from_rank_zero = package.utilities.rank_zero.rank_zero_only
 
     class HvdlabStrategy(package.strategies.SingleDeviceStrategy):  # type: ignore[misc]
-        """Reduces gradients over all ranks before an optimizer's step, and what is logged with ``sync_dist=True``.
+        """Strategy that reduces gradients over all ranks before an optimizer's step, and values logged with ``sync_dist=True``.
 
         Args:
             device: This rank's device.
@@ -410,7 +410,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def package_of(model: Any) -> str | None:
-    """The package whose ``LightningModule`` a module is; ``None`` for a module of torch alone."""
+    """Return the package whose ``LightningModule`` a module is; ``None`` for a module of torch alone."""
     for kind in type(model).__mro__:
         for name in _PACKAGES:
             if kind.__name__ == "LightningModule" and kind.__module__.startswith(f"{name}."):
@@ -419,7 +419,7 @@ def package_of(model: Any) -> str | None:
 
 
 def lightning(name: str | None) -> Any:
-    """The package of this name, or whichever is installed."""
+    """Return the package of this name, or whichever is installed."""
     found: ImportError | None = None
     for each in [name] if name else _PACKAGES:
         try:

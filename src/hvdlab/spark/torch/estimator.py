@@ -88,7 +88,7 @@ class ModuleEstimator(HorovodEstimator):
 
 
 class TorchEstimator(ModuleEstimator):
-    """Trains a torch module on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
+    """Estimator that trains a torch module on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
 
     Floating columns come in the type of the model's parameters, whole numbers as int64. A label gets the shape of its output if it has the
     same number of values.
@@ -143,12 +143,12 @@ class TorchEstimator(ModuleEstimator):
 
 
 class TorchModel(HorovodModel):
-    """A trained module; ``transform`` adds a column for each label, ``<label>__output`` unless ``output_cols`` says otherwise.
+    """Trained module; ``transform`` adds a column for each label, ``<label>__output`` unless ``output_cols`` names others.
 
     An output of one number is a double; one of several is a vector.
 
     Args:
-        kwargs: ``model``, ``feature_columns``, ``label_columns``, and what else there is of ``history``, ``optimizer``, ``input_shapes``,
+        kwargs: ``model``, ``feature_columns``, ``label_columns``, and any of ``history``, ``optimizer``, ``input_shapes``,
             ``loss``, ``loss_constructors``, ``output_cols``, ``run_id``, ``metadata``.
     """
 
@@ -188,7 +188,7 @@ class TorchNetwork:
 
 
 def for_each_label(metrics: Sequence[Any], labels: int) -> list[list[Any]]:
-    """Metrics by label: one list is for each of them."""
+    """Return the metrics by label: one list is for each of them."""
     if metrics and isinstance(metrics[0], list | tuple):
         return [list(each) for each in to_list(metrics, labels) or ()]
     return [list(metrics) for _ in range(labels)]

@@ -38,7 +38,7 @@ class Objective:
         self._losses = [loss.to(device) if isinstance(loss, torch.nn.Module) else loss for loss in losses]
 
     def tensors(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """A batch's columns in the types and shapes of the module."""
+        """Return a batch's columns in the types and shapes of the module."""
         plan = self._plan
         shapes = {
             **dict(zip(plan.features, self._input_shapes or (), strict=False)),
@@ -51,13 +51,13 @@ class Objective:
         }
 
     def prepared(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
-        """A batch as inputs, labels and the rows' weights."""
+        """Return a batch as inputs, labels and the rows' weights."""
         return self.parts(self.tensors(batch))
 
     def parts(
         self, batch: dict[str, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
-        """Inputs, labels and the rows' weights of what :meth:`tensors` made."""
+        """Return inputs, labels and the rows' weights of a result of :meth:`tensors`."""
         plan = self._plan
         weights = batch[plan.weight].to(self._dtype) if plan.weight else None
         return [batch[name] for name in plan.features], [batch[name] for name in plan.labels], weights
@@ -65,7 +65,7 @@ class Objective:
     def aligned(
         self, outputs: Any, labels: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs as a list; labels get the shape of theirs where both have the same number of values."""
+        """Return outputs as a list; labels get the shape of theirs where both have the same number of values."""
         found = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
         if len(found) != len(labels):
             raise InvalidRequestError(
@@ -82,7 +82,7 @@ class Objective:
         labels: Sequence[torch.Tensor],
         weights: torch.Tensor | None = None,
     ) -> Any:
-        """The sum of the labels' losses, each with its factor."""
+        """Return the sum of the labels' losses, each with its factor."""
         total: Any = 0.0
         for loss, share, output, label in zip(
             self._losses, self._plan.loss_weights, outputs, labels, strict=True
@@ -96,14 +96,14 @@ class Objective:
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """The type of a model's floating parameters."""
+    """Return the type of a model's floating parameters."""
     return next(
         (each.dtype for each in model.parameters() if each.is_floating_point()), torch.get_default_dtype()
     )
 
 
 def tensor_of(values: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Floating values in the model's type, whole numbers as int64, without a copy where they have that type already."""
+    """Return floating values in the model's type, whole numbers as int64, without a copy where they have that type already."""
     if values.dtype.kind != "f":
         return torch.from_numpy(values.astype(np.int64))
     return torch.from_numpy(values if values.flags.writeable else values.copy()).to(dtype)
@@ -115,7 +115,7 @@ def name_of(metric: Any) -> str:
 
 
 def _each(loss: Any, output: torch.Tensor, label: torch.Tensor) -> Any:
-    """The loss of each row."""
+    """Return the loss of each row."""
     if not hasattr(loss, "reduction"):
         return loss(output, label, reduction="none")
     before, loss.reduction = loss.reduction, "none"

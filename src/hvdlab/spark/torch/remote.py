@@ -74,7 +74,7 @@ class _Rank:
         self.optimizer: Any = self._optimizer()
 
     def _optimizer(self) -> Any:
-        """The optimizer, which reduces gradients unless this rank is alone and has nothing to reduce, compress or add up."""
+        """Return the optimizer, which reduces gradients unless this rank is alone and has nothing to reduce, compress or add up."""
         job = self.job
         if hvd.size() == 1 and job.passes_per_step == 1 and not job.compression and job.minibatch is None:
             return job.optimizer
@@ -200,7 +200,7 @@ class _Totals:
             self._fold()
 
     def _fold(self) -> None:
-        """Add up what was kept: a few operations for many batches."""
+        """Add up the kept values: a few operations for many batches."""
         if not self._rows:
             return
         rows = torch.tensor(self._rows, dtype=torch.float64)
@@ -224,7 +224,7 @@ def _bytes_of_gradients(model: Any) -> int:
 
 
 def on_cpu(state: Any) -> Any:
-    """A state dictionary whose tensors are on the CPU."""
+    """Return a state dictionary whose tensors are on the CPU."""
     if isinstance(state, torch.Tensor):
         return state.detach().cpu()
     if isinstance(state, dict):

@@ -1,6 +1,6 @@
 """Horovod's API for ``tf.keras`` on hvdlab's collective core: ``import hvdlab.tensorflow.keras as hvd``.
 
-``tf.keras`` is Keras 3, or Keras 2 (``tf_keras``) if TF_USE_LEGACY_KERAS=1 is set. The functions take optimizers and models of both.
+``tf.keras`` is Keras 3, or Keras 2 (``tf_keras``) if TF_USE_LEGACY_KERAS=1 is set. The functions accept optimizers and models of both.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def DistributedOptimizer(
         name: Beginning of the collectives' names; by default ``Distributed`` and the name of the optimizer's class.
         device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
         device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
-        compression: Applied to gradients that are sent, and undone on what is received.
+        compression: Applied to gradients that are sent, and undone on received ones.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
             of ranks over this number.
@@ -180,7 +180,7 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
+    """Return a :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
 
     Args:
         optimizer: An optimizer of Keras 3 or of Keras 2 (``tf_keras``).
@@ -191,7 +191,7 @@ def PartialDistributedOptimizer(
             must be built.
 
     Raises:
-        InvalidRequestError, UnsupportedError: As by :func:`DistributedOptimizer`, or ``local_layers`` has something else than layers.
+        InvalidRequestError, UnsupportedError: As by :func:`DistributedOptimizer`, or ``local_layers`` has other objects than layers.
     """
     made = DistributedOptimizer(
         optimizer,

@@ -48,7 +48,7 @@ _Checkpoint: Any = tf.keras.callbacks.ModelCheckpoint
 
 
 class BroadcastGlobalVariablesCallback(Callback):
-    """Assigns ``root_rank``'s values to the model's and the optimizer's variables on every rank, after the first batch.
+    """Callback that assigns ``root_rank``'s values to the model's and the optimizer's variables on every rank, after the first batch.
 
     Not before, since the optimizer makes its variables in the first step.
 
@@ -79,13 +79,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
 
 def _variables(model: Any) -> list[Any]:
-    """The variables of a model and of its optimizer, each once."""
+    """Return the variables of a model and of its optimizer, each once."""
     found = [*model.variables, *optimizer_variables(getattr(model, "optimizer", None))]
     return list({id(_plain(each)): each for each in found if hasattr(_plain(each), "assign")}.values())
 
 
 class MetricAverageCallback(Callback):
-    """Averages the metrics of an epoch over all ranks, for the callbacks behind it in the list, such as ``ReduceLROnPlateau``.
+    """Callback that averages the metrics of an epoch over all ranks, for the callbacks behind it in the list, such as ``ReduceLROnPlateau``.
 
     Args:
         device: The device of the reduction; by default TensorFlow chooses it.
@@ -120,7 +120,7 @@ def _is_number(value: Any) -> bool:
 
 
 class LearningRateScheduleCallback(Callback):
-    """Sets the learning rate to ``initial_lr * multiplier`` between two epochs.
+    """Callback that sets the learning rate to ``initial_lr * multiplier`` between two epochs.
 
     Args:
         initial_lr: The learning rate at the start of the training.
@@ -159,6 +159,7 @@ class LearningRateScheduleCallback(Callback):
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        #: The optimizer's momentum while a corrected one is in its place; ``None`` otherwise.
         self.restore_momentum: Any = None
         self.current_epoch: int | None = None
         self.multiplier = (
@@ -224,7 +225,7 @@ class LearningRateScheduleCallback(Callback):
 
 
 def learning_rate(optimizer: Any) -> float:
-    """The present learning rate of an optimizer."""
+    """Return the present learning rate of an optimizer."""
     return float(tf.convert_to_tensor(_plain(optimizer.learning_rate)))
 
 
@@ -247,13 +248,13 @@ def _set(optimizer: Any, name: str, value: float) -> None:
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over some epochs, a little with each batch.
+    """Callback that raises the learning rate from ``initial_lr / size`` to ``initial_lr`` over some epochs, a little with each batch.
 
     After ``e`` epochs of ``w`` it is ``initial_lr / size * (e * (size - 1) / w + 1)`` (arXiv 1706.02677, section 2.2).
 
     Args:
         initial_lr: The learning rate at the end of the warmup.
-        warmup_epochs: How many epochs the warmup takes.
+        warmup_epochs: Duration of the warmup, in epochs.
         momentum_correction: Whether an optimizer's momentum is scaled during the batch in which the rate changes.
         steps_per_epoch: Batches of an epoch; by default as many as ``fit`` reports.
         verbose: 1 to have rank 0 print a line when the warmup ends.

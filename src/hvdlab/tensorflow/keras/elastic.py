@@ -34,7 +34,7 @@ class KerasState(TensorFlowKerasState):
 
 
 class CommitStateCallback(Callback):
-    """Commits a state after every ``batches_per_commit`` batches, and at the end of each epoch.
+    """Callback that commits a state after every ``batches_per_commit`` batches, and at the end of each epoch.
 
     Args:
         state: The state.
@@ -61,7 +61,7 @@ class CommitStateCallback(Callback):
 
 
 class UpdateBatchStateCallback(Callback):
-    """Sets ``state.batch`` to the number of each batch that has ended, and to 0 at the end of an epoch.
+    """Callback that sets ``state.batch`` to the number of each batch that has ended, and to 0 at the end of an epoch.
 
     If ``fit`` has ``steps_per_epoch``, it shortens the first epoch after a reset by the batches that were processed before.
 
@@ -92,7 +92,7 @@ class UpdateBatchStateCallback(Callback):
 
 
 class UpdateEpochStateCallback(Callback):
-    """Sets ``state.epoch`` to the number of epochs that have ended since the beginning of the whole training.
+    """Callback that sets ``state.epoch`` to the number of epochs that have ended since the beginning of the whole training.
 
     Args:
         state: The state, with an attribute ``epoch``.

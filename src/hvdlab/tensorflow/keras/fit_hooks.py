@@ -37,7 +37,7 @@ class FitWatch(Protocol):
 
 
 class RecordFit(Callback):
-    """Records the metrics that Keras has computed anyway. They are this rank's own, not averages over the ranks.
+    """Callback that records the metrics that Keras has computed anyway. They are this rank's own, not averages over the ranks.
 
     Keras' metrics of training are means since the beginning of the epoch.
 
@@ -91,7 +91,7 @@ class RecordFit(Callback):
 
 
 class CompareModels(Callback):
-    """Reports the steps of ``fit`` to a model's divergence watch, which compares the ranks' models."""
+    """Callback that reports the steps of ``fit`` to a model's divergence watch, which compares the ranks' models."""
 
     def __init__(self, watch: Any) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class CompareModels(Callback):
 def record_fits(package: Any) -> None:
     """Patch Keras so that ``fit`` records the steps of an optimizer that is distributed or watched, and compares watched models.
 
-    ``fit`` makes its list of callbacks by ``CallbackList``, which looks at the methods that they have. If one has a method for
+    ``fit`` makes its list of callbacks by ``CallbackList``, which inspects the methods that they have. If one has a method for
     batches, Keras calls all of them on the thread that trains, so that the time between the calls is that of the steps.
 
     Args:
@@ -157,7 +157,7 @@ def _measuring_samples(original: Any) -> Any:
 
 
 def _batch_size(x: Any) -> int | None:
-    """The batch size of data that the user gave to ``fit`` without one: Keras' default for arrays, a dataset's own; else ``None``."""
+    """Return the batch size of data that the user gave to ``fit`` without one: Keras' default for arrays, a dataset's own; otherwise ``None``."""
     if isinstance(x, tf.data.Dataset):
         while x is not None:
             size = getattr(x, "_batch_size", None)

@@ -189,7 +189,7 @@ class KerasWatch(TrainingWatch):
         for name, value in (("hvdlab_watch", self), ("hvdlab_meter", self._meter)):
             object.__setattr__(self._inner, name, value)  # past Keras, which would track them
         if hasattr(model, "train_function"):
-            model.train_function = None  # so that Keras traces the step anew
+            model.train_function = None  # so that Keras traces the step again
         self._prepare(1)
 
     def _step_set(self) -> None:
@@ -208,7 +208,7 @@ class KerasWatch(TrainingWatch):
         now = time.monotonic_ns()
         if self._measuring:
             norm = float(self._norm.numpy())
-            if norm != _NOTHING:  # else loss scaling has skipped the step
+            if norm != _NOTHING:  # otherwise loss scaling has skipped the step
                 record_metric(names.GRADIENT_NORM, norm, self.step, now)
             if self._scale is not None:
                 record_metric(names.LOSS_SCALE, self._scale, self.step, now)
@@ -303,7 +303,7 @@ def watch(
 ) -> KerasWatch:
     """Record metrics of the training on this rank: step time, learning rate, norm of the gradients, loss scale.
 
-    ``docs/reference/metrics.md`` has the names and what each costs. For a distributed optimizer ``fit`` records the first two without
+    ``docs/reference/metrics.md`` has the names and the cost of each. For a distributed optimizer ``fit`` records the first two without
     this call, too. ``fit`` counts its steps itself; in a loop of your own, call the watch's ``step_ended()`` after each step. A
     ``tf.function`` of your own must be traced after this call. Calling it again for the same optimizer replaces the earlier watch, so
     a cell may be run twice.
@@ -369,7 +369,7 @@ class SeedStates:
 
     @contextmanager
     def restored(self, model: Any) -> Iterator[None]:
-        """In this context the layers of ``model``, one like the recorded model, have these states; afterwards their former ones."""
+        """Give the layers of ``model``, one like the recorded model, these states within this context; restore the former ones afterwards."""
         variables = _seeds(model) if len(self.states) else []
         before = [variable.numpy() for variable in variables]
         for variable, state in zip(variables, np.asarray(self.states), strict=True):
@@ -411,7 +411,7 @@ class KerasRecord(StepRecord):
         if model is not None:
             self._attach(model)
 
-    # -- what a step reports ------------------------------------------------------------------------------------------
+    # -- reports of a step --------------------------------------------------------------------------------------------
 
     @translated
     def batch(self, *args: Any, **kwargs: Any) -> None:
@@ -479,7 +479,7 @@ class KerasRecord(StepRecord):
         _replace(model, "train_step", self._recorded_step(model))
         _replace(model, "compute_loss", self._recorded_loss(model.compute_loss))
         _replace(model, _RECORD, self)
-        model.train_function = None  # so that Keras traces the step anew
+        model.train_function = None  # so that Keras traces the step again
 
     def _recorded_step(self, model: Any) -> Any:
         original = model.train_step
@@ -516,7 +516,7 @@ class KerasRecord(StepRecord):
         return _not_rewritten(compute_loss)
 
     def _observed(self, optimizer: Any) -> AbstractContextManager[None]:
-        """In this context, record the norm of this rank's own gradients when the optimizer's reducer gets them."""
+        """Record, in the returned context, the norm of this rank's own gradients when the optimizer's reducer gets them."""
 
         def observe(gradients: Sequence[Any]) -> None:
             self.gradients(gradients, loss_scale(optimizer))
@@ -524,7 +524,7 @@ class KerasRecord(StepRecord):
         return _observing(reducer_of(optimizer), observe)
 
     def close(self) -> None:
-        """Stop recording and forget what was recorded. Idempotent."""
+        """Stop recording and forget all records. Idempotent."""
         self._closed = True
         super().close()
         model, self._model = self._model, None
@@ -543,8 +543,8 @@ def record(
 ) -> KerasRecord:
     """Keep the inputs, loss and norm of the gradients of the last steps on this rank, to show them with errors and replay them.
 
-    Of each step of ``model.fit`` or ``train_on_batch`` the record keeps the inputs and targets, the loss that
-    ``model.compute_loss`` returns, and, if the optimizer is distributed, the norm of this rank's own gradients before they are
+    Of each step of ``model.fit`` or ``train_on_batch`` the record keeps the inputs, the targets and the loss that
+    ``model.compute_loss`` returns. If the optimizer is distributed, it keeps the norm of this rank's own gradients before they are
     reduced. In a loop of your own, call the record's ``batch(x, y)``, ``loss(loss)`` and ``gradients(gradients)``, also within a
     ``tf.function``. Calling it again for a model replaces the earlier record.
 
@@ -578,18 +578,18 @@ def _not_rewritten(function: Any) -> Any:
 
 
 def _as_rewritten(function: Any) -> Any:
-    """A function of the user's, rewritten by AutoGraph if AutoGraph would have rewritten it without hvdlab."""
+    """Return a function of the user's, rewritten by AutoGraph if AutoGraph would have rewritten it without hvdlab."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
 def _placeholder(value: Any) -> Any:
-    """A value's placeholder in a structure: for a sparse or ragged tensor, which has several tensors, its type; else ``None``."""
+    """Return a value's placeholder in a structure: for a sparse or ragged tensor, which has several tensors, its type; otherwise ``None``."""
     return tf.type_spec_from_value(value) if isinstance(value, tf.__internal__.CompositeTensor) else None
 
 
 def _replace(model: Any, name: str, value: Any) -> None:
-    """Assign an attribute past Keras, which would take it for a part of the model that it has to track."""
+    """Assign an attribute past Keras, which would count it as a part of the model that it has to track."""
     object.__setattr__(model, name, value)
 
 
@@ -608,7 +608,7 @@ def _observing(
 
 
 def _parts(data: Any) -> tuple[Any, ...]:
-    """The inputs, targets and sample weights that ``fit`` passes to a step, as far as there are any."""
+    """Return the inputs, targets and sample weights that ``fit`` passes to a step, as far as there are any."""
     if not isinstance(data, tuple):
         return (data,)
     parts = list(data)
@@ -624,7 +624,7 @@ def _seeds(model: Any) -> list[Any]:
 
 
 def _kept(value: Any) -> Any:
-    """The value in a form that nothing changes later: a variable or an array is copied to a tensor."""
+    """Return the value in a form that nothing changes later: a variable or an array is copied to a tensor."""
     plain = plain_variable(value)
     return tf.convert_to_tensor(plain) if isinstance(plain, np.ndarray | tf.Variable) else plain
 
@@ -636,7 +636,7 @@ def _values(gradients: Sequence[Any]) -> list[Any]:
 
 
 def _dense(tensor: Any) -> Any:
-    """The elements of a tensor, also of a sparse or ragged one."""
+    """Return the elements of a tensor, also of a sparse or ragged one."""
     return tensor if isinstance(tensor, tf.Tensor) else tf.nest.flatten(tensor, expand_composites=True)[0]
 
 

@@ -61,11 +61,11 @@ class Distributed(DistributedGradients):
 
     @property
     def _agg_helper(self) -> LocalGradientAggregationHelper | None:
-        """Horovod's name of :attr:`hvdlab_helper`."""
+        """Return :attr:`hvdlab_helper`, under Horovod's name."""
         return self.hvdlab_helper
 
     def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any] | None) -> list[Any]:
-        """Return the gradients that a pass applies: reduced, or with several passes per step as the helper says.
+        """Return the gradients that a pass applies: reduced, or with several passes per step as the helper decides.
 
         Packages replace this method of Horovod's optimizers, and :meth:`_allreduce_grads`, on an instance: every reduction goes
         through both.
@@ -114,7 +114,7 @@ class Distributed(DistributedGradients):
         self._hvdlab_set(settings={**self.hvdlab_settings, name: value})
 
     def _hvdlab_set(self, **values: Any) -> None:
-        """Assign attributes past Keras, which would take them for parts of the optimizer that it has to track."""
+        """Assign attributes past Keras, which would count them as parts of the optimizer that it has to track."""
         for name, value in values.items():
             object.__setattr__(self, f"hvdlab_{name}", value)
 
@@ -126,7 +126,7 @@ class Distributed(DistributedGradients):
             args, kwargs: Further arguments of the plain optimizer's method.
 
         Returns:
-            What the plain optimizer returns.
+            The plain optimizer's result.
 
         Raises:
             MismatchError, AbortedError: As for ``hvd.allreduce``; the variables are unchanged.
@@ -185,7 +185,7 @@ class DistributedWithCompute(Distributed):
     """A distributed optimizer of Keras 2 whose class has a public method that computes gradients."""
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Keras 2: pairs of reduced gradients and variables, for the next :meth:`apply_gradients`.
+        """Return, for Keras 2, pairs of reduced gradients and variables, for the next :meth:`apply_gradients`.
 
         With several backward passes per step, the gradients are this rank's own, and :meth:`apply_gradients` reduces them.
 
@@ -220,7 +220,7 @@ class DistributedLegacy(Distributed):
         return self._hvdlab_computed_pairs(plain._compute_gradients(loss, var_list, grad_loss, tape))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
-        """In graphs of TensorFlow 1: return reduced gradients, for the next :meth:`apply_gradients`.
+        """Return reduced gradients in graphs of TensorFlow 1, for the next :meth:`apply_gradients`.
 
         Args:
             loss: A tensor.
@@ -239,7 +239,7 @@ class DistributedWithApply(Distributed):
     """A distributed optimizer of Keras 3, in which all other methods apply gradients through ``apply``."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        """Keras 3: reduce gradients over all ranks and apply them. All ranks must call it alike.
+        """Reduce gradients over all ranks and apply them, for Keras 3. All ranks must call it alike.
 
         Args:
             grads: The gradients.
@@ -274,7 +274,7 @@ def _distributed_class(kind: Any) -> Any:
 
 
 def is_keras_optimizer(value: Any) -> bool:
-    """Whether this is an optimizer of Keras 3, or of Keras 2 (also of its ``legacy`` ones)."""
+    """Return whether this is an optimizer of Keras 3, or of Keras 2 (also of its ``legacy`` ones)."""
     return any(
         kind.__name__ in ("Optimizer", "OptimizerV2") and kind.__module__.partition(".")[0] in _PACKAGES
         for kind in type(value).__mro__
@@ -282,7 +282,7 @@ def is_keras_optimizer(value: Any) -> bool:
 
 
 def reducer_of(optimizer: Any) -> TensorFlowReducer | None:
-    """The reducer of an optimizer, also of one within loss scaling; ``None`` if the optimizer is not distributed."""
+    """Return the reducer of an optimizer, also of one within loss scaling; ``None`` if the optimizer is not distributed."""
     found = without_scaling(optimizer)
     return found.hvdlab_reducer if isinstance(found, Distributed) else None
 
@@ -392,7 +392,7 @@ def distributed(
 
 
 def package_of_optimizer(optimizer: Any) -> str:
-    """The package that an optimizer comes from, ``keras`` (3) or ``tf_keras`` (2). Its class may be a user's subclass."""
+    """Return the package that an optimizer comes from, ``keras`` (3) or ``tf_keras`` (2). Its class may be a user's subclass."""
     return next(
         name for each in type(optimizer).__mro__ if (name := each.__module__.partition(".")[0]) in _PACKAGES
     )
@@ -403,12 +403,12 @@ def _inner(optimizer: Any) -> Any:
 
 
 def without_scaling(optimizer: Any) -> Any:
-    """The optimizer within loss scaling; the optimizer itself if there is none."""
+    """Return the optimizer within loss scaling; the optimizer itself if there is none."""
     return _inner(optimizer) or optimizer
 
 
 def loss_scale(optimizer: Any) -> Any:
-    """The factor by which mixed precision multiplies the loss, and so the gradients; ``None`` without loss scaling."""
+    """Return the factor by which mixed precision multiplies the loss, and so the gradients; ``None`` without loss scaling."""
     if _inner(optimizer) is None:
         return None
     scaled = getattr(optimizer, "scale_loss", None) or optimizer.get_scaled_loss
@@ -512,7 +512,7 @@ def _received(
 
 
 def _scale_of(optimizer: Any) -> tuple[Any, ...]:
-    """The variables of Keras 2's dynamic loss scaling; Keras 3 has these among the optimizer's own variables."""
+    """Return the variables of Keras 2's dynamic loss scaling; Keras 3 has these among the optimizer's own variables."""
     state = getattr(optimizer, "_loss_scale", None)
     if state is None or not hasattr(state, "current_loss_scale"):
         return ()
@@ -603,7 +603,7 @@ def _reducing_first(original: Callable[..., Any], *, pairs: bool) -> Callable[..
 
 
 def package_of(model: Any) -> str | None:
-    """The package that a model comes from, Keras 3 or Keras 2; ``None`` if it is no model of Keras."""
+    """Return the package that a model comes from, Keras 3 or Keras 2; ``None`` if it is no model of Keras."""
     packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     return next((name for name in _PACKAGES if name in packages and hasattr(model, "fit")), None)
 
@@ -627,7 +627,7 @@ def load_model(
 
 
 def _build(optimizer: Any, variables: Any) -> None:
-    """Build an optimizer anew that Keras 3 has built without variables, as for an ``.h5`` file: it could not train the model."""
+    """Build an optimizer again that Keras 3 has built without variables, as for an ``.h5`` file: it could not train the model."""
     if (
         getattr(optimizer, "built", False)
         and variables
@@ -638,12 +638,12 @@ def _build(optimizer: Any, variables: Any) -> None:
 
 
 def _saved_optimizer(filepath: Any) -> str | None:
-    """The name of the optimizer's class in a file of Keras; ``None`` if the file does not have it."""
+    """Return the name of the optimizer's class in a file of Keras; ``None`` if the file does not have it."""
     path = os.fspath(filepath) if isinstance(filepath, str | os.PathLike) else ""
     found: Any = None
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
-            if "config.json" in file.namelist():  # else Keras raises an error for the file
+            if "config.json" in file.namelist():  # otherwise Keras raises an error for the file
                 found = (json.loads(file.read("config.json")).get("compile_config") or {}).get("optimizer")
     elif os.path.isfile(path):
         h5py: Any = importlib.import_module("h5py")
@@ -656,5 +656,5 @@ def _saved_optimizer(filepath: Any) -> str | None:
 
 
 def _class_of(make: Callable[..., Any]) -> type:
-    """A class whose ``from_config`` calls a function that makes the optimizer: Keras accepts only a class there."""
+    """Return a class whose ``from_config`` calls a function that makes the optimizer: Keras accepts only a class there."""
     return type(make.__name__, (), {"from_config": staticmethod(lambda config: make(**config))})

@@ -30,7 +30,7 @@ def allreduce(
         prescale_factor: Multiplies the inputs.
         postscale_factor: Multiplies the result.
         op: ``hvd.Average`` (default), ``hvd.Sum``, or another operator of ``hvdlab.tensorflow``.
-        compression: Applied to what is sent, and undone on what is received.
+        compression: Applied to tensors that are sent, and undone on received ones.
 
     Returns:
         A tensor.

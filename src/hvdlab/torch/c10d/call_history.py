@@ -1,8 +1,8 @@
 """The last calls of each group, to find out whether a call can't complete because a rank has skipped an earlier one.
 
-The coordinator can't tell two calls of one kind, shape and dtype apart: if a rank skips one, its later calls are matched with the
-others' earlier ones, and nothing fails before that rank makes no more calls. So each rank remembers the lines of its last calls,
-and how many steps its optimizers had taken by then, since all calls of DDP's backward pass come from one line. A rank whose call
+The coordinator can't distinguish two calls of one kind, shape and dtype: if a rank skips one, its later calls are matched with the
+others' earlier ones, and no call fails before that rank makes no more. So each rank remembers the lines of its last calls,
+and how many steps its optimizers had taken by then: all calls of DDP's backward pass come from one line. A rank whose call
 can't complete asks the missing ranks for their last calls, and compares.
 
 The two hooks in torch that error reports need are here as well: a count of optimizer steps, and ``backward()``, which raises the
@@ -48,7 +48,7 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
         number: Its number in the rank's errors.
         operation: Its name in torch.
         site: The user's line of code, and the part of a model that it is for.
-        step: OptimizerSteps that the rank's optimizers had taken before it.
+        step: Steps that the rank's optimizers had taken before it.
     """
 
     number: int
@@ -91,7 +91,7 @@ class Shift(msgspec.Struct, frozen=True):
     skipped: int
 
     def sentence(self, rank: int, own: int) -> str:
-        """In words. ``rank`` is the other rank, ``own`` the rank that compares."""
+        """Return the shift in words. ``rank`` is the other rank, ``own`` the rank that compares."""
         count = abs(self.skipped)
         calls = "a call" if count == 1 else f"{count} calls"
         who, missed, instead, whom = (
@@ -109,7 +109,7 @@ def find_shift(own: CallHistoryMessage, other: CallHistoryMessage) -> Shift | No
     Lines that differ for another reason, such as those of a root and of other ranks, are no shift.
 
     Returns:
-        The shift; ``None`` if there is none in what both ranks remember.
+        The shift; ``None`` if the calls that both ranks remember show none.
     """
     first = max(own.first, other.first)
     ours, theirs = own.calls[first - own.first :], other.calls[first - other.first :]
@@ -144,7 +144,7 @@ class Drift(msgspec.Struct, frozen=True):
     ahead: int
 
     def sentence(self, rank: int, own: int) -> str:
-        """In words. ``rank`` is the other rank, ``own`` the rank that compares."""
+        """Return the drift in words. ``rank`` is the other rank, ``own`` the rank that compares."""
         who = rank if self.ahead > 0 else own
         return (
             f"rank {own} made {self.own} after {_steps(self.own.step)} of its optimizers, and rank {rank} made it after "
@@ -163,7 +163,7 @@ def find_drift(own: CallHistoryMessage, other: CallHistoryMessage) -> Drift | No
     remember does not count, nor one that comes and goes.
 
     Returns:
-        The drift; ``None`` if there is none in what both ranks remember.
+        The drift; ``None`` if the calls that both ranks remember show none.
     """
     first = max(own.first, other.first)
     pairs = list(zip(own.calls[first - own.first :], other.calls[first - other.first :], strict=False))
@@ -176,7 +176,7 @@ def find_drift(own: CallHistoryMessage, other: CallHistoryMessage) -> Drift | No
 
 
 def _alike(some: Sequence[CallRecord], others: Sequence[CallRecord]) -> int:
-    """The number of pairs of calls, if both calls of every pair are alike; else 0."""
+    """Return the number of pairs of calls, if both calls of every pair are alike; otherwise 0."""
     pairs = list(zip(some, others, strict=False))
     return len(pairs) if all(one.is_like(other) for one, other in pairs) else 0
 
@@ -207,6 +207,7 @@ class Histories:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
+        #: The calls of each group's present epoch; with the following, guarded by the condition.
         self._records: dict[str, _Record] = {}
         #: Where the calls of groups are that remember them by themselves.
         self._sources: dict[str, CallSource] = {}
@@ -217,7 +218,7 @@ class Histories:
         engine.on_mail(_TOPIC, self._on_mail)
 
     def add(self, group: str, epoch: int, call: CallRecord) -> None:
-        """Remember a call that was submitted in this epoch of the group's process set."""
+        """Record a call that was submitted in this epoch of the group's process set."""
         with self._changed:
             record = self._records.get(group)
             if record is None or record.epoch != epoch:
@@ -237,7 +238,7 @@ class Histories:
             self._sources.pop(group, None)
 
     def explain(self, group: str, epoch: int, missing: Sequence[int]) -> str:
-        """Ask the missing ranks for their calls in this epoch, and say which rank, of these or this one, has skipped calls.
+        """Ask the missing ranks for their calls in this epoch, and return which rank, of these or this one, has skipped calls.
 
         Returns:
             A sentence; empty if no rank has, as far as the ranks answer within :data:`PATIENCE`.
@@ -292,9 +293,9 @@ class Histories:
 
 
 class OptimizerSteps:
-    """Counts the steps of all optimizers together from now on, by torch's global hook.
+    """Counter of the steps of all optimizers together from now on, by torch's global hook.
 
-    OptimizerSteps that ``torch.compile`` compiles are not counted: the count would be a constant in the compiled code, which torch would
+    Steps that ``torch.compile`` compiles are not counted: the count would be a constant in the compiled code, which torch would
     compile again each time that it has changed.
 
     Attributes:
@@ -303,6 +304,7 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self.taken = 0
+        # Torch's hook must not keep this object, whose end removes the hook.
         counts = weakref.ref(self)
 
         def count(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -317,7 +319,7 @@ def keep_errors() -> None:
     """Let ``backward()`` and ``torch.autograd.grad`` raise hvdlab's own errors, from now on in this process.
 
     C++ keeps nothing of an error but its text. The one function of torch's through which all Python code runs the engine is replaced by one that
-    puts the error back. Where torch has no such function (before 2.3), only what ends a cell or a program is put back.
+    puts the error back. Where torch has no such function (before 2.3), only errors that end a cell or a program are put back.
     """
     graph: Any = torch.autograd.graph
     original = getattr(graph, "_engine_run_backward", None)
@@ -337,7 +339,7 @@ def _with_own_errors(original: Any) -> Any:
             own = own_error(error)
             if own is error:
                 raise
-        # Not within the handler: the error that it replaces would be shown as what it came from.
+        # Not within the handler: the error that it replaces would be shown as its cause.
         raise own.with_traceback(None)
 
     return run_backward

@@ -4,9 +4,9 @@ DDP's reducer calls the group from C++ with nothing but a tensor, and holds its 
 But the group sees all that is needed:
 
 * The wrapper is on the stack when it compares and broadcasts the parameters of a model that is being wrapped, and when it makes its
-  buckets anew.
+  buckets again.
 * A function of torch's computes the first buckets, and computes the same ones when this module calls it again.
-* After the first pass DDP makes the buckets anew, in the order in which gradients became ready. Rank 0 broadcasts them, so that all
+* After the first pass DDP makes the buckets again, in the order in which gradients became ready. Rank 0 broadcasts them, so that all
   ranks have the same: first the index of each parameter, bucket by bucket, and then the number of parameters of each bucket.
 * DDP reduces the buckets of a pass in order. A pass is one run of the autograd engine, which knows the parameter whose gradient it
   has just computed. And a bucket's tensor stays at the same address.
@@ -43,7 +43,7 @@ _UNKNOWN = -2
 
 
 def bucket_text(index: int, names: Sequence[str]) -> str:
-    """``DDP bucket 2: layer4.weight, layer4.bias and 3 more``.
+    """Return a text such as ``DDP bucket 2: layer4.weight, layer4.bias and 3 more``.
 
     Args:
         index: The bucket's number in its model, from 0 on, as torch's ``GradBucket`` has it.
@@ -74,7 +74,7 @@ class Layout:
 
     Attributes:
         buckets: The buckets in the order in which DDP reduces them.
-        certain: Whether DDP reduces all of them in each pass; if not, only a bucket of a size that no other has can be told.
+        certain: Whether DDP reduces all of them in each pass; if not, only a bucket of a size that no other has can be identified.
         run: The number of the autograd engine's run that is the present pass; unknown as long as only nested runs have reduced
             buckets.
         next: Index of the first bucket that this pass has not reduced yet.
@@ -88,7 +88,7 @@ class Layout:
     places: dict[int, int] = field(default_factory=dict)
 
     def find(self, tensor: torch.Tensor, run: int) -> int | None:
-        """The index of the bucket that this tensor is; ``None`` if it is none of them, or can't be told."""
+        """Return the index of the bucket that this tensor is; ``None`` if it is none of them, or is ambiguous."""
         count = tensor.numel()
         known = self.places.get(_address(tensor))
         if known is not None and self.buckets[known].count == count:
@@ -99,7 +99,7 @@ class Layout:
         return fits[0] if fits and (self.certain or len(fits) == 1) else None
 
     def reduced(self, index: int, tensor: torch.Tensor, run: int) -> None:
-        """Remember that this run has reduced the bucket with this index, and that the tensor was its memory."""
+        """Record that this run has reduced the bucket with this index, and that the tensor was its memory."""
         if run != NESTED:
             self.run = run
         elif self.next >= len(self.buckets):
@@ -121,26 +121,29 @@ class _Wrapper:
         self._wrapper = weakref.ref(wrapper)
         #: The reducer whose buckets the layout describes; ``agree`` gives the wrapper another one.
         self._reducer: weakref.ref[Any] | None = None
+        #: The buckets as they were read last; ``None`` if they are not known.
         self._layout: Layout | None = None
-        #: The tensors that rank 0 broadcast when the buckets were made anew, until :meth:`layout` has read them.
+        #: The tensors that rank 0 broadcast when the buckets were made again, until :meth:`layout` has read them.
         self._announced: list[torch.Tensor] = []
+        #: The parameters in the reducer's order, and their names by ``id``.
         self._parameters: list[torch.Tensor] = []
         self._names: dict[int, str] = {}
 
     def announce(self, tensor: torch.Tensor) -> None:
         """Keep one of the two tensors that describe the new buckets. It has the values of rank 0 once the broadcast is over."""
+        # A third tensor begins the next pair.
         if len(self._announced) >= 2:
             self._announced.clear()
         self._announced.append(tensor)
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """A parameter's name in the model."""
+        """Return a parameter's name in the model."""
         if not self._names:
             self._read_parameters()
         return self._names.get(id(parameter))
 
     def layout(self) -> Layout | None:
-        """The buckets as they are now; ``None`` if they are not known."""
+        """Return the buckets as they are now; ``None`` if they are not known."""
         wrapper: Any = self._wrapper()
         reducer = getattr(wrapper, "reducer", None)
         if reducer is None:
@@ -164,7 +167,7 @@ class _Wrapper:
 
     @staticmethod
     def _first(wrapper: Any) -> list[list[int]]:
-        """The buckets before the first pass, as lists of parameters' indices: those that torch computes when it wraps the model."""
+        """Return the buckets before the first pass, as lists of parameters' indices: those that torch computes when it wraps the model."""
         parameters, sparse = wrapper._build_params_for_reducer()
         settings = getattr(wrapper, "_bucket_config", None)
         if settings is not None:
@@ -193,7 +196,7 @@ class _Wrapper:
 
 
 def _announced_buckets(indices: torch.Tensor, sizes: torch.Tensor, parameters: int) -> list[list[int]] | None:
-    """The buckets that two broadcast tensors describe; ``None`` if the tensors were something else."""
+    """Return the buckets that two broadcast tensors describe; ``None`` if the tensors are no such description."""
     order, counts = indices.tolist(), sizes.tolist()
     if len(order) != parameters + 1 or order[-1] != len(counts) or sum(counts) != parameters:
         return None
@@ -207,11 +210,12 @@ class Buckets:
     """The wrapped models of one group."""
 
     def __init__(self) -> None:
+        #: Guards the wrappers and their layouts: threads of autograd's use them beside the user's.
         self._lock = threading.Lock()
         self._wrappers: weakref.WeakKeyDictionary[Any, _Wrapper] = weakref.WeakKeyDictionary()
 
     def see(self, tensor: torch.Tensor | None, caller: FrameType | None) -> None:
-        """Look for a wrapper on the stack of an operation, and remember it.
+        """Search the stack of an operation for a wrapper, and record it.
 
         Args:
             tensor: The tensor of a broadcast; ``None`` for other operations.
@@ -234,7 +238,7 @@ class Buckets:
             frame = frame.f_back
 
     def text_of(self, tensor: torch.Tensor | None, caller: FrameType | None) -> str:
-        """The name, for errors, of the bucket that an operation is for; empty if it is for none, or for one that can't be told.
+        """Return the name, for errors, of the bucket that an operation is for; empty if it is for none, or for an ambiguous one.
 
         Args:
             tensor: The tensor of an all_reduce; ``None`` for other operations, which only hooks call for a bucket.
@@ -249,7 +253,7 @@ class Buckets:
             return "" if tensor is None else self._in_pass(tensor, NESTED if _is_nested(caller) else run)
 
     def _in_pass(self, tensor: torch.Tensor, run: int) -> str:
-        """The text for an operation that DDP's reducer, in C++, has begun in a run of the autograd engine."""
+        """Return the text for an operation that DDP's reducer, in C++, has begun in a run of the autograd engine."""
         if not (tensor.is_floating_point() or tensor.is_complex()):  # DDP's map of used parameters
             return ""
         wrappers, ready = list(self._wrappers.values()), _ready_parameter()
@@ -266,7 +270,7 @@ class Buckets:
         return texts.pop() if len(texts) == 1 else ""
 
     def _in_hook(self, caller: FrameType) -> str:
-        """The text for an operation that a hook in Python, of the user's or of torch's, has begun with a bucket."""
+        """Return the text for an operation that a hook in Python, of the user's or of torch's, has begun with a bucket."""
         frame: FrameType | None = caller
         for _ in range(_FRAMES):
             if frame is None or frame.f_code.co_name == _BACKWARD:
@@ -284,13 +288,13 @@ class Buckets:
 
 
 def _ready_parameter() -> torch.Tensor | None:
-    """The parameter whose gradient this thread's run of the autograd engine has just computed."""
+    """Return the parameter whose gradient this thread's run of the autograd engine has just computed."""
     found = getattr(torch._C._current_autograd_node(), "variable", None)
     return found if isinstance(found, torch.Tensor) else None
 
 
 def _is_nested(frame: FrameType | None) -> bool:
-    """Whether the run of the autograd engine that this frame has begun is within another run."""
+    """Return whether the run of the autograd engine that this frame has begun is within another run."""
     while frame is not None and (frame := frame.f_back) is not None:
         if frame.f_code.co_name == _BACKWARD:
             return True

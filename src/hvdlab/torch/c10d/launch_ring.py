@@ -92,6 +92,7 @@ class LaunchRing:
     """The last launches of this rank in one group. One thread adds at a time."""
 
     def __init__(self) -> None:
+        #: The ring, whose size is a power of two, and how many launches there were.
         self._slots: list[LaunchSlot | None] = [None] * SLOTS
         self._count = 0
 
@@ -99,12 +100,15 @@ class LaunchRing:
         """Record a launch."""
         count = self._count
         self._slots[count & (SLOTS - 1)] = slot
+        # After the slot: a reader on another thread must not count a launch that is not there.
         self._count = count + 1
 
     def drop_last(self) -> None:
         """Forget the last launch, which torch has refused."""
         self._count -= 1
-        self._slots[self._count & (SLOTS - 1)] = None  # else a full ring would show it in place of its oldest
+        self._slots[self._count & (SLOTS - 1)] = (
+            None  # otherwise a full ring would show it in place of its oldest
+        )
 
     def slots(self, generation: int, channel: str) -> list[LaunchSlot]:
         """Return the launches of one channel of an inner group, the oldest first. Any thread."""
@@ -166,8 +170,8 @@ class Verdict(NamedTuple):
         waited: The ranks that have launched it.
         sites: Their lines of code.
         missing: The ranks that have not, or do not answer.
-        parties: The different requests, if the ranks that have launched it disagree; else empty.
-        note: A sentence on a rank that has skipped or added a call before, if the ranks' lines show one; else empty.
+        parties: The different requests, if the ranks that have launched it disagree; otherwise empty.
+        note: A sentence on a rank that has skipped or added a call before, if the ranks' lines show one; otherwise empty.
     """
 
     waited: tuple[int, ...]
@@ -260,22 +264,22 @@ class WatchMail(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LateLaunch(WatchMail, frozen=True, array_like=True):
-    """To the comparer: this launch is late here."""
+    """Mail to the comparer: this launch is late here."""
 
 
 class LaunchQuery(WatchMail, frozen=True, array_like=True):
-    """From the comparer: answer with the launches of this channel."""
+    """Mail from the comparer: answer with the launches of this channel."""
 
 
 class LaunchAnswer(WatchMail, frozen=True, array_like=True):
-    """To the comparer: the launches of this channel, and whether the launch asked about has a stand-in here."""
+    """Mail to the comparer: the launches of this channel, and whether the launch asked about has a stand-in here."""
 
     report: LaunchReport = LaunchReport()
     stood_in: bool = False
 
 
 class LaunchVerdict(WatchMail, frozen=True, array_like=True):
-    """From the comparer: its comparison, with the fields of :class:`Verdict`.
+    """Mail from the comparer: its comparison, with the fields of :class:`Verdict`.
 
     ``stand_in``: ranks that have launched it let a stand-in take part in the core.
     """
@@ -289,11 +293,11 @@ class LaunchVerdict(WatchMail, frozen=True, array_like=True):
 
 
 class InnerEnded(WatchMail, frozen=True, array_like=True):
-    """To the comparer: the inner group before ``generation`` has ended here, and this rank can make the next one."""
+    """Mail to the comparer: the inner group before ``generation`` has ended here, and this rank can make the next one."""
 
 
 class MakeInner(WatchMail, frozen=True, array_like=True):
-    """From the comparer: all ranks can make the inner group ``generation``; make it."""
+    """Mail from the comparer: all ranks can make the inner group ``generation``; make it."""
 
 
 AnyWatchMail = LateLaunch | LaunchQuery | LaunchAnswer | LaunchVerdict | InnerEnded | MakeInner

@@ -25,7 +25,7 @@ class ModelPart(NamedTuple):
 
     Attributes:
         name: Its name in recordings, such as ``layers.3``.
-        about: What errors and stall lines add to the operation's name, such as `` for layers.3``.
+        about: The text that errors and stall lines add to the operation's name, such as `` for layers.3``.
     """
 
     name: str = ""
@@ -37,7 +37,7 @@ WHOLE = ModelPart()
 
 
 def is_local(name: str) -> bool:
-    """Whether torch made this name for a group that only its members make: a hash, which may differ from member to member.
+    """Return whether torch made this name for a group that only its members make: a hash, which may differ from member to member.
 
     It differs because torch also hashes how many groups the process has.
     """
@@ -45,7 +45,7 @@ def is_local(name: str) -> bool:
 
 
 def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
-    """A group's name for users: the description that they gave it, else torch's name, or its ranks if that is a hash.
+    """Return a group's name for users: the description that they gave it, or torch's name, or its ranks if that is a hash.
 
     Args:
         name: Torch's name, such as ``0``.
@@ -60,7 +60,7 @@ def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
 def label_in_recordings(
     operation: str, name: str, description: str, members: Sequence[int], part: str = ""
 ) -> str:
-    """An operation's name in timelines and traces: ``default_pg.all_reduce``, ``ranks 0-1.all_gather layers.3``.
+    """Return an operation's name in timelines and traces: ``default_pg.all_reduce``, ``ranks 0-1.all_gather layers.3``.
 
     Args:
         operation: Its name in torch.
@@ -72,7 +72,7 @@ def label_in_recordings(
 
 
 def sharded_module() -> str:
-    """The module whose parameters ``fully_shard`` gathers, or whose gradients it reduces, in this call.
+    """Return the module whose parameters ``fully_shard`` gathers, or whose gradients it reduces, in this call.
 
     Returns:
         Its name in the model, such as ``layers.3``, ``the root`` for the model itself, and an empty text for other calls.
@@ -91,13 +91,13 @@ def sharded_module() -> str:
 
 
 def renamed(error: Exception, operation: str, why: str = "", about: str = "") -> Exception:
-    """An error of the core, with c10d's name of the operation in place of the core's.
+    """Return an error of the core, with c10d's name of the operation in place of the core's.
 
     Args:
         error: As a handle raised it. Errors that name no collective are returned as they are.
         operation: Its name, such as ``all_reduce #17 of group dp``. The number is counted by the rank on which the error is raised.
-        why: What else is known of the error's cause, in a sentence.
-        about: The part of a model that ``operation`` ends with; it is taken off the call sites, where it would stand again.
+        why: Further facts about the error's cause, in a sentence.
+        about: The part of a model that ``operation`` ends with; it is removed from the call sites, where it would stand again.
     """
     if type(error) is AbortedError:
         # With a name that ends so, the error's text shows only the collective.

@@ -1,6 +1,6 @@
 """The process group: torch's collectives as requests of the core.
 
-The core reads and writes contiguous tensors of the host where they are, and those of GPUs in :meth:`~HvdlabProcessGroup.allreduce`, ``broadcast``,
+The core reads and writes contiguous tensors of the host where they are. It does so with those of GPUs in :meth:`~HvdlabProcessGroup.allreduce`, ``broadcast``,
 ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` if the group has a data plane for them. It works on copies of all others, and moves dtypes
 that it does not know as bytes.
 """
@@ -81,7 +81,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group on hvdlab's core. Made by ``dist.init_process_group("hvdlab")`` and ``dist.new_group``.
 
-    A failure raises one of hvdlab's errors on all ranks, and the group can be used afterwards. ``abort`` gives up what is
+    A failure raises one of hvdlab's errors on all ranks, and the group can be used afterwards. ``abort`` gives up all operations
     in flight, and does not end the group.
 
     Args:
@@ -106,7 +106,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._messages = Messages(self._calls, rank)
         world.add(self._calls)
 
-    # -- what torch asks of the group ---------------------------------------------------------------------------------
+    # -- torch's interface of a group ---------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "hvdlab"
@@ -136,7 +136,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> HvdlabProcessGroup:
-        """The group itself, which is its only backend, for tensors of all devices."""
+        """Return the group itself, which is its only backend, for tensors of all devices."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -148,19 +148,19 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.sequence
 
     def abort(self) -> None:
-        """Give up what is in flight, on all ranks; the group goes on."""
+        """Give up the operations in flight, on all ranks; the group stays usable."""
         self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._calls.process_set)
 
     def shutdown(self) -> None:
-        """Take no more operations. The process set stays, for later groups of the same ranks."""
+        """Refuse further operations. The process set stays, for later groups of the same ranks."""
         self._calls.close()
 
     def has_its_ranks(self) -> bool:
-        """Whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
+        """Return whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
         return self._calls.has_its_ranks()
 
     def _start_coalescing(self, device: object = None) -> None:
-        """From now on, until :meth:`_end_coalescing`, gather this thread's operations. Torch's ``_coalescing_manager`` calls both."""
+        """Gather this thread's operations from now on, until :meth:`_end_coalescing`. Torch's ``_coalescing_manager`` calls both."""
         self._calls.start_coalescing()
 
     def _end_coalescing(self, device: object = None) -> CoalescedWork:
@@ -168,7 +168,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.end_coalescing()
 
     def _root(self, operation: str, opts: Any) -> int:
-        """The root's number in the group, which torch passes in an object of options, or as a number."""
+        """Return the root's number in the group, which torch passes in an object of options, or as a number."""
         root = 0 if opts is None else int(getattr(opts, "rootRank", opts))
         require_member(operation, getattr(opts, "rootTensor", 0), 1, "root tensor")
         return require_member(operation, root, self.size(), "root rank")
@@ -240,7 +240,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _add_rows(submission: Submission, part: torch.Tensor) -> list[torch.Tensor]:
-        """Gather a tensor of which each rank may have any number of rows; the returned list gets the result when it is there."""
+        """Gather a tensor of which each rank can have any number of rows; the returned list gets the result once it has arrived."""
         landing: list[torch.Tensor] = []
 
         def allocate(shape: tuple[int, ...]) -> npt.NDArray[Any]:
@@ -310,7 +310,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.add(request, copy)
 
     def _device(self, request: Request, *tensors: torch.Tensor) -> str:
-        """The device class in whose memory a request is executed: that of its tensors if the group has a data plane that can do it, else the host's."""
+        """Return the device class in whose memory a request is executed: its tensors' class if the group has a data plane that can do it, otherwise the host's."""
         device = CUDA_TENSORS.device(tensors[0])
         if device == HOST or any(tensor.device != tensors[0].device for tensor in tensors[1:]):
             return HOST
@@ -323,7 +323,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _then_copy(submission: Submission, part: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
-        """When the last request is done and its own copy is made, copy a part of the result to ``output``."""
+        """Copy a part of the result to ``output`` when the last request is done and its own copy is made."""
         before = submission.copies[-1]
 
         def copy(result: Result) -> None:
@@ -396,7 +396,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _gather_there(
         submission: Submission, request: Request, given: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """As :meth:`_add_all_gather`, in the memory of the tensors' device."""
+        """Add an operation as :meth:`_add_all_gather` does, in the memory of the tensors' device."""
         require_dense(given, "all_gather")
         row = plain_of(given, request.device).reshape(1, -1)
         request.input = memory_of(row, request.device)
@@ -410,7 +410,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         output.detach().copy_(ordered.view(output.shape))
 
     def _ordered(self, of_members: Sequence[_T]) -> Sequence[_T]:
-        """A list with an entry for each member, in the core's order; a list of another length is returned as it is."""
+        """Return a list with an entry for each member, in the core's order; a list of another length is returned as it is."""
         return (
             [of_members[member] for member in self._order]
             if self._order and len(of_members) == len(self._order)
@@ -548,7 +548,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.submit("all_to_all", [output], submission, opts=opts, inputs=given)
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
-        """How many elements of a tensor belong to each member, from splits in rows of dimension 0."""
+        """Return how many elements of a tensor belong to each member, from splits in rows of dimension 0."""
         return [
             count * math.prod(tensor.shape[1:]) for count in split_rows(tensor, splits, which, self.size())
         ]
@@ -577,7 +577,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.submit("barrier", [], submission, opts=opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a limit.
+        """Wait at a barrier with a limit.
 
         Args:
             timeout: Limit of the wait; by default the group's timeout.
@@ -612,7 +612,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _operator(opts: Any) -> Any:
-    """The reduction operator, which torch passes in an object of options or by itself; the sum if there is none."""
+    """Return the reduction operator, which torch passes in an object of options or by itself; the sum if there is none."""
     found = getattr(opts, "reduceOp", opts)
     return found if isinstance(found, (dist.ReduceOp, _Types)) else dist.ReduceOp.SUM
 

@@ -2,7 +2,7 @@
 
 The ranks of the default group meet in the world that is already there.
 
-They meet by a collective, so that whatever ends a collective ends this wait, too: an error names a rank that fails, ends its cell or
+They meet by a collective, so that each event that ends a collective ends this wait, too: an error names a rank that fails, ends its cell or
 dies without coming, and Ctrl-C has an effect at once.
 """
 
@@ -36,7 +36,7 @@ _SPACE_BYTES = 16
 
 
 def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Take the place of ``dist.init_process_group`` in a process that may be a rank of hvdlab's world.
+    """Replace ``dist.init_process_group`` in a process that may be a rank of hvdlab's world.
 
     Args:
         backend: The name under which hvdlab is known to torch.
@@ -90,7 +90,7 @@ def _is_ours(given: dict[str, Any], backend: str) -> bool:
 
 
 def _is_wanted_for_cpu() -> bool:
-    """Whether the user wants hvdlab's groups in place of Gloo's, by ``HVDLAB_C10D=1``.
+    """Return whether the user asks for hvdlab's groups in place of Gloo's, by ``HVDLAB_C10D=1``.
 
     Not on a machine with an accelerator, where torch's default group is for the accelerator's tensors, too.
     """
@@ -98,7 +98,7 @@ def _is_wanted_for_cpu() -> bool:
 
 
 def _stays() -> bool:
-    """Whether the present default group stays, because its ranks are still the same processes; the first rank prints which.
+    """Return whether the present default group stays, because its ranks are still the same processes; the first rank prints which.
 
     If it does not stay, end it here, with all groups that were made from it. A group that is not hvdlab's is left alone.
     """

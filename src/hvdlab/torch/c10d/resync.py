@@ -25,7 +25,7 @@ class Agreement:
 
     Attributes:
         sources: For each rank of the group that got values, the rank that they came from.
-        tensors: Names of what differed: parameters, buffers, and ``optimizer: 0.weight.exp_avg``.
+        tensors: Names of the differing values: parameters, buffers, and ``optimizer: 0.weight.exp_avg``.
         steps: Steps that each rank's optimizer had taken, by rank; ``None`` where it does not count them.
     """
 
@@ -74,7 +74,7 @@ class _Account:
     steps: int | None
 
     def whole(self) -> bytes:
-        """One fingerprint of all parameters, buffers and optimizer state."""
+        """Return one fingerprint of all parameters, buffers and optimizer state."""
         return fingerprint(
             *(part for name, digest in sorted(self.digests.items()) for part in (name.encode(), digest))
         )
@@ -92,7 +92,7 @@ def agree(
     Call it on all ranks of the group after a step has failed: some ranks may have taken the step and others not. The ranks
     compare fingerprints. Where these differ, ranks get the values of a rank that has taken the most steps, as the optimizer counts
     them (``state["step"]`` of Adam and most others). Among several such ranks, and among all ranks if the optimizer does not
-    count, the values that most of them have are chosen, and between equally frequent values those of the lowest rank. Gradients
+    count, the values that most of them have are chosen; between equally frequent values those of the lowest rank. Gradients
     are dropped on all ranks, since those of a failed step are partly reduced.
 
     Works for models wrapped in ``DistributedDataParallel``, for those of ``fully_shard`` and for other
@@ -106,7 +106,7 @@ def agree(
         group: The ranks that train together; by default all.
 
     Returns:
-        What was found and done. In a notebook it is shown as a sentence.
+        The differences and the copies. A notebook shows it as a sentence.
 
     Raises:
         InvalidRequestError: The models have different parameters, or a rank that is behind has shards that no rank ahead has.
@@ -188,7 +188,7 @@ def _make_reducer(wrapper: Any) -> None:
     """Give a ``DistributedDataParallel`` a new reducer, as when the model was wrapped.
 
     After a failed pass the old reducer may still wait for gradients, and its buckets may differ from those of other ranks: DDP
-    orders the buckets anew in its second pass, and a rank that was stopped there still has the old ones. The next pass would
+    orders the buckets again in its second pass, and a rank that was stopped there still has the old ones. The next pass would
     then add up gradients of different parameters.
     """
     wrapper.reducer._remove_autograd_hooks()
@@ -244,13 +244,13 @@ def _account(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, bu
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a ``DTensor``; any other tensor itself."""
+    """Return this rank's shard of a ``DTensor``; any other tensor itself."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Which shard of a ``DTensor`` this rank has. Ranks with different shards have different values by nature."""
+    """Return which shard of a ``DTensor`` this rank has. Ranks with different shards have different values by nature."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return ()
@@ -263,7 +263,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class _Transfer:
-    """Copies values between ranks: by broadcasts if one rank's values go to all others, else by messages.
+    """Transfer of values between ranks: by broadcasts if one rank's values go to all others, otherwise by messages.
 
     Args:
         agreement: Which rank gets the values of which other rank.

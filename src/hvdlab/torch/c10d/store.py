@@ -34,7 +34,7 @@ class KeeperRequest(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         number: The asking rank's count of its requests; the answer has the same.
         space: The values that it is about: each default group has a space of its own.
-        operation: What to do: ``open``, ``set``, ``get``, ``add``, ``compare``, ``append``, ``wait``, ``check``, ``delete``,
+        operation: Name of the operation: ``open``, ``set``, ``get``, ``add``, ``compare``, ``append``, ``wait``, ``check``, ``delete``,
             ``count``, ``list``, or ``forget``, which withdraws the request with the number ``amount``.
         keys: The keys.
         values: Their values; for ``compare`` the expected and the desired one.
@@ -52,7 +52,7 @@ class KeeperRequest(msgspec.Struct, frozen=True, array_like=True):
 class KeeperAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The keeper's answer to a :class:`KeeperRequest`, with the fields that its operation returns.
 
-    ``gone`` means that the values no longer exist, since the default group was made anew.
+    ``gone`` means that the values no longer exist, since the default group was made again.
     """
 
     number: int
@@ -69,8 +69,9 @@ class StoreState:
     """
 
     def __init__(self) -> None:
+        #: Values by space and key.
         self._spaces: dict[str, dict[str, bytes]] = {}
-        #: Spaces of former default groups, the oldest first: what is asked of them is answered with ``gone``. A space that is neither
+        #: Spaces of former default groups, the oldest first: requests for them are answered with ``gone``. A space that is neither
         #: here nor there is about to be opened: the ranks have met, and this one has asked before the keeper has opened it.
         self._former: dict[str, None] = {}
         #: Requests whose keys are not all set yet, each with its sender.
@@ -79,7 +80,7 @@ class StoreState:
         self._answered: dict[int, OrderedDict[int, KeeperAnswer]] = {}
 
     def handle(self, sender: int, request: KeeperRequest) -> list[tuple[int, KeeperAnswer]]:
-        """Do what a rank asks; returns the answers to send now, each with its rank: also those to earlier requests that waited."""
+        """Carry out a rank's request; returns the answers to send now, each with its rank: also those to earlier requests that waited."""
         known = self._answered.setdefault(sender, OrderedDict())
         if request.number in known:
             return [(sender, known[request.number])]
@@ -88,6 +89,7 @@ class StoreState:
                 each for each in self._waiting if (each[0], each[1].number) != (sender, request.amount)
             ]
             return []
+        # Sent again after a reconnection: one answer is enough.
         if (sender, request) in self._waiting:
             return []
         if request.space in self._former:
@@ -134,7 +136,7 @@ class StoreState:
         return [(rank, self._answer(request)) for rank, request in ready]
 
     def _answer(self, request: KeeperRequest) -> KeeperAnswer:
-        """Do what is asked; the keys that it needs are set."""
+        """Carry out a request; the keys that it needs are set."""
         values, number = self._spaces[request.space], request.number
         key = request.keys[0] if request.keys else ""
         match request.operation:
@@ -150,7 +152,7 @@ class StoreState:
                 return KeeperAnswer(number, amount=total)
             case "compare":
                 expected, wanted = request.values
-                # As torch's stores do: a key that is not set counts as empty, and if something else was expected, the answer is
+                # As torch's stores do: a key that is not set counts as empty, and if another value was expected, the answer is
                 # the expected value.
                 if values.get(key, b"") == expected:
                     values[key] = wanted
@@ -181,6 +183,7 @@ class StoreLink:
         self._number = secrets.randbits(_FIRST_BITS)
         #: Requests without an answer, by number, each with the rank that keeps the values.
         self._asked: dict[int, tuple[int, KeeperRequest]] = {}
+        #: Answers that have arrived and that no thread has read yet, by number.
         self._answers: dict[int, KeeperAnswer] = {}
         engine.on_mail(_ASK, self._on_ask)
         engine.on_mail(_ANSWER, self._on_answer)
@@ -201,7 +204,7 @@ class StoreLink:
             what: Further fields of :class:`KeeperRequest`.
 
         Raises:
-            AbortedError: A rank died or left, or the default group was made anew.
+            AbortedError: A rank died or left, or the default group was made again.
             DistStoreError: The keys were not set in time.
             NotInitializedError: hvdlab was shut down meanwhile.
             KeyboardInterrupt: The user interrupted.
@@ -227,6 +230,7 @@ class StoreLink:
             with self._changed:
                 self._asked.pop(number, None)
                 self._answers.pop(number, None)
+            # The keeper would go on to hold the request of a wait that is over.
             if answer is None:
                 self._engine.post(
                     _ASK, msgspec.msgpack.encode(KeeperRequest(0, space, "forget", amount=number)), [keeper]
@@ -258,6 +262,7 @@ class StoreLink:
     def _on_answer(self, sender: int, body: bytes) -> None:
         answer = msgspec.msgpack.decode(body, type=KeeperAnswer)
         with self._changed:
+            # A second answer, to a request that was sent again, is dropped.
             if answer.number in self._asked:
                 self._answers[answer.number] = answer
                 self._changed.notify_all()
@@ -284,7 +289,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
 
     C++ code, such as that of the Gloo backend, may use it, too, but does not keep it alive: Python has to.
 
-    All methods that ask the keeper raise ``AbortedError`` if a rank dies or leaves meanwhile or the default group is made anew,
+    All methods that ask the keeper raise ``AbortedError`` if a rank dies or leaves meanwhile or the default group is made again,
     and ``DistStoreError`` after the timeout.
 
     Args:
@@ -316,7 +321,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
 
     @property
     def timeout(self) -> timedelta:
-        """Limit of waits that give none."""
+        """Return the limit of waits that give none."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -351,7 +356,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         self._ask("wait", *keys, seconds=None if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Return whether all keys are set."""
         return bool(self._ask("check", *keys).amount)
 
     def delete_key(self, key: str) -> bool:
@@ -359,11 +364,11 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         return bool(self._ask("delete", key).amount)
 
     def num_keys(self) -> int:
-        """Number of keys."""
+        """Return the number of keys."""
         return self._ask("count").amount
 
     def list_keys(self) -> list[str]:
-        """All keys."""
+        """Return all keys."""
         return list(self._ask("list").keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -378,7 +383,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         return True
 
     def clone(self) -> HvdlabStore:
-        """Another store object with the same values."""
+        """Return another store object with the same values."""
         copy = HvdlabStore(self._link, self.space, self._members, self._timeout)
         self._clones.append(copy)
         return copy

@@ -61,7 +61,7 @@ class Submission:
 
     Attributes:
         requests: The requests for the core.
-        copies: For each request, what copies its result to the user's tensor; ``None`` if the core writes there itself.
+        copies: For each request, the function that copies its result to the user's tensor; ``None`` if the core writes there itself.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Submission:
         self.copies.append(copy)
 
     def deliver(self) -> Deliver | None:
-        """A function that runs all copies; ``None`` if there are none."""
+        """Return a function that runs all copies; ``None`` if there are none."""
         copies = self.copies
         if not any(copies):
             return None
@@ -104,7 +104,7 @@ class Calls:
         name_in_core: The core's name for the group's collectives.
         name_in_mail: The group's name in mail between the ranks.
         sequence: How many operations this rank has called.
-        closed: Whether the group takes no more operations.
+        closed: Whether the group refuses operations.
     """
 
     def __init__(self, world: World, name: str, members: Sequence[int], seconds: float) -> None:
@@ -115,8 +115,10 @@ class Calls:
         self._labels: dict[tuple[str, str], str] = {}
         self.process_set = world.process_set(members)
         self.name_in_core = world.name_in_core(name, self.members)
+        #: The processes that are the group's ranks, and the last epoch of the world in which they were found
+        #: to be.
         self._epoch, self._processes = self._present()
-        # The store's space, which each init_process_group draws anew, is part of the name: the calls of a group that is made anew
+        # The store's space, which each init_process_group draws again, is part of the name: the calls of a group that is made again
         # are not compared with those of the former one.
         space = world.store.space if world.store is not None else ""
         self.name_in_mail = f"{space}.{self.name_in_core}"
@@ -126,7 +128,7 @@ class Calls:
         self._futures_lock = threading.Lock()
         #: The models that ``DistributedDataParallel`` reduces in this group.
         self._buckets = Buckets()
-        #: ``works`` is, for each thread, what it has submitted since it began to coalesce; ``None`` if it does not coalesce.
+        #: ``works`` is, for each thread, its submissions since it began to coalesce; ``None`` if it does not coalesce.
         self._coalescing = threading.local()
 
     # -- the group's names and ranks ----------------------------------------------------------------------------------
@@ -138,16 +140,16 @@ class Calls:
         self._labels.clear()
 
     def __str__(self) -> str:
-        """The group's name in errors."""
+        """Return the group's name in errors."""
         return name_of_group(self.name, self.description, self.members)
 
     def _present(self) -> tuple[int, tuple[object, ...]]:
-        """The world's epoch, and the processes that are the group's ranks in this epoch."""
+        """Return the world's epoch, and the processes that are the group's ranks in this epoch."""
         epoch, processes = self.engine.processes()
         return epoch, tuple(process for process in processes if process[0] in self.members)
 
     def has_its_ranks(self) -> bool:
-        """Whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
+        """Return whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
         epoch, processes = self._present()
         if processes == self._processes:
             self._epoch = epoch
@@ -165,7 +167,7 @@ class Calls:
             )
 
     def close(self) -> None:
-        """Take no more operations. The process set stays, for later groups of the same ranks."""
+        """Refuse further operations. The process set stays, for later groups of the same ranks."""
         self.closed = True
         self.world.histories.forget(self.name_in_mail)
 
@@ -190,7 +192,7 @@ class Calls:
             submission: Its requests for the core.
             name: The core's name for a message; by default the group's, for collectives, which all members call in one order.
             source: The sender's number in the group, for a receive; ``None`` for one from any rank.
-            opts: Torch's options. If they say that the caller waits at once, it is that wait that announces the operation, which is
+            opts: Torch's options. If the caller waits at once according to them, that wait announces the operation, which is
                 quicker.
             inputs: The tensors that profilers show, if not the outputs.
 
@@ -223,6 +225,7 @@ class Calls:
         coalesced = getattr(self._coalescing, "works", None)
         if coalesced is not None:
             coalesced.append(work)
+            # Its wait comes at the end of the block, after further operations.
             at_once = False
         site = call_site(2)
         self.begin(work, submission, name or self.name_in_core, site, at_once=at_once)
@@ -250,7 +253,7 @@ class Calls:
             work.handles.append(self.engine.submit(request, announce=announce, at_once=at_once))
 
     def start_coalescing(self) -> None:
-        """From now on, until :meth:`end_coalescing`, gather this thread's operations of the group into one work."""
+        """Gather this thread's operations of the group into one work from now on, until :meth:`end_coalescing`."""
         self._coalescing.works = []
 
     def end_coalescing(self) -> CoalescedWork:
@@ -274,7 +277,7 @@ class Calls:
             self._withdraw(chosen)
 
     def _has_future(self, work: HvdlabWork) -> None:
-        """C++ may wait for this operation from now on."""
+        """Record that C++ may wait for this operation from now on."""
         with self._futures_lock:
             self._with_future.add(work)
         # After the addition: either the control thread finds it and withdraws it, or the interrupt is seen to be held here.
@@ -296,7 +299,7 @@ class Calls:
         return f"{operation} #{number} of {self}{about}"
 
     def recorded_as(self, operation: str, part: ModelPart = WHOLE) -> str:
-        """An operation's name in recordings."""
+        """Return an operation's name in recordings."""
         label = self._labels.get((operation, part.name))
         if label is None:
             label = label_in_recordings(operation, self.name, self.description, self.members, part.name)
@@ -304,7 +307,7 @@ class Calls:
         return label
 
     def part(self, operation: str, tensors: Any) -> ModelPart:
-        """The part of a model that an operation is for, as far as the stack and the tensors show it."""
+        """Return the part of a model that an operation is for, as far as the stack and the tensors show it."""
         if module := sharded_module():
             return ModelPart(module, f" for {module}")
         caller = _caller()
@@ -315,7 +318,7 @@ class Calls:
         return ModelPart(bucket, f", {bucket}") if bucket else WHOLE
 
     def explain(self, epoch: int, error: HvdlabError) -> str:
-        """A sentence on the rank that has skipped an earlier call, if this may be why an operation failed; else empty."""
+        """Return a sentence on the rank that has skipped an earlier call, if this can be why an operation failed; otherwise empty."""
         if isinstance(error, AbortedError) and error.cause.kind in _MAY_BE_SHIFTED:
             asked = error.pending.missing
         elif isinstance(error, MismatchError):
@@ -326,7 +329,7 @@ class Calls:
 
 
 def _caller() -> FrameType | None:
-    """The frame that called the group; ``None`` if C++ called it, on a thread without Python frames."""
+    """Return the frame that called the group; ``None`` if C++ called it, on a thread without Python frames."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HOME):
         frame = frame.f_back
@@ -334,7 +337,7 @@ def _caller() -> FrameType | None:
 
 
 class Messages:
-    """Sends and receives one rank's messages in a group. Ranks are numbers in the group.
+    """Messages of one rank in a group: sends and receives. Ranks are numbers in the group.
 
     Args:
         calls: The group's operations.
@@ -356,7 +359,7 @@ class Messages:
         return self._submit("recv", [single("recv", tensors)], source, self._rank, tag)
 
     def receive_from_any(self, tensors: Any, tag: int) -> HvdlabWork:
-        """Receive the next message with this tag from any rank; the work's ``source_rank()`` says which, once it is there."""
+        """Receive the next message with this tag from any rank; the work's ``source_rank()`` is that rank, once the message has arrived."""
         require_tag("recv", tag)
         given = [single("recv", tensors)]
         submission = self._moved(given, None, self._rank, tag)
@@ -377,7 +380,7 @@ class Messages:
         return self._calls.submit(operation, tensors, submission, name=name, source=source)
 
     def _moved(self, tensors: list[torch.Tensor], source: int | None, target: int, tag: int) -> Submission:
-        """The requests that send or receive tensors; the ``source`` is ``None`` for any rank."""
+        """Return the requests that send or receive tensors; the ``source`` is ``None`` for any rank."""
         submission, receiver = Submission(), self._members[target]
         ranks = (receiver,) if source is None else (self._members[source], receiver)
         sends = source == self._rank
@@ -397,5 +400,5 @@ class Messages:
         return submission
 
     def _name(self, source: int | str, target: int, tag: int) -> str:
-        """The core's name for messages of one direction and tag, or for a rank's receives from any rank."""
+        """Return the core's name for messages of one direction and tag, or for a rank's receives from any rank."""
         return f"{self._calls.name_in_core}.{source}>{target}.{tag}"

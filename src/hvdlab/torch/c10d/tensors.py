@@ -1,4 +1,4 @@
-"""Torch's tensors as memory of the core: their own memory if the core can read and write it, else a copy, or bytes.
+"""Torch's tensors as memory of the core: their own memory if the core can read and write it, otherwise a copy, or bytes.
 
 Checks of arguments that a rank can make by itself are here, too. Their errors use the words of torch's own backends, so that code
 that looks for these words in an error finds them.
@@ -24,12 +24,12 @@ Tensors = list[torch.Tensor]
 
 
 def listed(tensors: Any) -> Tensors:
-    """One tensor, or several, as a list."""
+    """Return one tensor, or several, as a list."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def single(operation: str, tensors: Any, which: str = "") -> torch.Tensor:
-    """The only tensor of a list, or the tensor itself; raises ``InvalidRequestError`` if there are several or none.
+    """Return the only tensor of a list, or the tensor itself; raises ``InvalidRequestError`` if there are several or none.
 
     ``which`` is ``input`` or ``output``, for the error of an operation that has both.
     """
@@ -49,7 +49,7 @@ def require_dense(tensor: torch.Tensor, operation: str) -> None:
 
 
 def require_member(operation: str, rank: int, size: int, which: str = "rank") -> int:
-    """A rank's number in its group, such as a root's; raises ``InvalidRequestError`` if the group has no such number."""
+    """Return a rank's number in its group, such as a root's; raises ``InvalidRequestError`` if the group has no such number."""
     if not 0 <= rank < size:
         raise InvalidRequestError(f"{operation}: invalid {which}: {rank}; the group has {size} ranks.")
     return rank
@@ -87,7 +87,7 @@ def require_outputs(
 def parts_of_root(
     operation: str, lists: Any, tensor: torch.Tensor, size: int, *, is_root: bool, which: str
 ) -> Tensors:
-    """The root's list of tensors for a gather or scatter, one for each rank; an empty list on other ranks.
+    """Return the root's list of tensors for a gather or scatter, one for each rank; an empty list on other ranks.
 
     Args:
         operation: ``gather`` or ``scatter``.
@@ -129,7 +129,7 @@ def parts_of_root(
 
 
 def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, which: str, size: int) -> list[int]:
-    """How many rows (of dimension 0) of an all_to_all_single's tensor belong to each member; without splits, equally many.
+    """Return how many rows (of dimension 0) of an all_to_all_single's tensor belong to each member; without splits, equally many.
 
     ``which`` is ``input`` or ``output``. Raises ``InvalidRequestError`` if the splits do not fit the tensor and the group.
     """
@@ -158,19 +158,19 @@ Copy = Callable[[Result], None]
 
 
 def resolved(tensor: torch.Tensor, device: str = HOST) -> torch.Tensor:
-    """A tensor's elements in contiguous memory: the tensor's own memory if possible."""
+    """Return a tensor's elements in contiguous memory: the tensor's own memory if possible."""
     tensor = tensor.detach().cpu() if device == HOST else tensor.detach()
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def plain_of(tensor: torch.Tensor, device: str = HOST) -> torch.Tensor:
-    """The same as :func:`resolved`, but flat and as bytes if the core does not know the dtype."""
+    """Return the same as :func:`resolved`, but flat and as bytes if the core does not know the dtype."""
     tensor = resolved(tensor, device)
     return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as its real and imaginary parts, each of which can be summed and averaged; others as they are."""
+    """Return a complex tensor as its real and imaginary parts, each of which can be summed and averaged; others as they are."""
     return (
         torch.view_as_real(resolved(tensor) if tensor.is_conj() else tensor)
         if tensor.is_complex()
@@ -179,7 +179,7 @@ def real_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(plain: torch.Tensor, device: str) -> Any:
-    """The memory of a plain tensor that is on this device."""
+    """Return the memory of a plain tensor that is on this device."""
     return ADAPTER.host_view(plain) if device == HOST else CUDA_TENSORS.view(plain)
 
 
@@ -192,14 +192,14 @@ def core_dtype(tensor: torch.Tensor) -> Any:
 
 
 def writable_array(tensor: torch.Tensor, *, reducing: bool = False) -> tuple[npt.NDArray[Any], Copy | None]:
-    """The same as :func:`writable`, in the host's memory and with the tensor's shape."""
+    """Return the same as :func:`writable`, in the host's memory and with the tensor's shape."""
     return writable(tensor, HOST, reducing=reducing)
 
 
 def writable(
     tensor: torch.Tensor, device: str, *, reducing: bool = False, shape: tuple[int, ...] | None = None
 ) -> tuple[Any, Copy | None]:
-    """Memory with a tensor's values that the core may write a result to.
+    """Return memory with a tensor's values that the core may write a result to.
 
     Args:
         tensor: The user's tensor.
@@ -208,7 +208,7 @@ def writable(
         shape: Of the memory, with -1 for one extent that follows from the others; by default the tensor's.
 
     Returns:
-        The memory, and what copies the result to the tensor if the memory is not the tensor's own.
+        The memory, and a function that copies the result to the tensor if the memory is not the tensor's own.
 
     Raises:
         UnsupportedError: ``reducing``, and the core does not know the dtype.
@@ -229,7 +229,7 @@ def writable(
 
 
 def scatter_into(outputs: Iterable[torch.Tensor], gathered: torch.Tensor, result: Result) -> None:
-    """Copy what was received to the outputs, one after the other."""
+    """Copy received tensors to the outputs, one after the other."""
     start = 0
     for output in outputs:
         stop = start + output.numel()

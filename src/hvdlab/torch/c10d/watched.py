@@ -1,13 +1,13 @@
 """Watched groups: each operation is handed over to an inner group of torch's own, and the ranks compare their launches only when one is late.
 
-Nothing is agreed before an operation. A rank records what it launches in a ring, and looks at times for a launch that has not ended. One that
-is late, or that torch's backend has failed, it reports to the lowest living rank of the group, the *comparer*, which asks the others for their
+Nothing is agreed before an operation. A rank records its launches in a ring, and searches it at times for a launch that has not ended. A launch that
+is late, or that torch's backend has failed, it reports to the lowest living rank of the group, the *comparer*. That rank asks the others for their
 rings and sends all of them its verdict. The control threads do that, so no rank's user has to be free for it.
 
 * The ranks have launched different operations: the comparer has the coordinator end the epoch of the group's process set.
 * Some have not launched it: those that have now wait for them in the core, by a barrier that stands for the launch (its *stand-in*). The core
   ends this wait as it ends any other: the missing rank comes, fails, ends its cell, dies, or is interrupted; and it reports the stall.
-* All have launched it: it takes long.
+* All have launched it: it is slow.
 
 The end of an epoch ends the inner group on each rank. Once all ranks have reported that, they make the next one. All decisions are made on
 the control thread, between two messages of the coordinator.
@@ -106,7 +106,7 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class LaunchWatch:
-    """The watched groups of this process: their mail, and the looks for late launches. One object for each engine, kept beside it.
+    """The watched groups of this process: their mail, and the search for late launches. One object for each engine, kept beside it.
 
     Args:
         engine: The engine.
@@ -115,6 +115,7 @@ class LaunchWatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._groups: weakref.WeakValueDictionary[str, WatchedGroup] = weakref.WeakValueDictionary()
+        #: Whether a look is ordered already.
         self._due = False
         engine.on_abort(self._on_abort)
         engine.on_mail(_TOPIC, self._on_mail)
@@ -191,6 +192,7 @@ class WatchedGroup(HvdlabProcessGroup):
         self._device_type = "cuda" if self.on_device else "cpu"
         self._store, self._timeout = store, timeout
         self._name_in_mail, self.process_set = self._calls.name_in_mail, self._calls.process_set
+        #: The last launches of this rank, for a comparison.
         self._ring = LaunchRing()
         #: Held while a rank launches: the ring, the counts and the inner group have one order.
         self._launching = threading.RLock()
@@ -228,7 +230,7 @@ class WatchedGroup(HvdlabProcessGroup):
     # -- the inner group ----------------------------------------------------------------------------------------------
 
     def _make(self, generation: Generation) -> None:
-        """Make the inner group of a generation, unless that was begun. A user's thread for the first, else a thread of its own."""
+        """Make the inner group of a generation, unless that was begun. A user's thread for the first, otherwise a thread of its own."""
         with generation.lock:
             begun, generation.begun = generation.begun, True
         if begun:
@@ -313,7 +315,7 @@ class WatchedGroup(HvdlabProcessGroup):
             inner.close()
 
     def shutdown(self) -> None:
-        """Take no more operations, and end the inner group."""
+        """Refuse further operations, and end the inner group."""
         super().shutdown()
         self._watch.remove(self._name_in_mail)
         generation = self._generation
@@ -362,6 +364,7 @@ class WatchedGroup(HvdlabProcessGroup):
             generation = self._ready(operation)
             with self._launching:
                 inner = generation.inner
+                # _ready() waited without the lock, so this generation can have ended since.
                 if inner is None and generation is not self._generation:
                     continue  # it has ended meanwhile
                 if inner is None:
@@ -385,6 +388,7 @@ class WatchedGroup(HvdlabProcessGroup):
             generation.number, channel, number, calls.sequence, operation, described, options, call_site(2), about,
             self._world.steps.taken,
         )  # fmt: skip
+        # Before torch's call: other ranks can ask for the ring while that runs.
         self._ring.add(slot)
         work = WatchedWork(self, generation, slot, calls.seconds)
         try:
@@ -402,9 +406,11 @@ class WatchedGroup(HvdlabProcessGroup):
             if begun is None:  # within a coalescing block of the inner group, which makes one work of all
                 return work
             work.begun(begun, args[0] if args else [])
+        # After torch's call: a launch that it refuses was never in flight.
         generation.flying.append(work)
         calls.gather(work)
         self._watch.look_later(self._pause())
+        # Other ranks have their stand-ins already, and wait for this rank's in the core.
         if number <= generation.wanted.get(channel, 0):
             self._engine.call_on_control(functools.partial(self._stand_in, generation, channel, number))
         return work
@@ -478,6 +484,7 @@ class WatchedGroup(HvdlabProcessGroup):
         if stand_in is not None and not stand_in.done():
             self._report_blocked(work, stand_in)
             return
+        # A launch that is late again after a verdict is compared again, by the first comparer.
         if key in work.generation.judged:
             work.generation.judged.discard(key)
             work.asked.clear()
@@ -575,6 +582,7 @@ class WatchedGroup(HvdlabProcessGroup):
         key = generation, channel, inquiry.number
         if self._inquiries.get(key) is not inquiry:
             return
+        # An answer or a timer that comes later finds none, so that each inquiry has one verdict.
         del self._inquiries[key]
         verdict = inquiry.verdict()
         parties = tuple((party.ranks, party.request, party.site) for party in verdict.parties)
@@ -652,12 +660,12 @@ class WatchedGroup(HvdlabProcessGroup):
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def give_up(self, work: WatchedWork, seconds: float) -> None:
-        """Have all ranks give up what is in flight, since a wait has exceeded its limit."""
+        """Have all ranks give up the launches in flight, since a wait has exceeded its limit."""
         text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
         self._engine.withdraw(text, self.process_set, CauseKind.TIMEOUT)
 
     def withdraw_interrupted(self) -> None:
-        """Have all ranks give up what is in flight, since the user interrupts this rank."""
+        """Have all ranks give up the launches in flight, since the user interrupts this rank."""
         self._engine.withdraw(
             f"rank {self._engine.rank} was interrupted", self.process_set, CauseKind.INTERRUPTED
         )
@@ -668,7 +676,7 @@ class WatchedGroup(HvdlabProcessGroup):
             self.withdraw_interrupted()
 
     def future_asked_for(self) -> None:
-        """Give up what is in flight if an interrupt is held: C++ may wait for a future from now on."""
+        """Give up the launches in flight if an interrupt is held: C++ may wait for a future from now on."""
         if self._engine.interrupt_is_held():
             self.withdraw_interrupted()
 

@@ -34,17 +34,17 @@ class WorkSupervisor(Protocol):
         """Have the ranks compare their launches, since torch's backend has failed one. Any thread."""
 
     def give_up(self, work: WatchedWork, seconds: float, /) -> None:
-        """Have all ranks give up what is in flight, since a wait has exceeded its limit."""
+        """Have all ranks give up the launches in flight, since a wait has exceeded its limit."""
 
     def withdraw_interrupted(self) -> None:
-        """Have all ranks give up what is in flight, since the user interrupts this rank."""
+        """Have all ranks give up the launches in flight, since the user interrupts this rank."""
 
     def error_of(self, work: WatchedWork, /) -> Exception:
         """Return the error with which a work of an inner group that has ended ends."""
         ...
 
     def future_asked_for(self) -> None:
-        """Give up what is in flight if an interrupt is held."""
+        """Give up the launches in flight if an interrupt is held."""
 
     def passed_to_native(self, error: CollectiveError, /) -> None:
         """Keep an error that native code gets."""
@@ -60,7 +60,7 @@ class Generation:
         made: Set once it is made, could not be made, or has ended.
         error: Why it could not be made, or ``None``.
         counts: How many launches there were, by channel.
-        flying: Launches that had not ended when last looked at, in order.
+        flying: Launches that had not ended at the last inspection, in order.
         wanted: For each channel the number up to which launches get a stand-in.
         stand_ins: The stand-ins' handles, by channel and number.
         verdicts: The last verdict on each launch.
@@ -108,11 +108,16 @@ class WatchedWork(dist.Work):
         self.waiting = self.has_future = False
         #: How torch's backend has failed, if it has.
         self.failure = ""
+        #: The inner group's own object of the operation, once it is launched.
         self._inner: Any = None
+        #: Set once it has ended, well or badly.
         self._over = threading.Event()
+        #: Guards the error and the futures: torch's threads and the user's may both end it.
         self._lock = threading.Lock()
         self._value: Any = None
         self._error: Exception | None = None
+        #: The future that is set at the end, with ``None``, and the one that torch gets, which makes the
+        #: value or the error.
         self._root: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
@@ -150,7 +155,7 @@ class WatchedWork(dist.Work):
             self._end()
 
     def failed(self, error: Exception) -> None:
-        """Record that torch's backend has failed it. The work ends with the inner group, whose end says why."""
+        """Record that torch's backend has failed it. The work ends with the inner group, whose end has the reason."""
         self.failure = str(error).partition("\n")[0] or type(error).__name__
         if self.generation.ended is not None:
             self._end()
@@ -178,7 +183,7 @@ class WatchedWork(dist.Work):
             self._over.set()
         return self._over.is_set()
 
-    # -- what torch asks of a work ------------------------------------------------------------------------------------
+    # -- torch's interface of a work ----------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the outputs are there; on a GPU, let the current stream wait for that.
@@ -283,4 +288,5 @@ class WatchedWork(dist.Work):
         with self._lock:
             root, self._root = self._root, None
         if root is not None:
+            # Outside the lock: callbacks run in this call, and ask for the error under it.
             root.set_result(None)

@@ -31,7 +31,7 @@ Deliver = Callable[[Sequence[Result]], None]
 
 @cache
 def futures_threads(pid: int) -> ThreadPoolExecutor:
-    """The threads on which futures end: their callbacks may wait for further futures, which a thread of the engine must not do.
+    """Return the threads on which futures end: their callbacks may wait for further futures, which a thread of the engine must not do.
 
     Each process has its own, by its ``pid``, since a forked child has none of its parent's threads.
     """
@@ -40,7 +40,7 @@ def futures_threads(pid: int) -> ThreadPoolExecutor:
 
 @cache
 def _profiling_thread(pid: int) -> ThreadPoolExecutor:
-    """Where events of profilers end. Apart from :func:`futures_threads`, all of which may be waiting for such an end."""
+    """Return the thread on which events of profilers end. Apart from :func:`futures_threads`, all of which may be waiting for such an end."""
     return ThreadPoolExecutor(1, "hvdlab-c10d-profiling")
 
 
@@ -79,6 +79,7 @@ class HvdlabWork(dist.Work):
         self._seconds, self._source, self._members = seconds, source, members
         #: The core's handles, one for each request; :meth:`Calls.begin` appends them as it submits the requests.
         self.handles: list[Handle] = []
+        #: How it has failed, as the user gets it; the same object each time.
         self._error: Exception | None = None
         #: Whether the outputs are delivered, or never will be.
         self._over = False
@@ -88,7 +89,9 @@ class HvdlabWork(dist.Work):
         self.explain: Callable[[HvdlabError], str] | None = None
         #: The profiler's event, which ends when the operation has.
         self._event: Any = None
+        #: Guards delivery and the futures: :meth:`wait` and a thread of the engine may both end it.
         self._lock = threading.Lock()
+        #: The future that is set at the end, and the one that torch gets, which makes the value or the error.
         self._root: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         #: How many handles have not ended, once there is a future.
@@ -96,7 +99,7 @@ class HvdlabWork(dist.Work):
 
     @property
     def process_set(self) -> int:
-        """Id of the group's process set."""
+        """Return the id of the group's process set."""
         return self._process_set
 
     def record(self, name: str, tensors: Any) -> None:
@@ -159,11 +162,11 @@ class HvdlabWork(dist.Work):
             raise self._error.with_traceback(None)
 
     def is_ended(self) -> bool:
-        """Whether the core is done with the operation. Any thread; never blocks, and delivers nothing."""
+        """Return whether the core is done with the operation. Any thread; never blocks, and delivers nothing."""
         return all(handle.done() for handle in self.handles)
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended. If it ended well, its outputs are there then. Does not wait for the operation."""
+        """Return whether the operation has ended. If it ended well, its outputs are there then. Does not wait for the operation."""
         if not self.is_ended():
             return False
         with contextlib.suppress(HvdlabError):
@@ -193,7 +196,7 @@ class HvdlabWork(dist.Work):
     # -- the future ---------------------------------------------------------------------------------------------------
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is the list of outputs. It raises an error as a ``RuntimeError`` with hvdlab's text."""
+        """Return a future whose value is the list of outputs. It raises an error as a ``RuntimeError`` with hvdlab's text."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -215,7 +218,7 @@ class HvdlabWork(dist.Work):
         try:
             self._complete(None)
         except CollectiveError as error:
-            # What is kept must not be what is raised: its frames would keep the operation, and the data plane that has failed.
+            # The kept error must not be the raised one: its frames would keep the operation, and the data plane that has failed.
             raised = copy.copy(error)
             self._engine.sent_through_native.append(error.with_traceback(None))
         else:
@@ -284,6 +287,6 @@ class CoalescedWork(dist.Work):
         return [work.result() for work in self._works]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is a list with the outputs of each operation."""
+        """Return a future whose value is a list with the outputs of each operation."""
         whole = torch.futures.collect_all([work.get_future() for work in self._works])
         return whole.then(lambda ended: [each.value() for each in ended.value()])

@@ -86,9 +86,13 @@ class World:
         self.histories = Histories(engine)
         self.steps = OptimizerSteps()
         self.watch = WatchOptions()
+        #: Groups for whose operations C++ may wait; guarded by the lock, since a set must not change while it
+        #: is copied.
         self._with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         self._groups_lock = threading.Lock()
         engine.on_native_waits(self._on_interrupt)
+        #: Guards the sets: a user's thread, and the control thread for another rank, must not request one
+        #: twice.
         self._registering = threading.Lock()
         #: The process sets that this rank has requested, by their ranks.
         self._sets: dict[tuple[int, ...], _AddedSet] = {}
@@ -113,7 +117,7 @@ class World:
             group.interrupted()
 
     def process_set(self, members: Sequence[int]) -> int:
-        """The process set of these ranks, which only they call for. Waits until the core has added it.
+        """Return the process set of these ranks, which only they call for. Waits until the core has added it.
 
         Sets are kept: groups of the same ranks, and groups that are made again, share one.
 
@@ -140,7 +144,7 @@ class World:
     def _let_others_ask(self, ranks: tuple[int, ...]) -> None:
         """Wait until all other ranks of the world have requested this set: the core adds it once all ranks have.
 
-        Their control threads do so when this rank's mail comes, whatever their users are doing. This rank requests the set only
+        Their control threads do so when this rank's mail comes, regardless of their users' work. This rank requests the set only
         after that: the coordinator would fail its request while a rank whose cell has ended is missing.
         """
         engine = self.engine
@@ -157,7 +161,7 @@ class World:
                     )
 
     def name_in_core(self, name: str, members: tuple[int, ...]) -> str:
-        """The core's name for the operations of a group that is being made: the same on all members.
+        """Return the core's name for the operations of a group that is being made: the same on all members.
 
         Args:
             name: Torch's name of the group.
@@ -179,12 +183,12 @@ class World:
             return added.handle
 
     def _processes(self, ranks: tuple[int, ...]) -> tuple[int, tuple[object, ...]]:
-        """The world's epoch, and the processes that are these ranks in this epoch."""
+        """Return the world's epoch, and the processes that are these ranks in this epoch."""
         epoch, processes = self.engine.processes()
         return epoch, tuple(process for process in processes if process[0] in ranks)
 
     def _is_there(self, ranks: tuple[int, ...], added: _AddedSet) -> bool:
-        """Whether a set was added and its ranks are still the same processes. All ranks of the world come to the same answer."""
+        """Return whether a set was added and its ranks are still the same processes. All ranks of the world come to the same answer."""
         result, _ = added.handle.outcome()
         if result is None or not self.engine.knows_process_set(result.process_set):
             return False
@@ -196,7 +200,7 @@ class World:
         return True
 
     def _is_added(self, ranks: tuple[int, ...]) -> bool:
-        """Whether this rank has requested the set, and it is there."""
+        """Return whether this rank has requested the set, and the set was added."""
         with self._registering:
             added = self._sets.get(ranks)
             return added is not None and added.handle.done() and self._is_there(ranks, added)
@@ -213,7 +217,7 @@ class World:
         self.engine.post(_ANSWER, body, [sender])
 
     def _on_answer(self, sender: int, body: bytes) -> None:
-        """Remember that the sender has requested a set: it did so before it answered. Control thread."""
+        """Record that the sender has requested a set: it did so before it answered. Control thread."""
         with self._answered:
             self._answers.setdefault(_decoded(body), set()).add(sender)
             self._answered.notify_all()
@@ -228,7 +232,7 @@ def _decoded(body: bytes) -> tuple[int, ...]:
 
 
 def world_of_group(store: Any, rank: int, size: int) -> World:
-    """The world for the default group: a pool's or a launcher's, or one that rank 0 founds.
+    """Return the world for the default group: a pool's or a launcher's, or one that rank 0 founds.
 
     Args:
         store: Torch's store, in which rank 0 names the file with the address of a coordinator that it starts.
@@ -267,17 +271,17 @@ def require_whole_world(engine: Engine, rank: int, size: int) -> None:
 
 
 def current_world() -> World:
-    """The world of the default group. Raises ``NotInitializedError`` if hvdlab was shut down since it was made."""
+    """Return the world of the default group. Raises ``NotInitializedError`` if hvdlab was shut down since it was made."""
     return context.companion(World, 'dist.new_group(backend="hvdlab")')
 
 
 def has_coordinator(settings: Settings) -> bool:
-    """Whether this process is a rank of a pool, or of a job of ``hvdlab run``."""
+    """Return whether this process is a rank of a pool, or of a job of ``hvdlab run``."""
     return context.in_rank_of_pool() or settings.coordinator is not None
 
 
 def _has_launcher(settings: Settings) -> bool:
-    """Whether ``hvd.init`` finds a world by itself: that of a pool, of ``hvdlab run`` or of torchrun, also on several hosts."""
+    """Return whether ``hvd.init`` finds a world by itself: that of a pool, of ``hvdlab run`` or of torchrun, also on several hosts."""
     if has_coordinator(settings):
         return True
     launched = detect(os.environ)
@@ -285,9 +289,9 @@ def _has_launcher(settings: Settings) -> bool:
 
 
 def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
-    """Join a new world: rank 0 starts its coordinator, and tells the others where its card is.
+    """Join a new world: rank 0 starts its coordinator, and gives the others the place of its card.
 
-    Torch's store is open to all users of the host, which can change what is in it. So it has only the random name of a file that
+    Torch's store is open to all users of the host, which can change its contents. So it has only the random name of a file that
     none but this user can make or read; the card in that file has the coordinator's address and secret.
     """
     require_long_token(settings.token)

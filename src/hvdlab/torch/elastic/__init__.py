@@ -59,7 +59,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         func: Trains, from wherever the state is. It may be called any number of times.
 
     Returns:
-        The elastic function. It returns what ``func`` returns, and raises what ``func`` raises; also ``HorovodInternalError`` if
+        The elastic function. It returns the result of ``func``, and raises its exceptions; also ``HorovodInternalError`` if
         trying again makes no sense, ``StartError`` if too few ranks came together within ``HOROVOD_ELASTIC_TIMEOUT`` seconds,
         and ``SystemExit(0)`` on a rank whose host leaves the job.
     """

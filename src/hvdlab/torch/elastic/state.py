@@ -60,7 +60,9 @@ class OptimizerStateHandler(StateHandler[torch.optim.Optimizer]):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        self._load(copy.deepcopy(self._saved))  # else the optimizer would go on to change the saved tensors
+        self._load(
+            copy.deepcopy(self._saved)
+        )  # otherwise the optimizer would go on to change the saved tensors
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=self.root_rank)
@@ -86,7 +88,7 @@ _registry = HandlerRegistry(
 
 
 def get_handler_registry() -> list[tuple[Kinds, type[StateHandler[Any]]]]:
-    """The types of objects and the handler for each, as a list of pairs; the first pair that fits an object counts."""
+    """Return the types of objects and the handler for each, as a list of pairs; the first pair that fits an object counts."""
     return list(_registry.entries)
 
 
@@ -105,7 +107,7 @@ class TorchState(HandledState):
 
     Each argument becomes an attribute. Models, optimizers, :class:`~hvdlab.torch.elastic.ElasticSampler`, schedulers and
     gradient scalers stay the objects that they are, and their state is saved, restored and synchronized; assigning to such an
-    attribute replaces the object. Anything else is a value, which is copied and pickled.
+    attribute replaces the object. Any other object is a value, which is copied and pickled.
 
     Args:
         model: The model; ``None`` if it is passed under another name, or assigned later.

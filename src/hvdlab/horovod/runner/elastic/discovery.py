@@ -34,7 +34,7 @@ logger = logging.getLogger("hvdlab.elastic")
 
 
 class HostState:
-    """Whether a host is put aside, and an event that is set when it is.
+    """State of a host: whether it is put aside, and an event that is set then.
 
     Args:
         cooldown_range: Seconds that the host is put aside after its first failure, and at most; without it, for ever.
@@ -47,10 +47,11 @@ class HostState:
         self._event = threading.Event()
         self._blacklisted = False
         self._cooldown = None if cooldown_range is None else Cooldown(*_within_limits(cooldown_range))
+        #: When the cooldown ends, by ``time.time()``; ``None`` without one.
         self._ends: float | None = None
 
     def get_event(self) -> threading.Event:
-        """The event; a new one if the last was set."""
+        """Return the event; a new one if the last was set."""
         if self._event.is_set():
             self._event = threading.Event()
         return self._event
@@ -70,15 +71,15 @@ class HostState:
         self.set_event()
 
     def whitelist(self) -> None:
-        """The host may be used again."""
+        """Permit the use of the host again."""
         self._blacklisted, self._ends = False, None
 
     def is_blacklisted(self) -> bool:
-        """Whether the host was put aside, and not taken back since."""
+        """Return whether the host was put aside, and not readmitted since."""
         return self._blacklisted
 
     def is_resurrected(self) -> bool:
-        """Whether its cooldown is over, so that it may be taken back."""
+        """Return whether its cooldown is over, so that it may be readmitted."""
         return self._ends is not None and time.time() > self._ends
 
 
@@ -106,25 +107,25 @@ class DiscoveredHosts:
 
     @property
     def host_slots(self) -> dict[str, int]:
-        """Slots of every host that was found."""
+        """Return the slots of every host that was found."""
         return self._host_slots
 
     @property
     def available_hosts(self) -> set[str]:
-        """Hosts that can be used."""
+        """Return the hosts that can be used."""
         return set(self._host_assignment_order)
 
     @property
     def host_assignment_order(self) -> list[str]:
-        """The same, in order."""
+        """Return the hosts that can be used, in order."""
         return self._host_assignment_order
 
     def get_slots(self, host: str) -> int:
-        """Slots of a host; 0 if it was not found."""
+        """Return the slots of a host; 0 if it was not found."""
         return self._host_slots.get(host, 0)
 
     def count_available_slots(self) -> int:
-        """Slots of all hosts that can be used."""
+        """Return the slots of all hosts that can be used."""
         return sum(self.get_slots(host) for host in self._host_assignment_order)
 
     def update(self, hosts_state: Mapping[str, HostState]) -> DiscoveredHosts:
@@ -136,7 +137,7 @@ class DiscoveredHosts:
 
 
 class HostManager:
-    """Asks a source, and knows which of its hosts can be used.
+    """Manager of the hosts of a source: which of them can be used.
 
     Args:
         discovery: The source.
@@ -153,7 +154,7 @@ class HostManager:
         """Ask the source.
 
         Returns:
-            What has changed: a :class:`~hvdlab.collectives.elastic.HostUpdateResult`, or several of them.
+            The change: a :class:`~hvdlab.collectives.elastic.HostUpdateResult`, or several of them.
         """
         found = dict(self._discovery.find_available_hosts_and_slots())
         with self._lock:
@@ -175,7 +176,7 @@ class HostManager:
 
     @property
     def current_hosts(self) -> DiscoveredHosts:
-        """The hosts as of the last :meth:`update_available_hosts`, without those that were put aside since."""
+        """Return the hosts as of the last :meth:`update_available_hosts`, without those that were put aside since."""
         return self._current_hosts.update(self._hosts_state)
 
     def blacklist(self, host: str) -> None:
@@ -186,25 +187,25 @@ class HostManager:
             self._hosts_state[host].blacklist()
 
     def is_blacklisted(self, host: str) -> bool:
-        """Whether a host was put aside."""
+        """Return whether a host was put aside."""
         return self._hosts_state[host].is_blacklisted()
 
     def get_host_event(self, host: str) -> threading.Event:
-        """The event that is set when the host is put aside."""
+        """Return the event that is set when the host is put aside."""
         return self._hosts_state[host].get_event()
 
     @staticmethod
     def order_available_hosts(
         available_hosts: Iterable[str], prev_host_assignment_order: Sequence[str]
     ) -> list[str]:
-        """The available hosts: those that had ranks before first, in their old order."""
+        """Return the available hosts: those that had ranks before first, in their old order."""
         available = list(available_hosts)
         old = [host for host in prev_host_assignment_order if host in available]
         return old + [host for host in available if host not in old]
 
 
 def _difference(before: Mapping[str, int], now: Mapping[str, int]) -> int:
-    """How the slots have changed, as a :class:`HostUpdateResult` or several."""
+    """Return how the slots have changed, as a :class:`HostUpdateResult` or several."""
     grown = any(slots > before.get(host, 0) for host, slots in now.items())
     shrunk = any(slots > now.get(host, 0) for host, slots in before.items())
     return int(HostUpdateResult.added) * grown | int(HostUpdateResult.removed) * shrunk

@@ -1,4 +1,4 @@
-"""``horovod.runner.elastic.worker``: what ranks learn of hosts that come and go."""
+"""``horovod.runner.elastic.worker``: notifications to ranks of hosts that come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``horovod.runner.common.util.env``: this process's rank and the number of ranks, as the launcher says them."""
+"""``horovod.runner.common.util.env``: this process's rank and the number of ranks, as the launcher has set them."""
 
 from __future__ import annotations
 

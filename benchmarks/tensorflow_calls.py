@@ -1,12 +1,12 @@
-"""What a collective costs in TensorFlow above the core: CPU time of a call and wall time of a step, on two ranks.
+"""Costs of a collective in TensorFlow above the core: CPU time of a call and wall time of a step, on two ranks.
 
 ::
 
     python -m hvdlab run -np 2 python benchmarks/tensorflow_calls.py [--json FILE]
 
-Each figure is a median. Forms alternate within one run, so that what else the machine does falls on all of them. In a function a
-collective is asynchronous, so what it costs above the core is its CPU time of the process less that of ``core, called back``; of that
-``a function without a collective`` is TensorFlow's part.
+Each figure is a median. Forms alternate within one run, so that the machine's other load falls on all of them. In a
+function a collective is asynchronous, so its cost above the core is its CPU time of the process less that of ``core,
+called back``; of that ``a function without a collective`` is TensorFlow's part.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measured(
 
 
 def called_back(array: Any) -> None:
-    """The core's collective as a kernel uses it: somebody else waits, and a callback says when it has ended."""
+    """The core's collective as a kernel uses it: another thread waits, and a callback reports its end."""
     ended = threading.Event()
     core.allreduce_async(array, op=core.Sum, name="called back").add_done_callback(lambda _: ended.set())
     ended.wait()

@@ -1,4 +1,4 @@
-"""What watching costs, and how soon one sees: ranks in JupyterLab, the timeline open in headless Chromium.
+"""Costs and latency of watching: ranks in JupyterLab, the timeline open in headless Chromium.
 
     python benchmarks/watching.py latency                  # event on a rank to pixels, a minute
     python benchmarks/watching.py cost                     # ResNet-50's 161 gradients, recorded or not, three minutes
@@ -10,11 +10,13 @@ the drawing without a GPU included; on a real one the browser is elsewhere.
 
 ``latency``: the time is taken by each rank's program when its collective has returned, and in the page at the frame
 after the one in which the pixel in the middle of that collective has got its colour. The two clocks (``CLOCK_MONOTONIC`` and
-``performance.now()``) are compared by questions and answers; half the quickest round trip is the error, told as ``clock``.
+``performance.now()``) are compared by questions and answers; half the quickest round trip is the error, given as
+``clock``.
 
 ``cost``: see ``watching_cost.py``. With ``--browser`` also with the timeline drawn on the same processors.
 
-``soak``: with ``--no-browser`` a small client takes what the timeline and the charts get, in the page's place.
+``soak``: with ``--no-browser`` a small client receives the messages of the timeline and the charts, in the page's
+place.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ LOOK = """() => {
 
 
 def clock_of(lab: LabPage, rounds: int = 100) -> tuple[float, float]:
-    """What to add to ``performance.now()`` for ``time.monotonic()``, and by how much it may be off; ms."""
+    """Return the offset from ``performance.now()`` to ``time.monotonic()``, and its error; ms."""
     best = (float("inf"), 0.0)
     for _ in range(rounds):
         before = time.monotonic_ns()
@@ -156,7 +158,7 @@ def unseen_soak(options: argparse.Namespace, measure: str) -> list[dict[str, flo
 def sampled(
     options: argparse.Namespace, kernel: psutil.Process, told: Callable[[], dict[str, float]]
 ) -> list[dict[str, float]]:
-    """Everybody's memory every so often, and what the view has been told by then."""
+    """Return the memory of all processes at intervals, and the counts of the view's messages by then."""
     samples: list[dict[str, float]] = []
     begun = time.monotonic()
     while time.monotonic() < begun + 60 * options.minutes:
@@ -177,7 +179,7 @@ def tab() -> float:
 
 
 def memory(kernel: psutil.Process) -> dict[str, float]:
-    """Megabytes and processor time of those who watch, and of those who are watched."""
+    """Return megabytes and processor time of the watching processes, and of the watched ones."""
     coordinator, ranks = 0.0, []
     for child in kernel.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
 """A coordinator's state with simulated ranks, for tests without processes, sockets or clocks.
 
-Messages travel in queues, one per direction and rank, so that a test decides what overtakes what. Each simulated
-rank keeps the rules of the protocol and checks that the coordinator does: each submission ends exactly once.
+Messages travel in queues, one per direction and rank, so that a test decides which message overtakes which. Each
+simulated rank keeps the rules of the protocol and checks that the coordinator does: each submission ends exactly once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def hello(rank: int, *, tracked: bool = False, pid: int | None = None, **fields:
 
 @dataclass(eq=False)
 class Submission:
-    """What a simulated user submitted."""
+    """Submission of a simulated user."""
 
     signature: m.Signature
     extra: tuple[int, ...] = ()
@@ -175,7 +175,7 @@ class SimulatedRank:
     def _abort(self, message: m.Abort) -> None:
         view = self.sets[message.process_set]
         if message.epoch < view.epoch:
-            # It is about what is still executed of an epoch that was changed over from in order.
+            # It concerns operations still executed of an epoch that was changed over from in order.
             assert not any(s.epoch <= message.epoch for s in view.pending)
             return
         assert message.epoch == view.epoch
@@ -278,7 +278,7 @@ class Simulation:
         self.handle(Received(CLIENT, message))
 
     def kill(self, rank: int, reason: str = "end of file") -> SimulatedRank:
-        """Its connection ends; what it had said is still read."""
+        """End its connection; messages that it had sent are still read."""
         victim = self.ranks.pop(rank)
         self.gone.append(victim)
         while victim.outgoing and victim.peer in self._by_peer:
@@ -329,7 +329,7 @@ class Simulation:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def check_order(self) -> None:
-        """All members of an epoch were told the same, as far as they were told."""
+        """Check that all members of an epoch have received the same orders, as far as they go."""
         told: dict[tuple[int, int], list[tuple[object, ...]]] = {}
         for rank in [*self.ranks.values(), *self.gone]:
             for key, done in rank.executed.items():

@@ -7,7 +7,7 @@
         network.hosts[1].cut()                     # its cable is pulled
 
 Everything belongs to namespaces that live as long as a process of ours, and those end with us, however we end. They
-need root, or what gives a user the same rights.
+need root, or an equivalent right of a user.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SUBNET = "10.77.0"
 
 @dataclass(frozen=True)
 class SlowLink:
-    """What becomes of a host's cable.
+    """State of a host's slow cable.
 
     Attributes:
         delay: Seconds that each frame takes longer, in each direction.
@@ -92,7 +92,7 @@ class Host:
     """A host of a :class:`Network`.
 
     Attributes:
-        name: What it calls itself, and the others call it.
+        name: Its host name, for itself and for the others.
         address: Its address in the network.
         directory: A directory that its processes use as home and for temporary files.
     """
@@ -113,7 +113,7 @@ class Host:
         return [*enter, "env", "-C", os.getcwd(), *argv]
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What differs there from here: files are shared, but home and temporary directory are not."""
+        """Return the host's own environment variables: files are shared, but home and temporary directory are not."""
         env = dict(os.environ if base is None else base)
         return {**env, "TMPDIR": str(self.directory), "HOME": str(self.directory)}
 
@@ -129,7 +129,7 @@ class Host:
         return done.stdout
 
     def cut(self) -> None:
-        """Pull its cable: from now on nothing comes or goes, and nobody is told."""
+        """Pull its cable: from now on nothing comes or goes, and no process is notified."""
         self._network.switch("ip", "link", "set", f"port{self._number}", "down")
 
     def mend(self) -> None:
@@ -155,7 +155,7 @@ class Host:
 
 
 class Process(subprocess.Popen[bytes]):
-    """A process on a host: what is asked for is the process there, not ``nsenter``, which waits for it."""
+    """A process on a host: its id is that of the process there, not of ``nsenter``, which waits for it."""
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is not None:

@@ -1,10 +1,10 @@
 """Random schedules of elastic jobs whose hosts come and go: the launcher, the coordinator and the training of each rank.
 
 The table of hosts, the supervisor and the launcher's loop are those of ``hvdlab run``, the coordinator and the ranks' states
-those of every job, and each rank runs the real loop around elastic training. What is simulated is the source of hosts,
-the processes, the connections and the clock. A schedule that fails is had again by its seed::
+those of every job, and each rank runs the real loop around elastic training. The source of hosts, the processes, the
+connections and the clock are simulated. A seed repeats a schedule that failed::
 
-    python tests/joint_elastic.py --seed 1234              # this one, told step by step
+    python tests/joint_elastic.py --seed 1234              # this one, printed step by step
     python tests/joint_elastic.py --count 100000 --jobs 2 --progress out/elastic.json
 """
 
@@ -68,7 +68,7 @@ class Process:
         known: Whether the coordinator is certain to know that it trains.
         cut: Whether its network has failed, so that it may be lost.
         signal: One that it was sent and that ends it.
-        end: How it ended, until the launcher reports that; its exit code is ``None`` if nobody knows.
+        end: How it ended, until the launcher reports that; its exit code is ``None`` if it is unknown.
     """
 
     rank: int
@@ -152,7 +152,7 @@ class ElasticSchedule:
         if self.tell:
             print(f"{self.sim.now:8.2f} -- {text}")
 
-    # -- what the launcher's loop uses -------------------------------------------------------------------------------
+    # -- interface of the launcher's loop ----------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int]) -> None:
         """The launcher orders ranks to be started."""
@@ -163,7 +163,7 @@ class ElasticSchedule:
         self.processes += [Process(rank, host) for rank in ranks]
 
     def give_up(self, host: str) -> None:
-        """The launcher ends the agent of a host, and with it what runs there."""
+        """The launcher ends the agent of a host, and with it the processes there."""
         its = [process for process in self.processes if process.host == host and process.end is None]
         running = [process.rank for process in its if self.run_._supervisor.ranks[process.rank].pid]
         assert not running, f"{host} is given up though ranks {running} run there"
@@ -187,7 +187,7 @@ class ElasticSchedule:
             )
             self.run_._news._on_membership(told)
 
-    # -- what a rank does ---------------------------------------------------------------------------------------------
+    # -- acts of a rank -----------------------------------------------------------------------------------------------
 
     def _connect(self, process: Process) -> None:
         engine = process.engine = SimEngine(self.submitted, self.numbers, self.least)
@@ -321,7 +321,7 @@ class ElasticSchedule:
             elif process.host not in self.stalled:
                 choices.append(lambda: self._spawn(process))
         elif me is None:
-            if not self.sim.client:  # the launcher has said who is expected before it starts anybody
+            if not self.sim.client:  # the launcher has announced the expected ranks before it starts any
                 choices.append(lambda: self._connect(process))
         elif turns is not None:
             engine = process.engine
@@ -377,7 +377,7 @@ class ElasticSchedule:
                 self._pass_time(1.0)
         raise AssertionError(f"ranks do not come to the coordinator's successor: {self._story()}")
 
-    # -- what happens -----------------------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------------
 
     def do_steps(self) -> None:
         for _ in range(self.chance.randint(1, 60)):
@@ -396,7 +396,7 @@ class ElasticSchedule:
             self.listed[self.chance.choice(sorted(self.listed))] = self.chance.randint(1, 3)
 
     def do_answer(self, hosts: dict[str, int] | None = None) -> None:
-        """The source of hosts says which there are."""
+        """Let the source of hosts answer with its list."""
         self._reconnected()
         self.run_._news.post(HostsAsked())
         self.run_._news.post(HostsFound(dict(self.listed if hosts is None else hosts)))
@@ -428,7 +428,7 @@ class ElasticSchedule:
             self._kill(process, (0, signal.SIGKILL, ""))
 
     def do_lose_host(self) -> None:
-        """All its processes end at once, and whoever reaches for it is refused."""
+        """End all its processes at once; connections to it are refused."""
         if hosts := sorted({process.host for process in self.processes}):
             host = self.chance.choice(hosts)
             self._fault(f"{host} is lost")
@@ -441,7 +441,7 @@ class ElasticSchedule:
         self.down.add(self.chance.choice(HOSTS))
 
     def do_stall_host(self) -> None:
-        """What is started there from now on neither runs nor fails."""
+        """Let processes that are started there from now on neither run nor fail."""
         self.stalled.add(self.chance.choice(HOSTS))
 
     def do_mend(self) -> None:
@@ -496,7 +496,7 @@ class ElasticSchedule:
             self.finish()
 
     def check(self) -> None:
-        """What must hold whatever happens."""
+        """Check the invariants."""
         assert "failed" not in self.facts, self.facts["failed"]
         self.sim.check_order()
 
@@ -561,7 +561,7 @@ class ElasticSchedule:
         )
 
     def check_worlds(self) -> None:
-        """Numbers of ranks: by seniority those that were there come first, in their order; else they are sorted."""
+        """Numbers of ranks: by seniority those that were there come first, in their order; the others are sorted."""
         epochs = [epoch for number, epoch in sorted(self.sim.epochs) if number == 0]
         for place, epoch in enumerate(epochs):
             pids = self.sim.epochs[0, epoch]
@@ -589,7 +589,7 @@ class ElasticSchedule:
 
 
 def _told(me: SimRank) -> str:
-    """What is known of a connected rank, for an error."""
+    """Return a description of a connected rank, for an error."""
     group = me.state.sets.get(0)
     world = (
         "no world" if group is None else f"world {group.ranks} in epoch {group.epoch} ({group.configured})"
@@ -644,7 +644,7 @@ class _Watcher:
 
 
 class _Client:
-    """What the launcher tells the coordinator."""
+    """Client of the coordinator, as the launcher has it."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -660,7 +660,7 @@ class _Client:
 
 
 class _Starter(IdleStarter):
-    """What the launcher has started, signalled and given up."""
+    """Starter that records the processes started, signalled and given up."""
 
     def __init__(self, schedule: ElasticSchedule) -> None:
         self._schedule = schedule
@@ -676,10 +676,10 @@ class _Starter(IdleStarter):
 
 
 def run_elastic_seed(seed: int) -> str:
-    """Run one schedule; what went wrong, or an empty text."""
+    """Run one schedule and return its error, or an empty text."""
     try:
         ElasticSchedule(seed).run()
-    except Exception:  # noqa: BLE001  # whatever it is, it is told with its seed
+    except Exception:  # noqa: BLE001  # any error is reported with its seed
         return traceback.format_exc(limit=-4)
     return ""
 

@@ -151,7 +151,7 @@ class Ranks:
         self._env = {
             "HVDLAB_COORDINATOR": self.coordinator.tls_address or self.coordinator.address,
             "HVDLAB_CERT": self.coordinator.certificate or "",
-            "HVDLAB_METRICS_INTERVAL": "0",  # so that only what a test does is recorded, and sent then
+            "HVDLAB_METRICS_INTERVAL": "0",  # so that only the test's own acts are recorded, and sent then
             **self._given,
         }
 
@@ -211,10 +211,10 @@ class Ranks:
         return self.start(function, *args, **kwargs).outcomes(timeout)
 
     def catch_up(self) -> None:
-        """Wait until the coordinator has handled all that ranks said, and ranks what it said to that.
+        """Wait until the coordinator has handled all messages of ranks, and ranks its answers.
 
-        What a rank submits before it knows of an abort fails with that abort, while others wait for it. Tests that
-        go on after an abort come by another way than the coordinator's connections, so nothing else orders the two.
+        A rank's submission before it knows of an abort fails with that abort, while others wait for it. Tests that go
+        on after an abort come by another way than the coordinator's connections, so no other mechanism orders the two.
         """
         self.run(_hear_from_oneself)
         self.run(_hear_from_oneself)
@@ -262,7 +262,7 @@ class Ranks:
 
 
 def meet() -> None:
-    """For ranks after something was given up: returns where all of them have heard of it, and what they submit next meets."""
+    """Wait on ranks after an operation was given up until all have heard of it, so that their next submissions meet."""
     while True:
         with contextlib.suppress(AbortedError):
             hvd.barrier()

@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """What came of one fault.
+    """Outcome of one fault.
 
     Attributes:
         seed, number, plane: Which trial it was; a campaign with the same seed plays it again.
-        fault, phase, victim: What happened, where (a phase of a collective, ``between`` or ``amid`` steps, ``any`` for
-            an instant chosen from outside), and to whom.
-        limit: Seconds within which the user must know.
-        report: Seconds from the fault until the user knew; None if he never did.
+        fault, phase, victim: The fault, its place (a phase of a collective, ``between`` or ``amid`` steps, ``any`` for
+            an instant chosen from outside), and its rank.
+        limit: Seconds within which the user must be notified.
+        report: Seconds from the fault until the user was notified; None if never.
         next_collective: Seconds from the report until a collective of all kinds had worked on those that are left.
         repair: Seconds that it took to bring the rank back, if it was lost.
-        hang: What did not come to its end, if anything.
-        lost: Memory of survivors that is not what it was.
-        leaks: What is left over.
+        hang: The step that did not end, if anything.
+        lost: Memory of survivors that has changed.
+        leaks: The leftovers.
         left_to_gloo: Groups that Gloo keeps because it can't cancel an operation, of which half a message has come.
-        wrong: What else is not as it should be: a report that does not name the rank, a wrong result.
+        wrong: Other errors: a report that does not name the rank, a wrong result.
         said: The report.
-        events: What happened when, in seconds from the trial's beginning.
+        events: Events with their times, in seconds from the trial's beginning.
     """
 
     seed: int

@@ -1,7 +1,7 @@
-"""What a rank of elastic training keeps of its own way, and tells the campaign of it.
+"""Journal that a rank of elastic training keeps of its own history, and its reports to the campaign.
 
-The numbers of all elastic campaigns are whole ones in 64-bit floats, so that sums are exact in whatever order they are
-made: the model after any steps depends on the ranks of each step alone (:func:`replayed`).
+The numbers of all elastic campaigns are whole ones in 64-bit floats, so that sums are exact in any order:
+the model after any steps depends on the ranks of each step alone (:func:`replayed`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Groups = Sequence[tuple[tuple[int, ...], int]]
 
 
 def factor(step: int) -> int:
-    """What a rank's gradient is multiplied by in this step: its number plus one is the rest."""
+    """Return the factor of a rank's gradient in this step: its number plus one is the rest."""
     return 1 + step % 7
 
 
@@ -54,7 +54,7 @@ class Journal:
         mailbox: Socket of the campaign's mailbox.
 
     Attributes:
-        pid, rank: The process, and its number, which stays whatever other ranks come or go.
+        pid, rank: The process, and its number, which stays while other ranks come or go.
         done: Steps that this process has completed.
         committed: Steps that it has committed.
         back: Each time it went back: from which step, to which one, and with which commit.
@@ -73,7 +73,7 @@ class Journal:
         self.done = step
 
     def tell(self, ranks: Sequence[int], kept: str, host: str = "") -> None:
-        """Tell of a commit that was made with these ranks; ``kept`` is the hash of what nothing may change."""
+        """Report a commit that was made with these ranks; ``kept`` is the hash of the memory that must not change."""
         letter = {
             "rank": self.rank,
             "what": "step",

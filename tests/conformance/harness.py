@@ -4,14 +4,14 @@ How to add a plane
 ------------------
 1. Add a :class:`PlaneUnderTest` to ``PLANES`` in ``conformance/planes_under_test.py``: the plane's class as
    ``module:Class``, the group sizes to test, and, if the processes can't simply be spawned (MPI), a launcher.
-2. Nothing else: the tests of this directory are parametrised over ``PLANES``. A plane whose ``unavailable()`` gives
-   a reason is skipped with it. What a plane can't do by its nature is listed in ``lacks``.
+2. No more: the tests of this directory are parametrised over ``PLANES``. A plane whose ``unavailable()`` gives
+   a reason is skipped with it. Operations that a plane can't do by its nature are listed in ``lacks``.
 
 How it works
 ------------
 :class:`WorkerGroup` starts ``conformance/worker.py`` once per member; each connects to the group's Unix socket and
-says its index. ``group.configure()`` begins an epoch: every worker gets a ``PlaneContext`` (with a fresh memfd if the
-plane wants one, and a key-value store served by the parent) and connects a new plane. ``group.run("module:function",
+sends its index. ``group.configure()`` begins an epoch: every worker gets a ``PlaneContext`` (with a fresh memfd if the
+plane needs one, and a key-value store served by the parent) and connects a new plane. ``group.run("module:function",
 **params)`` calls ``function(actor, **params)`` in all workers at once and returns the results by index; an exception
 in any worker is raised in the test, with the worker's traceback. ``group.outcomes(...)`` returns results and
 exceptions side by side instead. A call that takes longer than its timeout kills the group and raises
@@ -80,7 +80,7 @@ class Service(Protocol):
     """Something beside the workers that a group needs as long as it lives.
 
     Attributes:
-        environment: Variables that tell the workers of it.
+        environment: Variables that describe it to the workers.
     """
 
     environment: Mapping[str, str]
@@ -102,11 +102,12 @@ class PlaneUnderTest:
         launcher: Starts the workers.
         memory: Bytes of the memfd for a context of ``size`` members, or ``None`` if the plane needs none.
         options: ``PlaneContext.options``.
-        lacks: What the plane can't do: ``abort`` (end a waiting operation), ``survive`` (go on after a member's
+        lacks: Abilities that the plane does not have: ``abort`` (end a waiting operation), ``survive`` (go on after a
+            member's
             death with the processes that are left), ``ragged`` (reducescatter by any counts but Horovod's rule),
             ``messages`` (from one member to another: those of a device's tensors are the host plane's).
         environment: Extra variables of the workers.
-        actor: ``module:function`` that makes the actor from ``target`` and the context, for what is no plane.
+        actor: ``module:function`` that makes the actor from ``target`` and the context, for targets that are no plane.
         service: Starts what a group of this size needs beside its workers.
         every: Of the cases of a test (:mod:`conformance.matrix`) only every so-manieth runs at each size: the sums of their
             parameters' positions are dealt out to the sizes in turn. So each case runs at some size, and each value of
@@ -116,7 +117,7 @@ class PlaneUnderTest:
         library: The plane stands on a library whose first use opens descriptors for the life of the process; they
             are no leak of the plane.
         hosts: A letter for each worker: those with the same one are on one host. All are on one if it is empty.
-        missing: Says why the plane can't be tested here, where the plane itself can only tell inside its launcher.
+        missing: Returns why the plane can't be tested here, where the plane itself only finds out inside its launcher.
     """
 
     name: str
@@ -154,7 +155,7 @@ class PlaneUnderTest:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a worker. ``error`` is the exception itself if it could be sent, else ``None``."""
+    """An exception in a worker. ``error`` is the exception itself if it could be sent, otherwise ``None``."""
 
     kind: str
     text: str
@@ -377,7 +378,7 @@ class WorkerGroup:
         self._begin()
 
     def kill(self) -> None:
-        """SIGKILL what is left of the workers and let go of everything. Idempotent."""
+        """SIGKILL the remaining workers and release all resources. Idempotent."""
         if self.closed:
             return
         self.closed = True

@@ -1,4 +1,4 @@
-"""The coordinator's part: who waits at the door, and when the world begins again."""
+"""The coordinator's part: the ranks that wait for admission, and the time at which the world begins again."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def test_one_that_waits_to_enter_is_let_go_at_once() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_a_rank_submits_that_was_let_go_fails(before: bool) -> None:
-    """It waits for nobody: the others have gone on without it, and their epochs are not its own."""
+    """It waits for no rank: the others have gone on without it, and their epochs are not its own."""
     sim = Simulation(CoordinatorOptions(size=3))
     sim.connect_client()
     sim.world(*range(3))
@@ -405,7 +405,7 @@ def test_one_in_the_place_of_a_lost_rank_comes_behind_those_that_were_there() ->
     sim.drain()
     (added,) = [id for id in sim.ranks[0].sets if id]
     assert sim.ranks[3].sets[added].ranks == (3, 0, 2)
-    # What clients are told is in the order of the numbers that are shown.
+    # Messages to clients are in the order of the numbers that are shown.
     assert sim.to_client[-1].formed == (0, 1, 2, 3, 4)  # type: ignore[union-attr]
 
 
@@ -437,7 +437,7 @@ def test_positions_of_ranks_that_stay_never_change_among_each_other(changes: lis
 def come_back(
     sim: Simulation, lost: SimulatedRank, *, training: bool = True, **fields: object
 ) -> SimulatedRank:
-    """The process of a rank whose connection was lost connects again, and says what it knows."""
+    """The process of a rank whose connection was lost connects again, and reports its state."""
     again = {"pid": 1000 * lost.peer + lost.rank, "generation": 0, "returns": True} | fields
     back = sim.connect(lost.rank, tracked=lost.tracked, **again)
     if back.peer in sim._by_peer:
@@ -535,7 +535,7 @@ def test_the_launcher_may_have_given_it_up() -> None:
 
 
 def test_one_that_does_not_train_is_not_let_in() -> None:
-    """What it submits next would meet what the others have come to meanwhile."""
+    """Its next submission would meet later ones of the others."""
     sim = training()
     assert "gone on without it" in refusal(come_back(sim, cut_off(sim), returns=False)).reason
 

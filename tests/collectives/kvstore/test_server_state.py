@@ -39,7 +39,7 @@ KEY = "w"
 
 
 class Killed(BaseException):
-    """The server ends here, as by SIGKILL: what it wrote to its memory stays, all else is gone."""
+    """End of the server, as by SIGKILL: its writes to its memory stay, all other state is gone."""
 
 
 class Steps:
@@ -86,7 +86,8 @@ class Outbox:
 
 
 class Worker:
-    """What a link does, without one: it keeps what was not answered, and repeats it over each new connection."""
+    """Worker that acts as a link, without one: it keeps unanswered requests, and repeats them over each new
+    connection."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.alive = world, rank, True
@@ -127,7 +128,7 @@ class Worker:
         self.up.extend((message, None) for _, message in sorted(self.unanswered.items()))
 
     def cut(self) -> None:
-        """The connection ends with whatever was on its way in both directions."""
+        """End the connection with all messages in flight in both directions."""
         peer, self.peer = self.peer, -1
         self.up.clear()
         self.down.clear()
@@ -205,7 +206,7 @@ class World:
                 self.handle(WorkerDied(worker.rank, 100 + worker.rank, "killed by SIGKILL"))
 
     def drain_up(self) -> None:
-        """Whatever workers have sent arrives now."""
+        """Deliver all messages that workers have sent."""
         for worker in self.workers:
             while worker.up:
                 worker.deliver_up()
@@ -290,7 +291,7 @@ def play(data: st.DataObject, world: World, each: int, make: Callable[[int, int]
         own = (
             array[rank * each : rank * each + each] if len(array) == len(world.workers) * each else array[:0]
         )
-        assert (own[:before] == 1).all()  # what a worker pulls has all that it pushed before
+        assert (own[:before] == 1).all()  # a worker's pull includes all that it pushed before
     assert not any(worker.unanswered for worker in world.workers)
     assert world.disconnected == []
 
@@ -686,7 +687,7 @@ class Unprintable(Exception):
 
 @pytest.fixture
 def picky() -> Iterator[dict[str, BaseException | None]]:
-    """Has an optimizer ``picky`` registered, whose methods raise what is put here under their names."""
+    """Has an optimizer ``picky`` registered, whose methods raise the exceptions put here under their names."""
     raised: dict[str, BaseException | None] = {"create_state": None, "update": None}
 
     class Picky(SGD):

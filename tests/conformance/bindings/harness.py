@@ -1,4 +1,4 @@
-"""What the conformance suite must know of a binding. A new one brings a subclass, and its name in ``BINDINGS``."""
+"""Descriptions of bindings for the conformance suite. A new one brings a subclass, and its name in ``BINDINGS``."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class BindingUnderTest(ABC):
 
     Attributes:
         module: Name of the module that users import as ``hvd``.
-        lacks: What it does not have, of ``average`` and ``compression`` (the arguments), ``adasum``, ``gradients``, ``async`` and
+        lacks: Features that it does not have, of ``average`` and ``compression`` (the arguments), ``adasum``,
+            ``gradients``, ``async`` and
             ``in place`` (the forms).
         scalars_are_rows: Whether a 0-d tensor counts as one row in reducescatter and alltoall, instead of being refused.
         dtypes: Element types that its tensors have.
-        not_a_tensor: A value that it does not take, and the text that says so after the name of the collective.
+        not_a_tensor: A value that it does not accept, and the text of the refusal after the name of the collective.
     """
 
     module: str
@@ -72,7 +73,7 @@ class BindingUnderTest(ABC):
         """The element type of a tensor."""
 
     def counts(self, received: Any) -> list[int]:
-        """What alltoall says of the rows that each rank has sent."""
+        """Return alltoall's counts of the rows that each rank has sent."""
         return [int(count) for count in received]
 
     @abstractmethod
@@ -81,13 +82,13 @@ class BindingUnderTest(ABC):
 
     @abstractmethod
     def unsupported(self) -> dict[str, tuple[Any, str]]:
-        """Tensors whose elements can't be sent, and a part of the text that says what to do."""
+        """Tensors whose elements can't be sent, and a part of the text with the advice."""
 
     @abstractmethod
     def gradients(
         self, function: Callable[..., Any], tensors: list[Any], weights: list[Values]
     ) -> list[Values]:
-        """The gradients of the sum of ``weights`` times what ``function(*tensors)`` returns, for each tensor."""
+        """The gradients of the sum of ``weights`` times the results of ``function(*tensors)``, for each tensor."""
 
 
 def binding(name: str) -> BindingUnderTest:
@@ -96,7 +97,7 @@ def binding(name: str) -> BindingUnderTest:
 
 
 class Problems(list[str]):
-    """What went wrong on this rank. The other cases are tried all the same, so that no rank waits for this one."""
+    """Errors of this rank. The other cases are tried all the same, so that no rank waits for this one."""
 
     def expect(self, condition: bool, case: object) -> None:
         if not condition:
@@ -104,7 +105,7 @@ class Problems(list[str]):
 
     @contextmanager
     def of(self, case: object) -> Iterator[None]:
-        """Whatever is raised is a problem of this case."""
+        """Record any exception as a problem of this case."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # the test shows it
@@ -131,5 +132,5 @@ def class_of(error: Exception) -> type:
 
 
 def values_of(rank: int, shape: tuple[int, ...], seed: int = 0) -> Values:
-    """What a rank contributes: small whole numbers, so that every dtype holds sums and products exactly."""
+    """Return a rank's contribution: small whole numbers, so that every dtype holds sums and products exactly."""
     return np.random.default_rng((seed, rank)).integers(0, 4, shape).astype(np.float64)

@@ -35,7 +35,7 @@ class Executes:
 
 
 class Output(OutputSink):
-    """Takes what a cell writes."""
+    """Sink of a cell's output."""
 
     def output(self, rank: int, chunks: object) -> None: ...
 
@@ -45,7 +45,7 @@ class Output(OutputSink):
 
 
 def doors() -> dict[tuple[str, int], int]:
-    """What the pool's processes listen on, and which process does."""
+    """Return the addresses on which the pool's processes listen, with the process of each."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -56,18 +56,18 @@ def doors() -> dict[tuple[str, int], int]:
 
 
 def noises(chance: random.Random, attack: bytes) -> Iterator[bytes]:
-    """Bytes of who knows nothing, and of who speaks ZeroMQ's protocol."""
+    """Return bytes of a peer without any protocol, and of one that speaks ZeroMQ's."""
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     yield from (b"", b"x", b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(5000), attack)
     yield from (GREETING[:30], GREETING, GREETING + chance.randbytes(3000))
-    yield GREETING + ready + b"\x02" + struct.pack(">Q", 1 << 62)  # a frame that nobody can hold
+    yield GREETING + ready + b"\x02" + struct.pack(">Q", 1 << 62)  # a frame larger than any memory
     yield GREETING + ready + b"\x00" + bytes([len(attack)]) + attack
     for _ in range(10):
         yield GREETING + ready + b"\x01" + chance.randbytes(chance.randrange(300))
 
 
 def messages(attack: bytes) -> Iterator[list[bytes]]:
-    """Messages in Jupyter's form, or nearly, with signatures that nobody has made."""
+    """Messages in Jupyter's form, or nearly, with signatures that no key has made."""
     header = b'{"msg_id": "1", "msg_type": "apply_request", "username": "", "session": "", "version": "5.3"}'
     code = b'{"code": "import os", "silent": false}'
     yield from ([b""], [attack], [b"<IDS|MSG>"], [b"<IDS|MSG>", b""], [b"x"] * 50)

@@ -45,7 +45,7 @@ PATIENCE = 20.0
 
 
 class FakeEngine:
-    """The engine's cells and mail; its control thread runs what the played pool sends, in order."""
+    """The engine's cells and mail; its control thread handles the played pool's messages, in order."""
 
     rank, size, local_size = 0, 1, 1
     paused = ""
@@ -104,7 +104,7 @@ class FakeEngine:
     def pending(self) -> list[Any]:
         return self.in_flight
 
-    # -- what the pool can do through the coordinator --
+    # -- the pool's calls through the coordinator --
 
     def mail(self, payload: Payload) -> None:
         body = codec.encode(payload)
@@ -117,7 +117,7 @@ class FakeEngine:
         self._todo.put(lambda: self._leave("told to"))
 
     def settle(self) -> None:
-        """Wait until the control thread has done all it was told."""
+        """Wait until the control thread has handled all its messages."""
         done = threading.Event()
         self._todo.put(done.set)
         assert done.wait(PATIENCE)
@@ -218,7 +218,7 @@ class Pool:
         return text
 
     def expect(self, kind: type[T]) -> T:
-        """The next mail of a kind; what comes before it is dropped."""
+        """The next mail of a kind; mail before it is dropped."""
         while True:
             mail = self.engine.posted.get(timeout=PATIENCE)
             if isinstance(mail, kind):
@@ -238,7 +238,7 @@ class Rank:
         self.agent.start()
 
     def play(self, script: Callable[[Pool], None]) -> None:
-        """Run the loop on this thread until ``script``, on another, has returned; raises what it raised."""
+        """Run the loop on this thread until ``script``, on another, has returned; raises its exception."""
         failure: list[BaseException] = []
         # pytest has put streams of its own in place since the fixture was set up.
         self.agent._setup.pause()
@@ -270,7 +270,7 @@ class Rank:
         thread.join()
 
     def run(self, source: str, **options: Any) -> Ran:
-        """Run one cell and return what the pool saw."""
+        """Run one cell and return the pool's view of it."""
         ran: list[Ran] = []
         self.play(lambda pool: ran.append(pool.run(source, **options)))
         return ran[0]
@@ -287,7 +287,7 @@ class Rank:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
-    """As in forked ranks: what other tests have imported here is nothing that collections go through after each failed cell."""
+    """As in forked ranks: collections do not go through the imports of other tests after each failed cell."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -316,7 +316,7 @@ def _rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capture_fds:
 
 @pytest.fixture
 def rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    """A rank that captures what Python code writes."""
+    """Return a rank that captures the output of Python code."""
     yield from _rank(shell, monkeypatch, False)
 
 

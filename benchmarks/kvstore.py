@@ -48,7 +48,7 @@ class Hvdlab:
         self.array: Any = partial(np.ones, dtype=np.float32)  # as MXNet's arrays are
 
     def wait(self, array: Any) -> None:
-        """What was pulled is there."""
+        """Wait until the pulled values are there."""
 
 
 class Mxnet:
@@ -64,7 +64,7 @@ class Mxnet:
         self.array = mx.nd.ones
 
     def wait(self, array: Any) -> None:
-        """What was pulled is there."""
+        """Wait until the pulled values are there."""
         array.wait_to_read()
 
 
@@ -143,7 +143,7 @@ def time_one_process(library: Hvdlab | Mxnet) -> dict[str, float]:
 
 
 def work(name: str, what: str) -> None:
-    """A worker's part; the one of rank 0 prints what it measured."""
+    """Run a worker's part; rank 0's prints its measurements."""
     library = Hvdlab() if name == "hvdlab" else Mxnet()
     # One store for each job: MXNet's servers end with the first that is given up.
     if what == "one process":
@@ -168,7 +168,7 @@ def command(name: str, what: str) -> list[str]:
 
 
 def result_of(output: str) -> dict[str, float]:
-    """What rank 0 printed."""
+    """Return rank 0's output."""
     for line in output.splitlines():
         _, mark, text = line.partition("RESULT ")
         if mark:
@@ -246,7 +246,7 @@ def copy_times() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and write a file if wanted."""
+    """Measure, print, and write a file if one is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

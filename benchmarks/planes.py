@@ -1,4 +1,4 @@
-"""What a data plane costs by itself, beside others on the same buffers, without negotiation.
+"""Costs of a data plane by itself, beside others on the same buffers, without negotiation.
 
     python benchmarks/planes.py -n 2                      # shm, torch Gloo, one memcpy
     mpiexec -n 2 python benchmarks/planes.py              # the same with MPI
@@ -7,7 +7,8 @@
 
 ``--hosts`` gives each rank a simulated host: the planes ``hierarchical`` (with Gloo between hosts), ``hierarchical-mpi`` and
 ``flat`` (Gloo between all ranks) run beside MPI's own allreduce. All bytes then move within one machine, "between hosts"
-through its loopback device and as fast as its cores copy, so this tells what the steps cost, not what a network gains.
+through its loopback device and as fast as its cores copy, so this measures the cost of the steps, not the gain on a
+network.
 
 The contenders take turns within one run, so that a noisy neighbour hits all of them. A figure is the median over the
 rounds of the slowest rank's time, from a barrier on; in brackets, relative to the memcpy of the same bytes that all
@@ -47,7 +48,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Group:
-    """Where this process stands, and what the ranks share."""
+    """This process's place, and the ranks' shared objects."""
 
     rank: int
     size: int
@@ -209,7 +210,7 @@ def measure(
 def contenders(
     group: Group, plane: HostPlane, arguments: argparse.Namespace, options: dict[str, str]
 ) -> tuple[dict[str, Callable[[str, Buffers], None]], list[HostPlane]]:
-    """What is measured, by name, and the planes to be closed in the end."""
+    """Return the measured functions, by name, and the planes to be closed in the end."""
     runners: dict[str, Callable[[str, Buffers], None]] = {"shm": ours(group, plane), "memcpy": memcpy}
     opened = [plane]
     if arguments.hosts:

@@ -6,7 +6,7 @@
     python benchmarks/recovery.py --torchft out/torchft/bin/python --json benchmarks/results/recovery.json   # ten minutes
 
 A model of 100 MB trains on three ranks; a fourth one appears, trains with them, and then one of the four gets SIGKILL. In each round
-every system is started anew and plays this once:
+every system is started again and plays this once:
 
 * ``hvdlab``: ``hvdlab run`` with a discovery script, whose answer changes from three slots to four; state is committed to memory;
 * ``hvdlab, preloaded``: the same with ``--preload torch``, so that ranks are forked from a process that has imported it;
@@ -174,7 +174,7 @@ def train_with_torchft(directory: Path) -> None:
         for parameter in model.parameters():
             manager.allreduce(parameter.grad).wait()
         optimizer.step()
-        if manager.current_step() > before:  # else it was not committed
+        if manager.current_step() > before:  # otherwise it was not committed
             steps.completed(begin)
 
 
@@ -201,7 +201,7 @@ class System:
 
     Args:
         directory: Where its ranks write down their steps.
-        ended: What ends the job's processes.
+        ended: Context that ends the job's processes.
         python: The interpreter of its ranks.
     """
 
@@ -235,7 +235,7 @@ class System:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher by SIGTERM, so that it ends its ranks, and what is left of its session after ten seconds."""
+    """End a launcher by SIGTERM, so that it ends its ranks, and the rest of its session after ten seconds."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(10)
@@ -296,7 +296,8 @@ class Torchelastic(System):
             "--nnodes", "1:2", "--nproc-per-node", str(workers), "--max-restarts", "100",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}", "--rdzv-conf", "last_call_timeout=1",
             *self.script(),
-            # With a shared store, PyTorch 2.13's first agent tells later ones of it only once, and an agent that joins waits in vain.
+            # With a shared store, PyTorch 2.13's first agent announces it to later ones only once, and an agent that
+            # joins waits in vain.
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )  # fmt: skip
 
@@ -322,7 +323,7 @@ SYSTEMS: dict[str, type[System]] = {each.name: each for each in (Hvdlab, Preload
 OURS = (Hvdlab.name, Preloaded.name)
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
+# -- measurement ------------------------------------------------------------------------------------------------------
 
 
 def steps_after(directory: Path, since: float) -> dict[int, list[float]]:

@@ -68,7 +68,7 @@ class Stream:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001  # as with a GPU, a later call tells of it
+            except Exception as error:  # noqa: BLE001  # as with a GPU, a later call reports it
                 self.failed = error
             del work
             with self._guard:
@@ -86,8 +86,8 @@ class Stream:
 class FakeCuda:
     """See :class:`hvdlab.collectives.planes.gpu.device.Device`.
 
-    Attributes:
-        open_to_others: Whether other processes can open what :meth:`allocate` returns, by default; as with `cuMemCreate` they can't.
+    Attributes: open_to_others: Whether other processes can open the memory of :meth:`allocate`, by default; as with
+        `cuMemCreate` they can't.
     """
 
     identity = "GPU-fake"
@@ -243,7 +243,7 @@ class FakeCuda:
 
 
 def run_kernel(it: KernelLaunch) -> None:
-    """What ``kernels.cu`` does, element by element as the host's folds do it."""
+    """Compute as ``kernels.cu`` does, element by element like the host's folds."""
     times = np.frombuffer((ctypes.c_uint64 * 2).from_address(it.times), np.uint64)
     times[0] = time.monotonic_ns()
     if any(word(it.stopped + 4 * it.stride * member).value for member in range(it.members)):
@@ -302,7 +302,8 @@ class FakeGpus:
 
 
 def install() -> FakeCuda:
-    """Give this process a simulated GPU, which it offers to the coordinator from its next connection on, unless it was told not to."""
+    """Give this process a simulated GPU, which it offers to the coordinator from its next connection on, unless
+    configured not to."""
     os.environ.setdefault(gpu_plane.SWITCH, "1")
     found = FakeGpus()
     gpu_plane.gpus = lambda: found  # type: ignore[assignment]

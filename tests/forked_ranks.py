@@ -30,7 +30,7 @@ class ForkedRanks:
     """Started by :meth:`fork`; ended by :meth:`close`, which asserts that none is left.
 
     Attributes:
-        news: What the fork server told.
+        news: The fork server's reports.
         losses: Why fork servers died. Each gets a successor, unless ``rebuild`` is off.
     """
 
@@ -69,7 +69,7 @@ class ForkedRanks:
                 self.done[answer.cell] = answer
                 self.changed.notify_all()
 
-    # -- what tests do --------------------------------------------------------------------------------------------
+    # -- acts of tests --------------------------------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self.changed:
@@ -126,7 +126,7 @@ class ForkedRanks:
 
 
 def living(pids: set[int], timeout: float = 5.0) -> list[int]:
-    """Those of these processes that are still there after a while. Nobody may have asked for the end of others."""
+    """Return those of these processes that are still there after a while. Fails if the end of others was requested."""
     deadline = time.monotonic() + timeout
     while left := [pid for pid in pids if _lives(pid)]:
         if time.monotonic() > deadline:

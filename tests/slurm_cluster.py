@@ -79,7 +79,7 @@ class SlurmCluster:
 
     Args:
         root: Where the packages were unpacked.
-        work: A directory for what Slurm writes.
+        work: A directory for Slurm's files.
 
     Attributes:
         work: As given.
@@ -163,7 +163,7 @@ class SlurmCluster:
             process.wait()
 
     def run(self, *words: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
-        """What a command prints."""
+        """Return a command's output."""
         done = subprocess.run(
             words,
             env={**os.environ, **self.environment, **(env or {})},
@@ -199,7 +199,7 @@ class SlurmCluster:
         return process.environ().get("SLURM_CONF", "") == self.environment["SLURM_CONF"]
 
     def _logs(self) -> str:
-        """The end of what the daemons have logged."""
+        """Return the end of the daemons' logs."""
         logs = sorted(self.work.glob("*.log"))
         return "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in logs)
 
@@ -209,7 +209,7 @@ def running(work: Path) -> Iterator[SlurmCluster]:
     """A cluster to which this process's variables lead, until the end of the block; skips the test where Slurm can't be had.
 
     Args:
-        work: A directory for what Slurm writes.
+        work: A directory for Slurm's files.
     """
     try:
         cluster = SlurmCluster.made(work)

@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts, with a coordinator and no pool around them: what every launcher is tried with."""
+"""Ranks that a launcher starts, with a coordinator and no pool around them: the test bed of every launcher."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class StartedRanks:
         far: Whether ranks reach the coordinator over TLS, as those of other hosts.
 
     Attributes:
-        launcher: What starts them.
-        events: What the starter has reported.
+        launcher: Their launcher. events: The starter's reports.
         ready: Ranks in the order in which they came to listen.
     """
 
@@ -92,10 +91,10 @@ class StartedRanks:
             where.append(what)
             self._changed.notify_all()
 
-    # -- what tests do --------------------------------------------------------------------------------------------
+    # -- acts of tests --------------------------------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition on what was reported."""
+        """Wait for a condition on the reports."""
         with self._changed:
             assert self._changed.wait_for(condition, 2 * PATIENCE), self.events
 

@@ -1,4 +1,4 @@
-"""What ranks, peers and files say is shown as text, wherever it is shown."""
+"""Texts from ranks, peers and files are shown as text, in all places."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def errors(name: str) -> str:
         RankFailedError(name),
     ]
     for kind in kinds:
-        # A name can't add lines either; what is one text as a whole may have several.
+        # A name can't add lines either; a whole text can have several.
         assert type(kind) in ONE_TEXT or "\nforged" not in str(kind), type(kind)
     return "\n".join(map(str, kinds))
 
@@ -223,7 +223,7 @@ class _Said(NullSink):
 
 
 def waiting_cell(name: str) -> str:
-    """What a cell shows below itself: that ranks wait, news of the pool, and a question."""
+    """Return the lines below a cell: that ranks wait, news of the pool, and a question."""
     sink = _Said()
     run = CellState("c", range(2), now=time.monotonic(), stall_time=1.0)
     handle = CellHandle(run, sink, credit=lambda rank, taken: None, interrupt=lambda ranks: None)
@@ -367,7 +367,7 @@ def test_no_text_from_elsewhere_gives_a_terminal_orders(what: str, tmp_path: Pat
 
 
 def obeyed(text: str) -> list[str]:
-    """What a terminal does not show but do."""
+    """Return the parts that a terminal obeys instead of showing."""
     return [
         one for one in text if one != "\n" and unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     ]

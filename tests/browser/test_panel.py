@@ -1,4 +1,5 @@
-"""The panel in JupyterLab, in a real browser: it finds the ranks, and stays with them whatever happens to the page."""
+"""The panel in JupyterLab, in a real browser: it finds the ranks, and stays with them through all that befalls the
+page."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ WAIT_MS = 180_000
 LATE = 0.15
 LOAD, INIT, TRAIN, POOL = range(4)
 
-# Goes on until it is told to end; the files let a test be in the middle for as long as it needs.
+# Goes on until the test ends it; the files let a test be in the middle for as long as it needs.
 TRAINING = f"""\
 %%hvd_run
 step = 0
@@ -127,7 +128,7 @@ def check_jump(lab: LabPage) -> None:
 
 
 def check_reload(lab: LabPage) -> None:
-    """A page that is loaded again while a cell runs has all that was, and what comes."""
+    """A page that is loaded again while a cell runs has all earlier output, and the later one."""
     before = len(api(lab, "lateness('loss')"))
     lab.page.reload()
     wait(lab, f"view.lateness('loss').length > {before} + 3")

@@ -84,7 +84,7 @@ def check_menus(lab: LabPage) -> None:
 
 
 def check_keys(lab: LabPage) -> None:
-    """The command puts the focus there; W, A, S, D and arrows move, Escape leads out of what was opened."""
+    """The command puts the focus there; W, A, S, D and arrows move, Escape leads out of an opened part."""
     lab.command("Timeline of the Ranks")
     lab.page.wait_for_function(
         f"document.activeElement === document.querySelector('{VIEW} .hvd-plot canvas')"
@@ -172,7 +172,8 @@ def check_settings(lab: LabPage) -> None:
 
 
 def check_place(lab: LabPage) -> None:
-    """The next one opens where it is wanted, standing still, and is there when the page is loaded again."""
+    """Check that the next one opens at the place asked for, standing still, and is there when the page is loaded
+    again."""
     lab.page.locator(".lm-TabBar-tab", has_text="notebook.ipynb").click()
     lab.page.locator(".lm-TabBar-tab", has=lab.page.locator("text='Ranks'")).locator(
         ".lm-TabBar-tabCloseIcon"
@@ -199,7 +200,7 @@ def check_place(lab: LabPage) -> None:
 
 
 def wait_until_kept(settings: Path) -> None:
-    """JupyterLab takes what was set in after a moment, all at once."""
+    """JupyterLab saves settings after a moment, all at once."""
     deadline = time.monotonic() + WAIT_MS / 1000
     while '"area": "right"' not in settings.read_text():
         assert time.monotonic() < deadline
@@ -207,7 +208,7 @@ def wait_until_kept(settings: Path) -> None:
 
 
 def active(lab: LabPage) -> str:
-    """What a screen reader calls what has the focus."""
+    """Return a screen reader's name of the focused element."""
     name: str = lab.page.evaluate(
         """() => { const one = document.activeElement;
             return one.getAttribute('aria-label') || one.title || one.textContent.trim(); }"""

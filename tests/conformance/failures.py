@@ -1,4 +1,4 @@
-"""Cases in which a member does not get what it waits for. They run inside workers."""
+"""Cases in which a member waits in vain. They run inside workers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def abort_first(actor: CollectiveActor) -> None:
 
 
 def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, count: int) -> None:
-    """Work until the victim has killed itself, and someone told this member so if it did not notice by itself."""
+    """Work until the victim has killed itself, and another process has notified this member if it did not notice by
+    itself."""
 
     def die() -> None:
         time.sleep(0.05)  # somewhere in the middle
@@ -142,7 +143,7 @@ def is_aborted(operation: Callable[[], None], *errors: type[Exception]) -> None:
 
 
 def assert_spent(actor: CollectiveActor) -> None:
-    """After an abort every operation is refused, without waiting for anybody."""
+    """After an abort every operation is refused, without waiting for any member."""
     for what in WAITING:
         is_aborted(lambda w=what: start(actor, w, 100))  # type: ignore[misc]  # mypy can't infer a lambda's default
 

@@ -1,4 +1,4 @@
-"""A host behind a slow cable: everything is right, nobody is taken for dead, and who is late is named."""
+"""A host behind a slow cable: everything is right, no rank is taken for dead, and the late rank is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DELAY, RATE = 0.02, 10e6
 DEAD_AFTER = 3.0
 
 
-pytestmark = pytest.mark.alone  # what a delay adds is only seen where nothing else delays
+pytestmark = pytest.mark.alone  # a delay is only visible where it is the only one
 
 
 @pytest.fixture(scope="module")

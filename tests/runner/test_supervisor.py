@@ -21,7 +21,7 @@ KILLED = ExitStatus(signal=signal.SIGKILL)
 
 
 class Script:
-    """A supervisor with a clock of its own, and everything it wanted done."""
+    """A supervisor with a clock of its own, and all its requests."""
 
     def __init__(self, size: int, **policy: Any) -> None:
         self.now = 0.0
@@ -432,11 +432,11 @@ def test_any_order_of_events_ends(minimum: int | None, data: st.DataObject) -> N
         living = set(script.supervisor.living)
         effects = script.tell(event)
         for effect in effects:
-            if isinstance(effect, e.SendSignal):  # nobody is signalled who has ended
+            if isinstance(effect, e.SendSignal):  # no ended process is signalled
                 assert set(effect.ranks) <= living
             if isinstance(effect, e.FailureReport):
                 assert effect.rank not in effect.followers
-    # Whatever has happened, the operator's word ends it.
+    # After any events, the operator's request ends it.
     for _ in range(2):
         script.tell(e.Stopped(signal.SIGINT))
     for rank in script.supervisor.living:

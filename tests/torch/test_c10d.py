@@ -189,7 +189,8 @@ def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
 
 
 def _any_source(group: Group, rank: int, size: int) -> Tensors:
-    """Rank 0 receives from all others, in any order, with two tags; the sum of what came does not depend on the order."""
+    """Receive on rank 0 from all others, in any order, with two tags; the sum of the messages does not depend on the
+    order."""
     found: Tensors = []
     for tag in (5, 6):
         if rank:
@@ -554,7 +555,8 @@ def test_more_receives_from_any_rank_than_threads_have_futures(world: Ranks) -> 
 
 
 def _one_from_any_fails() -> None:
-    """What fails on this rank alone, such as for want of memory, fails where it is called, and later receives get the messages."""
+    """Check that a failure on this rank alone, such as a lack of memory, is raised by the call, and later receives get
+    the messages."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank:
         dist.send(torch.full((2,), float(rank)), 0, tag=13)
@@ -609,7 +611,8 @@ def test_groups_in_any_order_of_ranks(world: Ranks) -> None:
 
 
 def _beyond_gloo() -> None:
-    """What Gloo lacks: averages, scaled sums, further dtypes for moving data, uneven lists, coalesced forms, truth values."""
+    """Call operations that Gloo lacks: averages, scaled sums, further dtypes for moving data, uneven lists, coalesced
+    forms, truth values."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = range(size)
     mean, scaled, truth = values(rank, 4), values(rank, 4), torch.tensor([rank == 0, False])
@@ -812,7 +815,8 @@ def test_groups_by_members_alone_and_once_more(world: Ranks, tmp_path: Path) -> 
 
 
 def _meet() -> None:
-    """Return once all ranks know what one of them has given up: the others may learn of it only in their next operation."""
+    """Return once all ranks know the operation that one of them has given up: the others may learn of it only in their
+    next operation."""
     while True:
         with contextlib.suppress(AbortedError):
             dist.barrier()

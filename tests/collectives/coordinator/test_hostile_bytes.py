@@ -1,4 +1,4 @@
-"""A coordinator's process under attack: whatever comes to its ports, its job goes on."""
+"""A coordinator's process under attack: its job continues with any bytes at its ports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def coordinator() -> Iterator[CoordinatorProcess]:
 
 
 class Job:
-    """Two ranks by hand, one at each door, that go on working whatever strangers do."""
+    """Two ranks by hand, one at each door, that continue to work beside any acts of strangers."""
 
     def __init__(self, process: CoordinatorProcess) -> None:
         self._process = process
@@ -133,7 +133,7 @@ def test_strangers_can_not_use_all_descriptors_up(
     job.works()
     job.endpoints[0].send(m.Bye())
     job.endpoints[0].close()
-    job.endpoints[0] = job.join(0, "tls")  # somebody who knows the token still gets in
+    job.endpoints[0] = job.join(0, "tls")  # a client with the token is still admitted
     for sock in silent:
         sock.close()
 
@@ -148,7 +148,7 @@ def test_a_rank_gets_in_behind_a_crowd(coordinator: CoordinatorProcess, job: Job
 
 
 def secure(process: CoordinatorProcess) -> socket.socket:
-    """A stranger who gets through the handshake."""
+    """Connect as a stranger that completes the handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context.wrap_socket(stranger(process, "tls"))
@@ -219,7 +219,7 @@ def test_a_flood_over_tls_is_not_held(coordinator: CoordinatorProcess, job: Job)
     for sock in floods:
         sock.settimeout(SECONDS)
         with contextlib.suppress(OSError):
-            assert sock.recv(1) == b""  # what is too long to be a Hello ends the connection
+            assert sock.recv(1) == b""  # a message too long to be a Hello ends the connection
         sock.close()
     job.works()
     grown = highest(coordinator.pid) - before

@@ -1,4 +1,4 @@
-"""Completion hooks: called once for every request that was accepted, whatever becomes of it, and never under a lock."""
+"""Completion hooks: called once for every request that was accepted, with any outcome, and never under a lock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def two() -> Iterator[Ranks]:
 
 
 class Calls:
-    """A hook that counts, and tells what it was called with."""
+    """Hook that counts its calls, and keeps their arguments."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[Result | None, Exception | None]] = []
@@ -58,7 +58,7 @@ def request(name: str, hook: Any = None, count: int = 4, value: float = 1.0) -> 
 
 
 def settled(*calls: Calls) -> list[int]:
-    """How often hooks were called, after whatever the engine's threads had left to do."""
+    """Return how often hooks were called, after the engine's threads have finished."""
     engine, there = context.engine(), threading.Event()
     engine.on_mail(f"settled {id(there)}", lambda sender, body: there.set())
     for _ in range(2):
@@ -149,7 +149,7 @@ def refused_in_a_group() -> list[int]:
 
 
 class Lines(logging.Handler):
-    """What is logged, with the exception."""
+    """Handler that keeps log lines, with the exception."""
 
     def __init__(self) -> None:
         super().__init__()

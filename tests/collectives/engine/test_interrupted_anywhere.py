@@ -1,4 +1,4 @@
-"""Ctrl-C between any two steps of a wait: the rank hears what the coordinator says afterwards, and its spans go on.
+"""Ctrl-C between any two steps of a wait: the rank reads the coordinator's later messages, and its spans go on.
 
 Python raises KeyboardInterrupt where a function begins, after a call of a C function and when a loop goes round. Each of
 these places in a collective is tried in turn.
@@ -135,7 +135,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
     deaf: list[str] = []
     tried: set[tuple[CodeType, int]] = set()
     unhurt = 0
-    # What one comes to is not the same each time; on a busy machine other threads do most, and the way through is short.
+    # The steps reached differ from run to run; on a busy machine other threads do most, and the way through is short.
     while unhurt < 5 or len(tried) < ENOUGH:
         reduce_once()
         interrupt = Interrupt(tried)
@@ -143,7 +143,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
             with interrupt:
                 hvd.allreduce(np.ones(4), op=hvd.Sum)
         except KeyboardInterrupt:
-            engine.end_cell("")  # as whoever runs the user's code does
+            engine.end_cell("")  # as the runner of the user's code does
         except AbortedError:
             pass
         if not interrupt.where:
@@ -182,7 +182,7 @@ def hooks_at_each_place() -> tuple[int, list[str]]:
         unhurt += not interrupt.where
         if accepted and not called.wait(PATIENCE):
             wrong.append(f"{interrupt.where}: not called")
-        reduce_once()  # whatever is left of it has ended by then
+        reduce_once()  # the rest of it has ended by then
         if len(calls) > 1:
             wrong.append(f"{interrupt.where}: {calls}")
     return len(tried), wrong

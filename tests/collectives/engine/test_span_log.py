@@ -1,4 +1,4 @@
-"""What an engine records of its operations, failed ones included, and how clocks of other hosts are compared."""
+"""An engine's records of its operations, failed ones included, and how clocks of other hosts are compared."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Mail:
 
 
 def keep_reducing() -> bool:
-    """Reduce until a rank is lost; tell once that the first one is done and the next ones are under way.
+    """Reduce until a rank is lost; report once that the first one is done and the next ones are under way.
 
     Returns whether the rank was lost in the middle of a reduction.
     """
@@ -204,7 +204,7 @@ def test_the_timeline_begins_at_the_call_and_shows_failures(two: Ranks, tmp_path
     failed = [e for e in events if e.get("args", {}).get("status") == "failed"]
     assert {(e["args"]["tensor"], e["pid"]) for e in failed} == {("wrong", e["pid"]) for e in failed}
     assert len({e["pid"] for e in failed}) == 2
-    # Although the members were told of before the call, both ranks' arrivals are compared.
+    # Although the members were reported before the call, both ranks' arrivals are compared.
     last = [e for e in events if e.get("args", {}).get("tensor") == "late" and e["ph"] == "b"]
     assert all("last_rank" in e["args"] for e in last if e["name"] == "NEGOTIATE_ALLREDUCE"), last
 
@@ -251,7 +251,7 @@ def test_a_timeline_of_two_hosts_is_on_one_axis(hosts: Ranks, tmp_path: Path) ->
             slices.setdefault(event["args"]["tensor"], []).append(event)
     assert sorted(slices) == [f"t{i}" for i in range(5)]
     for one, other in slices.values():
-        # An operation is left by nobody before all have begun with it.
+        # No rank leaves an operation before all have begun with it.
         assert one["pid"] != other["pid"]
         first_end = min(one["ts"] + one["dur"], other["ts"] + other["dur"])
         assert max(one["ts"], other["ts"]) <= first_end + error_us
@@ -268,7 +268,7 @@ def test_the_clock_is_asked_for_rarely_and_only_by_ranks_of_other_hosts(
     question = remote.ask_clock()
     assert question is not None
     now += 1000
-    remote.clock_answer(m.Pong(question.number + 1, 1))  # to a question of somebody else
+    remote.clock_answer(m.Pong(question.number + 1, 1))  # to another rank's question
     remote.clock_answer(m.Pong(question.number, 100))
     now += int(29e9)
     assert remote.ask_clock() is None

@@ -52,7 +52,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 
 class Job:
-    """Processes whose output is collected; ended whatever happens."""
+    """Processes whose output is collected; ended in any case."""
 
     def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
         self.processes = [
@@ -91,7 +91,7 @@ def torch(size: int, *arguments: str, options: Sequence[str] = ()) -> list[str]:
 
 
 def slurm(env: Mapping[str, str], size: int, *arguments: str, job: str = "7") -> Job:
-    """What srun starts on one host."""
+    """Return the processes that srun starts on one host."""
     step = {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_ID": "0",
@@ -259,7 +259,7 @@ def test_the_coordinator_that_rank_0_started_has_a_successor(env: dict[str, str]
 
 
 def test_without_rank_0_the_coordinator_has_no_successor(env: dict[str, str]) -> None:
-    """They are told why, and what to do, without waiting for one."""
+    """They get the reason and the remedy, without waiting for one."""
     ended = slurm({**env, "HVDLAB_REATTACH": f"{HOUR:g}"}, 3, "coordinator_dies_last").ended()
     for code, out, err in ended[1:]:
         (said,) = out.splitlines()

@@ -32,7 +32,7 @@ StartPool = Callable[..., Pool]
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "security.md").read_text()
 
-# Each rank says that it is a host of its own: the others reach its parameter server by the port for other hosts.
+# Each rank claims to be a host of its own: the others reach its parameter server by the port for other hosts.
 BEGIN = """
 import os, numpy as np, hvdlab.numpy as hvd
 from hvdlab import kvstore
@@ -81,7 +81,7 @@ class Training:
         out.wait_for("training", [0, 1])
 
     def end(self) -> list[Any]:
-        """What each rank got; fails if anything was lost."""
+        """Return each rank's results; fail if anything was lost."""
         self.stop.touch()
         results = self.run.wait(PATIENCE)
         assert results.ok, results.errors
@@ -111,7 +111,7 @@ def training(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     mark = uuid.uuid4().hex
     monkeypatch.setenv(census.MARK, mark)
     directory = Path(tempfile.mkdtemp())
-    # Others may pass through: what keeps them out must be hvdlab's own.
+    # Others can pass through: the barrier must be hvdlab's own.
     for one in (directory, directory.parent):
         one.chmod(0o755)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
@@ -131,7 +131,7 @@ def training(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def row_of(training: Training, listener: Listener, processes: dict[int, str]) -> str:
-    """The table's name of what listens there."""
+    """Return the table's name of the listener there."""
     place, process = listener.place, processes.get(listener.pid, "")
     if place.startswith("unix:"):
         path = Path(place.removeprefix("unix:"))
@@ -187,7 +187,7 @@ def test_strangers_at_every_port_stop_nothing_and_nothing_is_lost(training: Trai
 
 
 def tried(pids: list[int], sockets: list[str], files: list[str], ports: list[int]) -> list[str]:
-    """What another user reaches of these; run as one."""
+    """Return the addresses of these that another user reaches; run as one."""
     reached = []
     for pid in pids:
         for name in ("environ", "mem", "maps", "fd/1"):

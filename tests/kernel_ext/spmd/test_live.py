@@ -221,7 +221,7 @@ def test_questions_right_behind_a_cell_do_not_wait_for_its_end(kernel: LiveKerne
 
 @needs_a_thread_for_messages
 def test_a_rank_whose_interpreter_is_held_is_said_to_be_silent(kernel: LiveKernel) -> None:
-    # A call of such a library keeps the interpreter to itself; this one as long as we want.
+    # A call of such a library keeps the interpreter to itself; this one as long as the test asks.
     kernel.run("import ctypes\nkeeping = ctypes.PyDLL(None)")
     held, release = kernel.directory / "held", kernel.directory / "release"
     code = b"touch held; timeout 60 sh -c 'while [ ! -e release ]; do sleep 0.02; done'"
@@ -262,7 +262,7 @@ def test_widgets_of_ranks_are_shown_and_hear_the_frontend(kernel: LiveKernel) ->
     update = {"method": "update", "state": {"value": 42}, "buffer_paths": []}
     message = kernel.client.session.msg("comm_msg", {"comm_id": views[1], "data": update})
     kernel.client.shell_channel.send(message)
-    kernel.until(lambda: any(kind == "comm_msg" for _, kind, _ in kernel.others))  # it echoes what it has got
+    kernel.until(lambda: any(kind == "comm_msg" for _, kind, _ in kernel.others))  # it echoes its input
     assert value(kernel.run("slider.value, globals().get('seen')")) == "[0] (0, None)\n[1] (42, 42)"
 
     moved = kernel.run("slider.value = 7")
@@ -271,7 +271,7 @@ def test_widgets_of_ranks_are_shown_and_hear_the_frontend(kernel: LiveKernel) ->
 
 
 def asked_states(kernel: LiveKernel) -> tuple[dict[str, Any], dict[tuple[str, ...], bytes]]:
-    """What a page that is opened anew learns of all widgets, and their buffers."""
+    """Return the states of all widgets, and their buffers, as a reopened page receives them."""
     session, send = kernel.client.session, kernel.client.shell_channel.send
     control = {"comm_id": uuid.uuid4().hex, "target_name": "jupyter.widget.control", "data": {}}
     send(session.msg("comm_open", control, metadata={"version": "1.0.0"}))

@@ -4,7 +4,7 @@
 
 hvdlab's figures include the negotiation (Gloo and MPI have none) and, unless ``--no-record``, the recording of spans. Ranks of MPI
 spin while they wait; those of Intel MPI are in an environment of their own, which ``make intel-mpi`` makes.
-Every round measures each system in turn, so that whatever else the machine does hits all of them. Printed are medians
+Every round measures each system in turn, so that the machine's other load hits all of them. Printed are medians
 over all rounds in microseconds, and hvdlab's ratio to each.
 """
 
@@ -170,7 +170,7 @@ def measure_memcpy(small_only: bool) -> Samples:
 
 
 def rank_main(port: int, small_only: bool) -> None:
-    """A rank: measures what its standard input names; rank 0 answers with the samples."""
+    """Measure as a rank the cases that standard input names; rank 0 answers with the samples."""
     import torch
     import torch.distributed as dist
 

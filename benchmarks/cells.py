@@ -1,4 +1,4 @@
-"""What a cell on ranks costs in a notebook, beside ipyparallel's ``%%px``.
+"""Costs of a cell on ranks in a notebook, beside ipyparallel's ``%%px``.
 
     python benchmarks/cells.py                      # both figures, about two minutes
     python benchmarks/cells.py --json cells.json --rounds 20 --only empty
@@ -33,7 +33,7 @@ PRINTING = {
 
 @dataclass
 class Sent:
-    """What the kernel sent about one cell."""
+    """Messages of the kernel about one cell."""
 
     seconds: float
     lines: int

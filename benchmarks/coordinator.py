@@ -1,9 +1,9 @@
-"""What the coordinator costs per announcement, without and with its sockets.
+"""Costs of the coordinator per announcement, without and with its sockets.
 
     python benchmarks/coordinator.py            # some seconds
     python benchmarks/coordinator.py --profile  # and where the time goes
 
-``core`` decodes announcements, runs the state machine and encodes what it says. ``server`` adds the selector and the
+``core`` decodes announcements, runs the state machine and encodes its messages. ``server`` adds the selector and the
 sockets; the ranks are socket pairs in this process, whose own sends and receives are not counted. Each round, every
 rank announces one 4-byte allreduce, and one ``Execute`` goes to all. A figure is the median over rounds.
 """

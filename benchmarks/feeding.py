@@ -1,10 +1,10 @@
-"""What the notebook's process pays for each span that comes: taking it in, deriving series from it, sending it to a view.
+"""Costs of each arriving span for the notebook's process: taking it in, deriving series from it, sending it to a view.
 
     python benchmarks/feeding.py [--seconds 30] [--json FILE]
 
 Batches are made as ranks make them (8 ranks, 161 gradients per step in fused operations, 20,000 spans per second, ten batches
 per rank and second) but without waiting for the time to pass. Figures are processor time of the quickest of several rounds.
-``memory`` is what the process has more after the given number of seconds of such a stream.
+``memory`` is the growth of the process after the given number of seconds of such a stream.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ranks:
         self._sampled = 0
 
     def batches(self, seconds: float) -> Iterator[Batches]:
-        """What comes in each tenth of a second."""
+        """Return the batches of each tenth of a second."""
         end, due = self.now + round(seconds * SECOND), self.now + SECOND // 10
         while self.now < end:
             self._step()

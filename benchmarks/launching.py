@@ -1,4 +1,4 @@
-"""What it costs to start ranks: a function and a script by hvdlab, torchrun and multiprocessing, taking turns.
+"""Costs of starting ranks: a function and a script by hvdlab, torchrun and multiprocessing, taking turns.
 
 Run it as ``python benchmarks/launching.py``; it prints one JSON object with the median seconds of each.
 """
@@ -25,7 +25,7 @@ LINES = 20_000
 
 
 def function(number: int) -> int:
-    """What ranks do."""
+    """Run as the ranks' function."""
     return number + int(os.environ.get("HVDLAB_RANK", "0"))
 
 

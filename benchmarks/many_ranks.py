@@ -1,11 +1,11 @@
-"""What a pool costs as it grows: its start, a cell, a collective, the death of a rank, its repair, memory.
+"""Costs of a pool as it grows: its start, a cell, a collective, the death of a rank, its repair, memory.
 
     python benchmarks/many_ranks.py                              # 4, 16 and 64 ranks on this machine, some two minutes
     python benchmarks/many_ranks.py --ranks 128 --json many.json
 
 A real Jupyter kernel has the pool; times are those from a cell's sending to the kernel's last message about it. The time of a
 death is that from just before the rank sends itself SIGKILL, while all others wait for it, to the end of the cell with its report.
-Medians of the rounds; the first death of a pool is given by itself, as ranks then import what they need to report.
+Medians of the rounds; the first death of a pool is given by itself, as ranks then import the modules of the report.
 """
 
 from __future__ import annotations

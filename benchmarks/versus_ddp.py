@@ -3,7 +3,7 @@
     python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json   # about two minutes
 
 Both train the same residual network from the same start in the same processes, one thread per rank. They take turns in
-blocks of steps, in changing order, so that whatever else the machine does hits both. Printed are medians over all
+blocks of steps, in changing order, so that the machine's other load hits both. Printed are medians over all
 steps in milliseconds, the median over turns of DistributedDataParallel's time by hvdlab's (above 1 hvdlab is quicker),
 and the processor time of rank 0 (with hvdlab's coordinator's) per step, which other load on the machine hardly changes.
 "alone" is the step without any reduction.
@@ -110,7 +110,7 @@ def steps_of(case: str, rank: int, options: dict[str, Any]) -> dict[str, Step]:
 
 
 def rank_main(port: int) -> None:
-    """A rank: measures what its standard input names; rank 0 answers with the milliseconds of each step."""
+    """Measure as a rank the cases that standard input names; rank 0 answers with the milliseconds of each step."""
     import torch
     import torch.distributed as dist
 

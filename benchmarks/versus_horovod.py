@@ -39,7 +39,7 @@ Samples = dict[str, list[float]]
 
 
 def operations(hvd: Any) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is measured, and how often in one turn, with either library."""
+    """Return the measured operations, and how often in one turn, with either library."""
     import torch
 
     found: dict[str, tuple[Callable[[], object], int]] = {}
@@ -69,7 +69,7 @@ def operations(hvd: Any) -> dict[str, tuple[Callable[[], object], int]]:
 
 
 def rank_main(library: str) -> None:
-    """A rank: measures what its standard input names; rank 0 answers with milliseconds."""
+    """Measure as a rank the cases that standard input names; rank 0 answers with milliseconds."""
     import torch
 
     torch.set_num_threads(1)

@@ -77,7 +77,7 @@ class CutWire:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         with self._changing:
-            # The other direction may be at work with it still; who comes last closes both.
+            # The other direction can still use it; the last of the two closes both.
             if source in self._open:
                 self._open.discard(source)
             if sink not in self._open:

@@ -12,7 +12,7 @@ from patience import PATIENCE
 
 
 class Unavailable(Exception):
-    """They are not to be had here; the text says why."""
+    """The packages cannot be installed here; the text gives the reason."""
 
 
 def unpacked(cache: Path, packages: Sequence[str], proof: str) -> Path:

@@ -42,7 +42,7 @@ class FakeGradients:
     names_twice = "name your optimizers."
 
     def __init__(self) -> None:
-        #: What is to be called at the end of the backward pass that runs; ``None`` outside of one.
+        #: The callbacks due at the end of the backward pass that runs; ``None`` outside of one.
         self.at_its_end: list[Callable[[], None]] | None = None
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """A simulated NCCL on the simulated GPU: members are processes, or threads, and their messages are files of one directory.
 
-It is as stubborn as the real one: what is enqueued waits on the stream for the other members, until it is aborted. And it is as strict: a call
-while the last one has not settled fails.
+It is as stubborn as the real one: an enqueued operation waits on the stream for the other members, until it is aborted.
+And it is as strict: a call while the last one has not settled fails.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class ForkedRanks:
 
 
 def living(pids: set[int], timeout: float = 5.0) -> list[int]:
-    """Return those of these processes that are still there after a while. Fails if the end of others was requested."""
+    """Return those of these processes that are still there after a while. The end of others must not have been
+    requested."""
     deadline = time.monotonic() + timeout
     while left := [pid for pid in pids if _lives(pid)]:
         if time.monotonic() > deadline:

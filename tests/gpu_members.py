@@ -1,4 +1,4 @@
-"""Members of a plane of GPUs in one process, on a simulated GPU: what their tests share."""
+"""Members of a plane of GPUs in one process, on a simulated GPU: the shared parts of their tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 def on_gpu(gpu: FakeCuda, value: float, stream: int = 0) -> CudaBuffer:
-    """``COUNT`` numbers, once what is on the stream is done."""
+    """``COUNT`` numbers, once the stream is done."""
     pointer = gpu.allocate(4 * COUNT)
     bytes_at(pointer, 4 * COUNT).view(np.float32)[:] = value
     return buffer_on_stream(pointer, (COUNT,), DType.F32, 0, stream, None)

@@ -1,4 +1,4 @@
-"""Boards of a simulated job: words that all members of an epoch see at once, whoever of them lives."""
+"""Boards of a simulated job: words that all members of an epoch see at once, dead or alive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEVER = 1 << 62
 
 
 class Words:
-    """What lies in shared memory, by member."""
+    """Contents of shared memory, by member."""
 
     def __init__(self, members: int) -> None:
         self.posted = [0] * members
@@ -28,7 +28,7 @@ class Words:
 
 
 class SimBoard:
-    """One member's view; does what :class:`AgreementBoard` does, without memory or sleep."""
+    """One member's view; acts like :class:`AgreementBoard`, without memory or sleep."""
 
     def __init__(self, words: Words, index: int, epoch: int) -> None:
         self.epoch, self.members, self.number = epoch, len(words.posted), 0

@@ -570,7 +570,7 @@ class Simulation:
                     if isinstance(entry, SimEntry):
                         entry.complete(error)
                 case Succeed(entry, process_set):
-                    entry.complete(("set", process_set))  # type: ignore[attr-defined]  # none joins a set with zeros
+                    entry.complete(("set", process_set))  # type: ignore[attr-defined]  # no joins there
                 case AbortPlane(process_set, epoch):
                     me.aborted.update(s for s in me.members if s[0] == process_set and s[1] <= epoch)
                 case NewEpoch():

@@ -1,4 +1,4 @@
-"""What processes listen on, by what Linux says of them."""
+"""Addresses on which processes listen, as Linux reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mpiexec calls in place of ssh, between the hosts of :mod:`hosts`."""
+"""Program that mpiexec calls in place of ssh, between the hosts of :mod:`hosts`."""
 
 from __future__ import annotations
 

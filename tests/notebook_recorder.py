@@ -23,7 +23,7 @@ class Recorder:
         self.sent.append(("clear", wait))
 
     def areas(self) -> dict[str, Any]:
-        """What each area shows in the end."""
+        """Return the final contents of each area."""
         shown: dict[str, Any] = {}
         for message in self.sent:
             if message[0] == "display":

@@ -1,4 +1,4 @@
-"""Processes of hvdlab below this one, told by their command lines."""
+"""Processes of hvdlab below this one, recognised by their command lines."""
 
 from __future__ import annotations
 

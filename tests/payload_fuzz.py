@@ -1,4 +1,4 @@
-"""Hostile bytes for what the pool and its ranks say to each other, from seeds.
+"""Hostile bytes in the messages between the pool and its ranks, from seeds.
 
 ::
 

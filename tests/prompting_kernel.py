@@ -1,4 +1,4 @@
-"""A kernel whose cells ask for input, and a user who answers."""
+"""A kernel whose cells ask for input, and a user that answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Answer = str | Callable[[], None]
 
 
 class PromptingKernel(LiveKernel):
-    """Answers what cells ask for."""
+    """Kernel whose input requests are answered."""
 
     def dialogue(self, code: str, *answers: Answer, timeout: float = 120) -> tuple[Cell, list[str]]:
-        """Run a cell, and give these answers to what it asks. Returns the prompts as well.
+        """Run a cell, and give these answers to its prompts. Returns the prompts as well.
 
         Fails if it asks for more, or for less.
         """

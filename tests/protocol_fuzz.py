@@ -165,7 +165,7 @@ def one_conversation(chance: random.Random) -> None:
 def one_failing_conversation(chance: random.Random) -> None:
     """Handlers fail, before or after they change the state: the sender's connection ends, and all others go on.
 
-    Only a state that says itself that it is unsound may be broken afterwards.
+    Only a state that itself reports that it is unsound may be broken afterwards.
     """
     state = CoordinatorState(CoordinatorOptions(size=chance.choice((None, 2, 3)), reattach=1.0))
     failing = chance.sample(_HANDLERS, 4)
@@ -296,7 +296,7 @@ _ANSWERED_AT_ONCE = (kv.Push, kv.Pull, kv.Init, kv.SetOptimizer, kv.StockRequest
 
 
 def _brought(chance: random.Random) -> SharedFile | None:
-    """Memory of a store as a worker brings it: new, sometimes something else, or missing."""
+    """Memory of a store as a worker brings it: new, sometimes of another kind, or missing."""
     if chance.random() < 0.05:
         return None
     file = SharedFile.create("fuzz")
@@ -384,7 +384,7 @@ def _sensible(message: m.Announce, state: CoordinatorState, chance: random.Rando
 
 
 def run(one: Callable[[random.Random], None], count: int, start: int = 0) -> None:
-    """Try so many; raises what went wrong, with the seed."""
+    """Try so many; raise the error, with the seed."""
     for seed in range(start, start + count):
         try:
             one(random.Random(seed))

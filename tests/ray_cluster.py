@@ -13,7 +13,7 @@ def started(nodes: int, **node: Any) -> Any:
 
     Ray gives a node 30 s to start, which no setting changes: on a busy machine it may take a second try.
     """
-    # Ray warns of what its next version will do; an actor without GPUs keeps the variable as it is.
+    # Ray warns of its next version's behaviour; an actor without GPUs keeps the variable as it is.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

@@ -1,4 +1,4 @@
-"""What is in ``/dev/shm``, on a machine on which others work as well."""
+"""Contents of ``/dev/shm``, on a machine on which others work as well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entries() -> set[str]:
 def left(before: Collection[str], own: Collection[int] = (), within: float = MOMENTS) -> set[str]:
     """Entries that came since, unless a living process maps them that is none of ``own``: they are another job's.
 
-    Others get ``within`` seconds to map, or remove, what they have made.
+    Others get ``within`` seconds to map, or remove, their files.
     """
     deadline = time.monotonic() + within
     while (new := entries() - set(before)) and time.monotonic() < deadline:

@@ -216,7 +216,7 @@ def test_what_must_be_light_imports_nothing_heavy(module: str) -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["wheel", "wheel of the sdist"])
 def test_a_wheel_brings_a_bill_of_materials(builds: tuple[Path, Path], which: int) -> None:
-    """Code of others that it contains, and what it depends on."""
+    """Others' code that it contains, and its dependencies."""
     (place,) = [name for name in names_in(builds[which]) if name.endswith(".dist-info/sboms/hvdlab.cdx.json")]
     with zipfile.ZipFile(builds[which]) as wheel:
         bill = json.loads(wheel.read(place))

@@ -1,4 +1,5 @@
-"""A driver of the tests, on a standalone cluster: ``python on_executors.py CASE DIRECTORY SECONDS``. Prints what it has found as JSON.
+"""A driver of the tests, on a standalone cluster: ``python on_executors.py CASE DIRECTORY SECONDS``. Prints its
+findings as JSON.
 
 ``SECONDS`` are the limit of each start.
 """
@@ -161,7 +162,7 @@ def main(case: str, directory: str, seconds: str) -> None:
         elif case == "lost":
             try:
                 found = hvdlab.spark.run(lose, args=(directory,), num_proc=2, start_timeout=limit)
-            except Exception as error:  # noqa: BLE001  # the test looks at whatever it is
+            except Exception as error:  # noqa: BLE001  # the test examines any error
                 found = ["\n".join([str(error), *error.__notes__])]
             # The cluster has replaced the executor, and Spark is as usable as before.
             found = [*found, hvdlab.spark.run(where, num_proc=2, start_timeout=limit)]

@@ -1,7 +1,7 @@
 """A small model that is trained in three steps: by plain torch in one process, and by libraries on all ranks.
 
-Each of :data:`LIBRARIES` is used as its own documentation says. It trains on the rows that a loader without shuffling gives each
-rank, and returns the model as it is in the end.
+Each of :data:`LIBRARIES` is used as its own documentation describes. It trains on the rows that a loader without
+shuffling gives each rank, and returns the model as it is in the end.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def made() -> Loss:
 
 
 def begin_anew() -> None:
-    """Forget what the libraries and torch keep of an earlier training."""
+    """Forget the libraries' and torch's state of an earlier training."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -214,7 +214,7 @@ def difference(model: nn.Module) -> float:
 
 
 def main() -> None:
-    """A script that says how far a library's model is from that of one process."""
+    """Print as a script how far a library's model is from that of one process."""
     if sys.argv[1] != "lightning":  # which makes the group itself
         dist.init_process_group("hvdlab")
     model = LIBRARIES[sys.argv[1]](Rows())

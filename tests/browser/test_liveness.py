@@ -1,4 +1,4 @@
-"""Views say when what they show is not of now: the kernel has ended or is silent, or the page was opened again."""
+"""Views mark outdated contents: the kernel has ended or is silent, or the page was opened again."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def wait(lab: LabPage, selector: str, text: str) -> None:
 
 
 def wait_for_end(lab: LabPage, selector: str, text: str) -> None:
-    """Wait until a view says that it has ended, or has made way for its still picture.
+    """Wait until a view shows that it has ended, or has made way for its still picture.
 
     A kernel that ends may close its widgets' comms as the last thing that it does, if it gets to that before the page has let go of it:
     JupyterLab then takes the widget away.

@@ -122,7 +122,7 @@ class View:
         return int(self.root.locator(f"tr[data-rank='{rank}'] td").nth(1).inner_text().split("·")[1])
 
     def history(self) -> list[str]:
-        """What happened to ranks and to the world, oldest first: ``1 died``, ``regrouped``."""
+        """Return the events of ranks and of the world, oldest first: ``1 died``, ``regrouped``."""
         found: list[str] = self.root.locator(".hvd-history tbody tr").evaluate_all(
             "rows => rows.map(row => row.cells[1].innerText + ' ' + row.cells[2].innerText)"
         )
@@ -179,13 +179,13 @@ def ask_before_ranks_end(view: View) -> None:
 
 
 def refuse(view: View) -> None:
-    """What can't be done is said in the view, in the words of the pool."""
+    """Check that a refusal is shown in the view, in the words of the pool."""
     view.resize(5)
     view.wait_until_said("5 ranks are more than --max-np 4 of cell [5]")
 
 
 def in_the_panel(lab: LabPage, widget: View) -> None:
-    """The same in the panel, whose kernel is busy with the cell; both show what either does."""
+    """Check the same in the panel, whose kernel is busy with the cell; both show the actions of either."""
     lab.page.keyboard.press("Control+Shift+C")
     lab.command("Membership of the Ranks")
     panel = View(lab.page.locator(f"{PANEL} .hvd-membership"))

@@ -1,4 +1,5 @@
-"""Charts of metrics in JupyterLab, in a real browser: what they show is what the ranks reported and what their clocks say."""
+"""Charts of metrics in JupyterLab, in a real browser: they must show the ranks' reports and the readings of their
+clocks."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def check_restart(lab: LabPage) -> None:
 
 
 def test_in_notebook_7_with_the_keyboard(tmp_path: Path) -> None:
-    """It opens by itself if the user wants that, finds a place below the notebook, and needs no pointer."""
+    """It opens by itself if the user has chosen that, finds a place below the notebook, and needs no pointer."""
     pytest.importorskip("notebook")
     settings = tmp_path / "settings" / "@hvdlab" / "labextension" / "plugin.jupyterlab-settings"
     settings.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What there is: processes, descriptors, threads, shared memory and files, so that leaks can be seen."""
+"""Census of processes, descriptors, threads, shared memory and files, so that leaks can be seen."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _kind(target: str) -> str:
 
 
 def more(now: Count, before: Count) -> Count:
-    """What there is more of."""
+    """Return the resources that have grown."""
     return {kind: n - before.get(kind, 0) for kind, n in now.items() if n > before.get(kind, 0)}
 
 
@@ -77,7 +77,8 @@ def shared_memory() -> set[str]:
 
 
 def left_in_memory(before: set[str], mark: str) -> list[str]:
-    """What came into shared memory since and is there still, unless it is in use by others than this campaign."""
+    """Return entries that came into shared memory since and are there still, unless processes outside this campaign use
+    them."""
     found = shared.left(before, {os.getpid(), *marked(mark)})
     return [f"/dev/shm/{name}" for name in sorted(found)]
 

@@ -19,7 +19,7 @@ PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "co
 
 
 class Parts(Pieces):
-    """Trials of what befalls the other processes of a pool."""
+    """Trials of faults in the other processes of a pool."""
 
     def losing_part(self) -> None:
         run = self.begin()
@@ -47,7 +47,7 @@ class Parts(Pieces):
             self.outcome.wrong.append("nobody said that it is gone")
 
     def bothering(self) -> None:
-        """Strangers connect to all that listens, send what is no message, or one of another protocol, and stay."""
+        """Connect strangers to all listeners; they send no message, or one of another protocol, and stay."""
         self.victim = self.outcome.victim = -1
         run = self.begin(steps=60)
         self.await_instant()

@@ -14,7 +14,7 @@ from chaos.membership import Change, MembershipCampaign, Teller, wrong_results
 
 
 class Letters:
-    """What ranks have told; as a :class:`~chaos.campaign.Mailbox`, without ranks."""
+    """Reports of ranks; acts as a :class:`~chaos.campaign.Mailbox`, without ranks."""
 
     def __init__(self) -> None:
         self.letters: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Tuning with real ranks: the log tells what is tried and kept, and results are right all the while."""
+"""Tuning with real ranks: the log shows the trials and the choice, and results are right all the while."""
 
 from __future__ import annotations
 

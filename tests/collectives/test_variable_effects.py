@@ -1,4 +1,4 @@
-"""What users' variables change in real ranks."""
+"""Effects of users' variables in real ranks."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def alltoall(actor: CollectiveActor, table: Sequence[Sequence[int]], dtype: DTyp
 
 
 def messages(actor: CollectiveActor, count: int, dtype: DType, seed: int = 0) -> None:
-    """Each member sends to each other; what is sent stays as it was."""
+    """Send from each member to each other; the sent data stays unchanged."""
     for source in range(actor.size):
         for target in range(actor.size):
             if source == target or actor.index not in (source, target):

@@ -23,7 +23,7 @@ def _params(planes: Iterable[PlaneUnderTest], fits: Callable[[PlaneUnderTest, in
 
 GROUPS = _params(PLANES, lambda plane, size: True)
 ABORTABLE = _params(PLANES, lambda plane, size: size > 1 and "abort" not in plane.lacks)
-# Workers of their own for each test are dear: thinned out planes get one size, in which someone is left to work with.
+# Workers of their own for each test are dear: thinned out planes get one size, in which a member remains to work with.
 MORTAL = _params(PLANES, lambda plane, size: size == 3 if plane.every > 1 else size > 1)
 _reasons: dict[object, str | None] = {}
 

@@ -1,4 +1,4 @@
-"""The planes of GPUs with arrays: they are put on a GPU, and what a plane leaves there is copied back.
+"""The planes of GPUs with arrays: they are put on a GPU, and a plane's results there are copied back.
 
 Tensors lie at odd places of their allocations by turns, so that those that a kernel reads line by line and those that it reads
 element by element both occur; on the simulated GPU some are in memory that other processes can't open.

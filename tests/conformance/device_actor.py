@@ -25,7 +25,7 @@ def device_actor(target: str, context: PlaneContext) -> CollectiveActor:
 
 
 class DeviceActor(EngineActor):
-    """Puts what it is given on the device, and copies back what it gets."""
+    """Actor that puts its arguments on the device, and copies the results back."""
 
     def connect(self, timeout: float) -> None:
         super().connect(timeout)
@@ -35,7 +35,7 @@ class DeviceActor(EngineActor):
     @contextmanager
     def _aborting(self) -> Iterator[Engine]:
         with super()._aborting() as engine:
-            yield OnDevice(engine)  # type: ignore[misc]  # what of an engine the actor uses
+            yield OnDevice(engine)  # type: ignore[misc]  # the part of an engine that the actor uses
 
 
 class OnDevice:

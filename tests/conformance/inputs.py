@@ -58,7 +58,7 @@ def values(seed: int, member: int, count: int, dtype: DType) -> Array:
 
 
 def reduced(parts: Sequence[Array], dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> Array:
-    """What a reduction must give: exact for bool and integers, the float64 result for floating types."""
+    """Return the right result of a reduction: exact for bool and integers, the float64 result for floating types."""
     if dtype.is_floating:
         scaled = [to_float64(p, dtype) * prescale for p in parts]
         if op is ReduceOp.AVERAGE:

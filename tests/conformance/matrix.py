@@ -35,7 +35,7 @@ class Matrix:
             try:
                 make_usable(self.group)
                 case(**combination)
-            except Exception as error:  # noqa: BLE001  # whatever a case raises is raised below, with its name
+            except Exception as error:  # noqa: BLE001  # a case's exception is raised below, with its name
                 error.add_note(", ".join(f"{name}={label(value)}" for name, value in combination.items()))
                 failed.append(error)
                 if isinstance(error, WorkersHung):
@@ -54,7 +54,7 @@ def selected(plane: PlaneUnderTest, size: int, axes: Sequence[Sequence[Any]]) ->
 
 
 def make_usable(group: WorkerGroup) -> None:
-    """Begin a new epoch if what ran last left the plane spent, with new workers if it hung."""
+    """Begin a new epoch if the last run left the plane spent, with new workers if it hung."""
     if group.closed:
         group.renew()
     if not group.clean:

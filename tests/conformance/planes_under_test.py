@@ -1,4 +1,4 @@
-"""The planes that the conformance suite runs over; ``harness.py`` says how to add one."""
+"""The planes that the conformance suite runs over; ``harness.py`` describes how to add one."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     hierarchical("abb"),
     hierarchical("abab", outer="mpi"),
     hierarchical("aabab", outer="mpi"),
-    # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.
+    # Once more with everything in front of the plane; operations that can't run on it are listed in engine_actor.py.
     negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane", launcher=LIGHT),
     # Tensors on a device, whose plane ends operations later.
     PlaneUnderTest(

@@ -80,7 +80,7 @@ class Worker:
             self.actor.close()
             self.gave_up = self.gave_up or self.actor.gave_up
             self.actor = None
-            if self.fds is None:  # a library under the plane keeps what its first use opened
+            if self.fds is None:  # a library under the plane keeps its first use's descriptors open
                 self.fds = open_fds()
 
     def leftovers(self) -> str:

@@ -1,4 +1,4 @@
-"""What the tests of notebooks share."""
+"""Shared fixtures of the tests of notebooks."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def trained() -> list[float]:
 
 
 def behind_a_stream() -> float:
-    """What is computed on a side stream is there when the collective reads it."""
+    """Check that results of a side stream are there when the collective reads them."""
     import torch
 
     side = torch.cuda.Stream()

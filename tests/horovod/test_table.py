@@ -1,4 +1,4 @@
-"""``docs/reference/horovod.md`` is what the code says, and a row that is not true is noticed."""
+"""``docs/reference/horovod.md`` agrees with the code, and a false row is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook side knows frameworks through one registry of hooks, and their names nowhere else."""
+"""The notebook side knows frameworks through one registry of hooks, and their names only there."""
 
 from __future__ import annotations
 

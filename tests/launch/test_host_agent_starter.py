@@ -1,4 +1,4 @@
-"""What the agents of hosts are ordered to do, by an agent that only listens."""
+"""Orders to the agents of hosts, recorded by an agent that only listens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What outlives a cell on its ranks, in a real kernel: threads and tasks that print, and displays that are updated."""
+"""Threads and displays that outlive a cell on its ranks, in a real kernel: prints of threads and tasks, and updates of
+displays."""
 
 from __future__ import annotations
 

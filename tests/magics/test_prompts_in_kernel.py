@@ -100,7 +100,7 @@ def thinks(kernel: PromptingKernel, seconds: float, answer: str) -> Answer:
     """The user looks at it for a while."""
 
     def think() -> None:
-        time.sleep(seconds)  # nothing happens meanwhile, which is what is tested
+        time.sleep(seconds)  # no event must come in this time
         kernel.client.input(answer)
 
     return think

@@ -77,7 +77,7 @@ class Cell:
         return make
 
     def run(self, until: float) -> None:
-        """As the driver of a cell does: tick when told, and when the time has come."""
+        """As the driver of a cell does: tick when called, and when the time has come."""
         at = self.sink.tick(self.clock.now)
         while at is not None and at <= until:
             self.clock.now = max(at, self.clock.now)

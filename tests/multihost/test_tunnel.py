@@ -1,4 +1,5 @@
-"""Data over Gloo can be read between hosts, and can't where it goes through a tunnel: as the how-to says, with its variables."""
+"""Data over Gloo can be read between hosts, and can't where it goes through a tunnel: as the how-to describes, with its
+variables."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ print(engine.plane(), round(float(total[0]), 6), flush=True)
 
 @contextmanager
 def helper(host: Host, script: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One that says when it is up, and ends with its input."""
+    """Run a helper that reports when it is up, and ends with its input."""
     process = host.popen(
         [sys.executable, str(TESTS / script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

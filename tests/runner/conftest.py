@@ -1,4 +1,4 @@
-"""Running ``hvdlab run`` as a user does, and looking at what it leaves behind."""
+"""Running ``hvdlab run`` as a user does, and checking its leftovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ran:
 
     @property
     def launcher(self) -> list[str]:
-        """What the launcher itself said."""
+        """Return the launcher's own output."""
         return [
             line.removeprefix("hvdlab: ") for line in self.err.splitlines() if line.startswith("hvdlab: ")
         ]

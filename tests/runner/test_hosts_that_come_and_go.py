@@ -164,7 +164,7 @@ OTHER_VERSION = """
 
 @pytest.mark.parametrize("where", ["the shell", "the script"])
 def test_a_host_where_a_start_hangs_is_put_aside_and_the_others_begin(elastic, where: str) -> None:
-    """Its shell never says anything, or its rank never comes to ``hvd.init()``."""
+    """Its shell never prints anything, or its rank never comes to ``hvd.init()``."""
     shell = where == "the shell"
     ran = elastic(
         "a+hangs" if shell else "a+b",

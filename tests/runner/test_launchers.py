@@ -1,4 +1,4 @@
-"""``hvdlab run --launcher``: ours, one that an installed package offers, and what is refused."""
+"""``hvdlab run --launcher``: ours, one that an installed package offers, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that can't work raise an error whose one sentence says why, and the next collective works."""
+"""Calls that can't work raise an error whose one sentence gives the reason, and the next collective works."""
 
 from __future__ import annotations
 

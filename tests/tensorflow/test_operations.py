@@ -457,7 +457,7 @@ def test_gradients(two: Ranks, function: Callable[[], None]) -> None:
 
 
 def fallback() -> None:
-    """If operations can't be registered, collectives in graphs run through numpy_function, and a warning says so."""
+    """If operations can't be registered, collectives in graphs run through numpy_function, and a warning reports it."""
     import warnings
 
     tf, _ = _modules()

@@ -69,7 +69,7 @@ def fits(version: int) -> None:
                 states = [each.numpy() for each in fresh.variables]
                 np.testing.assert_array_equal(found.run(fresh), found.run(fresh))  # dropout as well
                 np.testing.assert_array_equal(states[-1], fresh.variables[-1].numpy())
-            # Recording a model anew begins anew, and a model that is not recorded any more still trains.
+            # Recording a model again starts over, and a model that is not recorded any more still trains.
             again = hvd.record(model)
             assert not recorded.steps
             model.train_on_batch(x[:BATCH], y[:BATCH])

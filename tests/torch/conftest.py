@@ -35,7 +35,8 @@ def two_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as the only rank. Its random numbers are the same in each test, so that none fails for what is rare."""
+    """Make this process the only rank. Its random numbers are the same in each test, so that none fails by a rare
+    value."""
     torch.manual_seed(0)
     for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
         monkeypatch.delenv(name)

@@ -189,7 +189,7 @@ def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
 
 
 def _any_source(group: Group, rank: int, size: int) -> Tensors:
-    """Receive on rank 0 from all others, in any order, with two tags; the sum of the messages does not depend on the
+    """Receive on rank 0 from all others, in any order, with two tags; the messages' sum does not depend on the
     order."""
     found: Tensors = []
     for tag in (5, 6):

@@ -132,7 +132,7 @@ def test_who_is_ahead_is_told_by_both_sides_alike() -> None:
 
 
 class Mail:
-    """What :class:`Histories` uses of the engine of rank 0: the mail that it sends waits here."""
+    """Mail of rank 0's engine, as :class:`Histories` uses it: the mail that it sends waits here."""
 
     rank, living = 0, (0, 1, 2)
 

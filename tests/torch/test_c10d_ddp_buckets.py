@@ -98,7 +98,7 @@ def _begin() -> None:
 
 
 def _layers() -> nn.Sequential:
-    """Layers of equal sizes, so that sizes alone do not tell buckets apart."""
+    """Layers of equal sizes, so that sizes alone do not distinguish buckets."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
 
@@ -210,7 +210,7 @@ def _names(name: str) -> list[tuple[str, list[str], list[str]]]:
         with _seen() as seen, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as those on checkpoints of integers
             output = model(x)
-            expected = _buckets(model)  # after the forward pass, which may have made them anew
+            expected = _buckets(model)  # after the forward pass, which can have remade them
             output.square().mean().backward()
         if name == "not synchronized" and number == 0:
             expected = []
@@ -290,7 +290,8 @@ def test_errors_name_the_bucket_on_all_ranks(world: Ranks) -> None:
 
 
 def _waits_for_a_future() -> tuple[bool, bool]:
-    """Whether an error that a future of torch's has raised is known as hvdlab's, and whether what was kept of it holds no frames."""
+    """Check that an error that a future of torch's has raised is known as hvdlab's, and that the kept copy holds no
+    frames."""
     if dist.get_rank() == 1:
         with pytest.raises(MismatchError):
             dist.broadcast(torch.zeros(3), 0)

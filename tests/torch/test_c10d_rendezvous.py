@@ -58,7 +58,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def with_entry_point(tmp_path: Path) -> dict[str, str]:
-    """An environment with the entry point of this tree, whatever the installed package has."""
+    """Return an environment with the entry point of this tree, not the installed package's."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -123,7 +123,7 @@ def test_ranks_of_other_hosts_need_a_launcher() -> None:
         world._founded(store, 1, 2, Settings())
 
 
-# -- another user of the host, to whom torch's store is open ----------------------------------------------------------
+# -- another user of the host, with access to torch's store -----------------------------------------------------------
 
 SECRET = "5" * 64
 

@@ -232,7 +232,7 @@ def pool() -> Iterator[Pool]:
 def test_the_same_wrapped_model_trains_on_after_a_cell_that_failed_within_it(
     pool: Pool, wrap: str, backward: bool
 ) -> None:
-    for _ in range(4):  # among the passes is the one in which DDP orders its buckets anew, on some ranks only
+    for _ in range(4):  # among the passes is the one in which DDP reorders its buckets, on some ranks only
         failed = pool.run(FAILS.format(wrap=wrap, backward=backward)).errors
         assert failed.keys() == set(range(SIZE))
         assert failed[1].evalue == "bad batch"

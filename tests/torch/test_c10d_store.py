@@ -1,4 +1,5 @@
-"""The store of process groups in a world: its values, also through torch's C++, and what ends a wait for a value."""
+"""The store of process groups in a world: its values, also through torch's C++, and the events that end a wait for a
+value."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def _piped() -> None:
 
 
 def _skips_a_layer() -> list[str]:
-    """What ranks read when rank 1 broadcasts while the others gather the last layer."""
+    """Return the ranks' error when rank 1 broadcasts while the others gather the last layer."""
     from hvdlab.collectives.errors import MismatchError
 
     model, _ = _sharded(SIZE)()

@@ -34,7 +34,7 @@ class Simulated(CudaTensors):
         return gpu_plane.CUDA if self.gpu.allocation_of(tensor.data_ptr()) is not None else "cpu"
 
     def view(self, tensor: torch.Tensor) -> Any:
-        return super().view(Located(tensor))  # type: ignore[arg-type]  # has what the method reads
+        return super().view(Located(tensor))  # type: ignore[arg-type]  # it reads no more
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         return on_gpu(self.gpu, torch.zeros(shape, dtype=like.dtype))
@@ -106,7 +106,7 @@ def moved() -> list[Any]:
 
 
 def linked() -> tuple[dict[str, tuple[int, ...]], str]:
-    """What the engine knows, and what it records for the tables of ranks."""
+    """Return the engine's links, and its records for the tables of ranks."""
     from hvdlab.collectives import context
 
     engine = context.engine()

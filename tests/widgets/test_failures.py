@@ -1,4 +1,4 @@
-"""A view that can't be drawn says so in itself, draws on, and never says a word under the user's cell."""
+"""A view that can't be drawn reports it in itself, continues to draw, and never prints under the user's cell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def broken(*_: object, **__: object) -> Any:
 
 
 class Page:
-    """Keeps what was sent."""
+    """Page that keeps the messages sent."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

@@ -42,7 +42,7 @@ class World:
         self._patch.setattr(sampler_module, "size", lambda: len(self.ranks))
 
     def _together(self, method: str, root: SamplerStateHandler) -> None:
-        """Call a method with collectives on all ranks: once for what each has to say, once with the answer."""
+        """Call a method with collectives on all ranks: once for each rank's part, once with the answer."""
         state = copy.deepcopy(root.value.state_dict())
         self._patch.setattr(handlers_module, "broadcast_object", lambda obj, rank: copy.deepcopy(state))
         self._patch.setattr(SamplerStateHandler, "root_rank", 0)
@@ -58,7 +58,7 @@ class World:
             getattr(handler, method)()
 
     def _begin_again(self) -> None:
-        """What :func:`run_fn` does."""
+        """Begin again as :func:`run_fn` does."""
         for handler in self.ranks:
             self._place(handler)
             handler.reset()

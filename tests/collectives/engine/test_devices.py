@@ -108,7 +108,7 @@ def hooked(count: int) -> tuple[list[str], bool]:
 
 
 def given_up() -> str:
-    """What is on its way on the device ends with its epoch, although the device does not go on."""
+    """Check that operations in flight on the device end with their epoch, although the device does not go on."""
     engine = context.engine()
     fake_device.GO_ON.clear()
     try:
@@ -167,7 +167,7 @@ def uneven() -> list[float]:
 
 
 def leave_at_once() -> float:
-    """What executes is finished before a rank leaves."""
+    """Check that running operations finish before a rank leaves."""
     handle = submitted("last", 2.0, fake_device.DEVICE)
     total("cpu")
     context.shutdown()

@@ -58,7 +58,7 @@ def request(name: str, hook: Any = None, count: int = 4, value: float = 1.0) -> 
 
 
 def settled(*calls: Calls) -> list[int]:
-    """Return how often hooks were called, after the engine's threads have finished."""
+    """Return how often hooks were called, once the engine's threads have done their remaining work."""
     engine, there = context.engine(), threading.Event()
     engine.on_mail(f"settled {id(there)}", lambda sender, body: there.set())
     for _ in range(2):

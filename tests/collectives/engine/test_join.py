@@ -44,7 +44,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def uneven(epochs: int) -> list[int]:
-    """Rank r has r + 1 batches in each epoch; returns who was told to have joined last."""
+    """Run r + 1 batches on rank r in each epoch; return the rank reported as the last to join."""
     rank, size = rank_and_size()
     last = []
     for _ in range(epochs):
@@ -88,7 +88,7 @@ def leave_it_in_flight() -> tuple[int, list[float]]:
 
 
 def unsupported() -> Any:
-    """Rank 1 joins at once, the others try what can't be done."""
+    """Rank 1 joins at once, the others try unsupported operations."""
     rank, _size = rank_and_size()
     if rank == 1:
         return hvd.join()

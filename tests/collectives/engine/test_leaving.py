@@ -1,4 +1,4 @@
-"""A rank that leaves, or never comes, keeps nobody waiting."""
+"""A rank that leaves, or never comes, keeps no other rank waiting."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def broadcast_and_leave(count: int) -> float:
 def announce_and_leave() -> str:
     operation = hvd.allreduce_async(np.ones(LARGE), "never")
     context.engine().flush()
-    context.engine().close(HOUR)  # only for what is executing
+    context.engine().close(HOUR)  # only for running operations
     context.shutdown()
     with pytest.raises(AbortedError) as told:
         hvd.synchronize(operation)

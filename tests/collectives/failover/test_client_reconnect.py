@@ -25,7 +25,7 @@ CELLS = {"cell": (0, 1)}
 
 
 class Fakes:
-    """A coordinator and a client; ``answers`` says what the next connections meet."""
+    """A coordinator and a client; ``answers`` has the answers to the next connections."""
 
     def __init__(self, pid: int, answers: list[Exception | None]) -> None:
         self.pid = pid

@@ -115,7 +115,7 @@ PARTS = {"one": (5, 1), "small": (5, 900), "large": (5, 20_000)}
 
 
 class Progress:
-    """What each worker has begun and what it knows to be applied, in a file: it outlives the worker.
+    """Operations that each worker has begun and those that it knows to be applied, in a file: it outlives the worker.
 
     Args:
         path: Of the file.

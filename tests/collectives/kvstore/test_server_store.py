@@ -301,7 +301,7 @@ def half_precision() -> None:
     kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, multi_precision=True))
     kv.init(kv.rank, np.ones(1, np.float16)) if kv.num_workers == 1 else kv.init(0, np.ones(1, np.float16))
     out = np.empty(1, np.float16)
-    small = np.float16(2**-12)  # half of what moves a 1 in float16
+    small = np.float16(2**-12)  # half of the least step from 1 in float16
     for number in range(1, 4):
         kv.push(0, np.full(1, -small))
         kv.pull(0, out=out)
@@ -364,7 +364,7 @@ def goes_on_alone() -> None:
 
 
 def on_another_host(kill: bool) -> None:
-    """Each rank says that it is a host of its own: the others reach its server over TLS only."""
+    """Give each rank a host name of its own: the others reach its server over TLS only."""
     os.environ["HVDLAB_HOST"] = f"host{context.engine().rank}"
     kv = kvstore.create("dist_async")
     kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, momentum=0.5))
@@ -402,7 +402,7 @@ def on_another_host(kill: bool) -> None:
 
 
 def hostile() -> None:
-    """What is no worker is turned away, and workers go on."""
+    """Check that clients that are no workers are refused, and workers continue."""
     (directory,) = {link.address.directory for link in _kv._links}
     assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
     for data in (

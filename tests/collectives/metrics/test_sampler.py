@@ -35,7 +35,7 @@ def test_processor_time_is_that_of_the_process() -> None:
     begin, used = time.monotonic(), time.process_time()
     while time.process_time() - used < 0.2:
         pass
-    # What it measures lies between these, however long the process is kept waiting at any of them.
+    # Its measurement lies between these, even if the process is kept waiting at any of them.
     least, shortest = time.process_time() - used, time.monotonic() - begin
     found = dict(usage.sample())["hvdlab/cpu"]
     longest, most = time.monotonic() - before[0], time.process_time() - before[1]

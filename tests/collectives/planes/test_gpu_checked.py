@@ -1,4 +1,5 @@
-"""The check of the plane for CUDA tensors, by ranks on simulated GPUs with a simulated NCCL: its choice, its failures, and what goes on after it."""
+"""The check of the plane for CUDA tensors, by ranks on simulated GPUs with a simulated NCCL: its choice, its failures,
+and the operations after it."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_an_abort_ends_what_waits_for_a_stream_that_goes_on_for_long(alone: Cuda
     alone.abort()
     with pytest.raises(PlaneAborted):
         begun(alone, buffer)
-    computed.set()  # a GPU goes on as long as a kernel runs, whatever the host does
+    computed.set()  # a GPU goes on as long as a kernel runs, independent of the host
     assert isinstance(outcome(completion), PlaneAborted)
     assert value_of(buffer) == 1.0, "nothing is written once a member has given up"
     alone.close()

@@ -1,6 +1,6 @@
 """``kernels.cu`` against the host's folds: compiled for the host, with one thread for each block, as a GPU would run it.
 
-What only a GPU does (threads side by side, its own conversion of halves) is for ``tests/gpu``.
+Behaviour of GPUs only (threads side by side, its own conversion of halves) is for ``tests/gpu``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ELEMENTS = {
 }
 OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 
-#: What CUDA brings and C++ does not; then one kernel for each type and operator, called block by block.
+#: CUDA's own definitions that C++ lacks; then one kernel for each type and operator, called block by block.
 HOST = """
 #define __device__ inline
 #define __global__

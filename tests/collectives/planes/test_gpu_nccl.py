@@ -246,7 +246,7 @@ def test_an_abort_ends_a_wait_and_a_new_group_works_in_the_same_process(
 
 
 def test_a_member_that_has_stopped_believes_no_result(two: list[NcclPlane], gpu: FakeCuda) -> None:
-    """What an aborted communicator leaves on other members looks like one."""
+    """An aborted communicator's leftovers on other members look like one."""
     stream, computed = gpu.new_stream(), threading.Event()
     gpu._put(stream, lambda: computed.wait() and None)
     completions = [begun(two[0], on_gpu(gpu, 1.0, stream)), begun(two[1], on_gpu(gpu, 1.0))]
@@ -427,7 +427,7 @@ def test_what_the_plane_got_from_the_gpu_is_given_back(gpu: FakeCuda) -> None:
     assert len(gpu._memory) == 1, "the tensor's"
 
 
-# -- what there is --------------------------------------------------------------------------------------------------------
+# -- the group ------------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_offered_where_nccl_is(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

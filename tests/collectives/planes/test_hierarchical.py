@@ -1,4 +1,4 @@
-"""Hosts and columns, memory that a host's members make, and what the engine chooses on several hosts."""
+"""Hosts and columns, memory that a host's members make, and the engine's choice on several hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large reductions between hosts, block by block: what overlaps, and how it ends when something fails."""
+"""Large reductions between hosts, block by block: their overlap, and their end at a failure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Outer:
 def plane_of(inner: Inner, outer: Outer) -> HierarchicalPlane:
     options = {"block_bytes": str(BLOCK)}
     plane = HierarchicalPlane(PlaneContext(0, 1, 0, 4, (0, 1, 2, 3), tuple("aabb"), options=options))
-    plane._inner, plane._outer = inner, outer  # type: ignore[assignment]  # what is used of them
+    plane._inner, plane._outer = inner, outer  # type: ignore[assignment]  # only the used parts
     plane._subgroups._planes = [outer]  # type: ignore[list-item]  # those that an abort reaches
     return plane
 

@@ -49,7 +49,7 @@ def tensor(member: int, number: int, size: int = 64) -> np.ndarray[tuple[int], n
 
 
 def size_of(digest: int) -> int:
-    """Return the size; posts of different requests lie in places of different members."""
+    """Return a size, so that posts of different requests lie in places of different members."""
     return 64 if digest == 7 else 200
 
 

@@ -1,4 +1,4 @@
-"""Each direction of the protocol accepts its own messages and nothing else."""
+"""Each direction of the protocol accepts its own messages and no others."""
 
 from __future__ import annotations
 

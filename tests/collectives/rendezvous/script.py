@@ -75,7 +75,7 @@ def coordinator_dies() -> None:
     """Rank 0 kills the coordinator while the others wait for it; all go on."""
     engine = context.init()
     total()
-    # They must have left it, or else it would be lost there and be over here.
+    # They must have left it, otherwise it would be lost there and be over here.
     left = [Path(os.environ["TMPDIR"], f"left.{rank}") for rank in range(engine.size)]
     left[engine.rank].touch()
     if engine.rank == 0:
@@ -102,7 +102,7 @@ def coordinator() -> int:
 
 
 def coordinator_dies_last() -> None:
-    """Rank 0 ends, and then somebody kills the coordinator."""
+    """End rank 0, and then kill the coordinator."""
     engine = context.init()
     others = engine.add_process_set([rank for rank in range(engine.size) if rank])
     pids = np.array([os.getpid(), coordinator()] if engine.rank == 0 else [0, 0])

@@ -1,4 +1,4 @@
-"""A trace of real ranks against what the ranks themselves saw on the clock."""
+"""A trace of real ranks compared with the ranks' own readings of the clock."""
 
 from __future__ import annotations
 

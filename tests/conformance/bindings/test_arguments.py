@@ -147,7 +147,7 @@ def test_process_sets(three: World) -> None:
     three.check(process_sets)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 Case = tuple[Callable[[], Any], type[Exception], str]
 
@@ -295,7 +295,7 @@ def test_nothing_works_before_init(name: str) -> None:
 
 
 def nothing_works(under_test: BindingUnderTest) -> None:
-    """Every collective and query says that ``init()`` was not called."""
+    """Check that every collective and query reports that ``init()`` was not called."""
     hvd = under_test.hvd
     for call in (
         lambda: hvd.allreduce(ones(under_test)),

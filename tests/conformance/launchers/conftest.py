@@ -80,7 +80,7 @@ def pool(site: Site) -> Iterator[Pool]:
 
 @pytest.fixture
 def programs(site: Site) -> Iterator[ProgramRanks]:
-    """Ranks that run a program, which the test starts; what is left is ended afterwards."""
+    """Ranks that run a program, which the test starts; the remaining ones are ended afterwards."""
     found = ProgramRanks(site)
     yield found
     found.close()

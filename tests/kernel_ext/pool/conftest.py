@@ -1,4 +1,4 @@
-"""Pools of real processes, and what they must not leave behind."""
+"""Pools of real processes, and their forbidden leftovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
 
 
 def leftovers(directory: Path) -> list[str]:
-    """Names in a directory, once what is on its way out had time to go."""
+    """Return names in a directory, once files being removed had time to go."""
     deadline = time.monotonic() + GONE
     while directory.exists() and os.listdir(directory) and time.monotonic() < deadline:
         time.sleep(0.01)

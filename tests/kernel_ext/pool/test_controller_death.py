@@ -185,9 +185,7 @@ def test_a_rank_has_joined_once_all_its_connections_are_up(start_pool: StartPool
         assert joining.joined == set()
         PoolProbe(pool).companion.wait_up(Deadline(WITHIN))
         news.wait_until(lambda: joining.joined == {0, 1})
-        news.wait_until(
-            lambda: sockets_of(pool) == before
-        )  # ZeroMQ closes what is not used any more in its own time
+        news.wait_until(lambda: sockets_of(pool) == before)  # ZeroMQ closes unused sockets in its own time
 
 
 def test_a_controller_that_could_not_be_forked_is_tried_again(start_pool: StartPool) -> None:

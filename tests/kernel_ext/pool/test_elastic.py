@@ -65,7 +65,7 @@ class Watching(NullSink):
 
 @pytest.fixture(autouse=True)
 def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks need it, and what the first optimizer imports: once is enough."""
+    """All ranks need it, and the first optimizer's imports: once is enough."""
     monkeypatch.setenv("HVDLAB_PRELOAD", "torch,torch._dynamo")
 
 

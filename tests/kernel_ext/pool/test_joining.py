@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.launchers.joining import TRIES, Joining
 
 
 class Ranks:
-    """Ranks that are asked, and answer when the test says so."""
+    """Ranks that are asked, and answer when the test lets them."""
 
     def __init__(self, count: int, at_once: int) -> None:
         self.asked: list[tuple[int, str]] = []

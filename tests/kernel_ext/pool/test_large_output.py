@@ -40,7 +40,7 @@ rank
 
 @dataclass
 class Frontend:
-    """What a notebook would get."""
+    """Output that a notebook would get."""
 
     text: list[str] = field(default_factory=list)
     live: list[str] = field(default_factory=list)

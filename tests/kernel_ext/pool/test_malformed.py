@@ -1,4 +1,4 @@
-"""What is not what it should be: bytes that are no message, and text of the operating system that is no UTF-8."""
+"""Malformed input: bytes that are no message, and text of the operating system that is no UTF-8."""
 
 from __future__ import annotations
 

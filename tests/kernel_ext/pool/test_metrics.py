@@ -1,4 +1,4 @@
-"""Metrics of a pool's ranks, from their cells to whoever started the pool."""
+"""Metrics of a pool's ranks, from their cells to the process that started the pool."""
 
 from __future__ import annotations
 

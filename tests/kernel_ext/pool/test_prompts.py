@@ -1,4 +1,4 @@
-"""Ranks of a real pool that ask a user who is played here."""
+"""Ranks of a real pool that prompt a user that the test plays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class User:
 
 def after(seconds: float, answer: str) -> Callable[[], str]:
     def act() -> str:
-        time.sleep(seconds)  # what passes is time in which nothing else happens
+        time.sleep(seconds)  # only time passes
         return answer
 
     return act

@@ -1,4 +1,4 @@
-"""What the ranks do is recorded, seen and written on when the coordinator was replaced."""
+"""Recording, views and files of the ranks' operations continue when the coordinator was replaced."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from patience import PATIENCE
 
 
 class Coordinator:
-    """Takes what a group says, and says nothing."""
+    """Coordinator that receives a group's messages, and sends none."""
 
     def on_mail(self, topic: str, callback: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What becomes of ranks that do not answer an interrupt."""
+"""Fate of ranks that do not answer an interrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What HOROVOD_AUTOTUNE gains: steps with default settings beside steps of a world that has tuned itself, alternating.
+"""Gain of HOROVOD_AUTOTUNE: steps with default settings beside steps of a world that has tuned itself, alternating.
 
     python benchmarks/autotune.py --json benchmarks/results/autotune.json   # about a minute and a half
 

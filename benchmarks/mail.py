@@ -5,7 +5,7 @@
 
 One rank records as fast as the coordinator takes it in (batches of 64 KiB). The client spends a given time on each
 batch, as one does that draws, so that events wait for it. Another rank posts mail, as cells do with their output; its
-delay is what a user waits for a line. Both ranks are in this process.
+delay is a user's wait for a line. Both ranks are in this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What printing costs on a rank.
+"""Costs of printing on a rank.
 
     python benchmarks/output.py                # cost per print, in microseconds
     python benchmarks/output.py --lines 200000 --rounds 7

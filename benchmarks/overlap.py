@@ -1,4 +1,4 @@
-"""What it gains to reduce blocks within hosts while the network works on others, where a network costs the cores nothing.
+"""Gain of reducing blocks within hosts while the network works on others, where a network costs the cores nothing.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What it takes to have ranks in a notebook, beside ipyparallel's cluster: time, memory, and processor time while idle.
+"""Costs of ranks in a notebook, beside ipyparallel's cluster: time, memory, and processor time while idle.
 
     python benchmarks/pool.py                       # 8 ranks, 3 rounds, about four minutes
     python benchmarks/pool.py --ranks 4 --rounds 5 --json pool.json

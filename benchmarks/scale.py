@@ -1,4 +1,5 @@
-"""What agreement costs with up to 16,384 ranks: frames, bytes, time and memory, of the real state machines on a modelled network.
+"""Costs of agreement with up to 16,384 ranks: frames, bytes, time and memory, of the real state machines on a modelled
+network.
 
     python benchmarks/scale.py --ranks 8 --ranks 1024        # some seconds, and a table
     python benchmarks/scale.py --write                       # 8 to 4,096: the table and plot of docs/design/scale.md

@@ -88,7 +88,7 @@ LOADS = {"training": step_of_training, "names": step_with_a_new_name, "sets": st
 
 
 def rank_main() -> None:
-    """A rank: runs as many steps as its standard input says each time, and answers."""
+    """Run as a rank as many steps as its standard input asks for each time, and answers."""
     from hvdlab.collectives import context
 
     context.init()

@@ -1,4 +1,5 @@
-"""``TorchEstimator.fit`` on rows of Parquet against a plain loop over pyarrow: what an epoch takes. One rank each, in alternation.
+"""``TorchEstimator.fit`` on rows of Parquet compared with a plain loop over pyarrow: time of an epoch. One rank each,
+in alternation.
 
     out/engines/bin/python benchmarks/spark_estimator.py
 

@@ -166,7 +166,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(PAGE.encode())
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not wanted."""
+        """Log nothing, so that requests do not mix with the figures."""
 
 
 def memory_of_tab(pid: int) -> float:

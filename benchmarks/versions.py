@@ -1,4 +1,5 @@
-"""Two checkouts of hvdlab beside each other: the same programs of ``benchmarks/`` in turn, and what became of their figures.
+"""Two checkouts of hvdlab beside each other: the same programs of ``benchmarks/`` in turn, and the change of their
+figures.
 
     python benchmarks/versions.py --before ../old --after . --json benchmarks/results/versions.json
 

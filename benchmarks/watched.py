@@ -104,7 +104,7 @@ def watched_unseen(ranks: int) -> Iterator[BareKernel]:
 
 
 def wait_for(path: Path) -> Any:
-    """What a file has, once the ranks have written it."""
+    """Return a file's contents, once the ranks have written it."""
     deadline = time.monotonic() + WAIT_MS / 1000
     while not path.exists() or not path.stat().st_size:
         if time.monotonic() > deadline:

@@ -51,8 +51,9 @@ def shared_chromium() -> Iterator[None]:
     """Within this, :func:`chromium` gives one browser to all."""
     before = _children()
     with chromium() as browser:
-        # The driver's threads for files are made when they are first needed, which would be in the middle of a test: a second one
-        # when it has two files to write before the first thread says that it is idle. So there is one, from now on.
+        # The driver's threads for files are made when they are first needed, which would be in the middle of a test: a
+        # second one when it has two files to write before the first thread reports that it is idle. So there is one,
+        # from now on.
         browser._loop.set_default_executor(ThreadPoolExecutor(1))
         page = browser.new_page()
         page.screenshot(path=os.devnull, type="png")

@@ -91,7 +91,7 @@ def _trained(kv: Any, side: Any, **options: Any) -> Any:
         for key, parameter in sorted(net.collect_params().items()):
             for place, data in enumerate(parameter.list_data()):
                 results.array(f"{key} {place}", data)
-        kv._barrier()  # otherwise MXNet's own servers, on a busy machine, now and then give workers another sum
+        kv._barrier()  # or MXNet's own servers, on a busy machine, now and then give workers another sum
     results.value("on the store", trainer._update_on_kvstore)
     return results.seen
 

@@ -22,7 +22,7 @@ HANGS_AFTER = 60.0
 
 
 class RealServersFailed(Exception):
-    """A process of MXNet's failed or did not end; the text has what it wrote."""
+    """A process of MXNet's failed or did not end; the text has its output."""
 
 
 def played_by_mxnet(

@@ -77,7 +77,7 @@ def shaped_by_ranks() -> None:
 
 
 def operations_in_flight() -> None:
-    """MXNet computes later, on other threads; a collective waits for what its array is made of."""
+    """MXNet computes later, on other threads; a collective waits for its array's operands."""
     for _ in range(5):
         x = mx.nd.ones((300, 300))
         for _ in range(10):

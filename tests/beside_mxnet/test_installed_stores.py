@@ -164,7 +164,7 @@ def test_names_that_mxnet_would_make_a_local_store_of(installed: None) -> None:
 
 
 def row_sparse_store(name: str, optimizer: Any) -> list[Any]:
-    """What is pulled from a store of MXNet's arrays while it is trained by rows."""
+    """Return the values pulled from a store of MXNet's arrays while it is trained by rows."""
     kv, rng, shape = mx.kv.create(name), np.random.default_rng(9), (9, 3)
 
     def rows(numbers: Any) -> Any:

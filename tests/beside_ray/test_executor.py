@@ -1,4 +1,5 @@
-"""hvdlab.ray.RayExecutor on a real Ray of two nodes: values by rank, memory, places, errors, interrupts and what has no room."""
+"""hvdlab.ray.RayExecutor on a real Ray of two nodes: values by rank, memory, places, errors, interrupts and jobs
+without room."""
 
 from __future__ import annotations
 

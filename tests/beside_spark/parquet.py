@@ -27,7 +27,7 @@ def write(tmp_path: Path, rows: int = 64, name: str = "intermediate_train_data",
 
 
 def read(tmp_path: Path, name: str = "intermediate_train_data") -> tuple[Any, Any]:
-    """``x`` and ``y`` of what :func:`write` wrote, as the models get them."""
+    """Return ``x`` and ``y`` of the file that :func:`write` wrote, as the models get them."""
     table = pq.read_table(tmp_path / name)
     x = np.array(table.column("x").to_pylist(), np.float32)
     return x, np.array(table.column("y").to_pylist(), np.float32)[:, None]

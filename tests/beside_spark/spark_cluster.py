@@ -94,7 +94,7 @@ class SparkCluster:
 
 
 class _Daemon:
-    """A JVM of Spark's, and what it logs."""
+    """JVM of Spark's, and its log."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
         import pyspark

@@ -168,7 +168,7 @@ def test_what_a_failed_cell_has_not_submitted_is_not_submitted_by_the_next(two: 
 
 
 def submitted_in_turns() -> list[str]:
-    """What is submitted by the end of each hook, where a turn takes two gradients."""
+    """Return the submissions by the end of each hook, where a turn takes two gradients."""
     framework, reducer, parameters = made([1] * 5, prefix="turn")
     seen = []
     with mock.patch.object(gradient_reducer, "ENOUGH_BYTES", 8), framework.backward():

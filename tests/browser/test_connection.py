@@ -53,7 +53,7 @@ def test_panel_and_widget_catch_up(tmp_path: Path) -> None:
     with lab_page(tmp_path, notebook, width=1280, height=1100, many=True, wire=wire) as lab:
         for cell in (INIT, VIEW):
             lab.finish(cell)
-        # Where the wire is cut for longer JupyterLab says so, over everything.
+        # Where the wire is cut for longer JupyterLab shows a box about it, over the whole page.
         lab.page.add_locator_handler(
             lab.page.locator(".jp-Dialog", has_text="Server Connection Error"),
             lambda dialog: dialog.locator(".jp-Dialog-footer button").click(),

@@ -1,4 +1,4 @@
-"""Perfetto's own UI, in a real browser and without a network, opens our traces and shows what is in them."""
+"""Perfetto's own UI, in a real browser and without a network, opens our traces and shows their contents."""
 
 from __future__ import annotations
 

@@ -94,6 +94,6 @@ def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool)
         (tmp_path / "work" / "die").touch()
         lab.wait_until_ended(DIE)
         assert "rank 1 died" in lab.output(DIE)
-        # JupyterLab runs no cell as long as a box is open, and this one has nobody to answer any more.
+        # JupyterLab runs no cell as long as a box is open, and this one can't be answered any more.
         assert "still here" in lab.finish(HERE)
         assert lab.page.locator(".jp-Stdin-input").count() == 0

@@ -24,7 +24,7 @@ pytestmark = [
 
 LOAD, WAITED_FOR, SHOWN_AFTERWARDS, IN_BACKGROUND, GOES_ON = range(5)
 
-# The test makes the files that the ranks wait for, and learns from theirs what they have written.
+# The test makes the files that the ranks wait for, and reads theirs for their progress.
 TRAINING = """\
 %%hvd_run -np 2 {options}
 import os, time

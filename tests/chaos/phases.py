@@ -58,7 +58,7 @@ class Ambush:
     Args:
         plane, phase: Where.
         after: At which call of any of the functions.
-        strike: What to do there, on whichever thread it is.
+        strike: The act there, on whichever thread it is.
     """
 
     def __init__(self, plane: str, phase: str, after: int, strike: Callable[[], object]) -> None:

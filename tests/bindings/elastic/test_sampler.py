@@ -1,4 +1,4 @@
-"""How an elastic sampler divides what is left."""
+"""Division of the remaining samples by an elastic sampler."""
 
 from __future__ import annotations
 

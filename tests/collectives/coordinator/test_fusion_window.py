@@ -1,4 +1,4 @@
-"""The flush delay: what is ready waits for more to fuse with it, but never in vain."""
+"""The flush delay: ready entries wait for more to fuse with it, but never in vain."""
 
 from __future__ import annotations
 

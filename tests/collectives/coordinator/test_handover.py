@@ -52,7 +52,7 @@ def test_another_user_who_gets_to_the_socket_gets_nothing(offered: Handover) -> 
     if os.getuid() != 0:
         pytest.skip("needs root, to be two users")
 
-    # The connection is made by the other user, and read by whoever holds it.
+    # The connection is made by the other user, and read by its present holder.
     def connect_and_read() -> bytes:
         with ask(offered.socket.getsockname()) as peer:
             return peer.recv(1 << 16)

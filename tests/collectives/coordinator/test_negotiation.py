@@ -278,7 +278,7 @@ def test_nobody_waits_for_a_rank_that_has_joined() -> None:
     assert not complete.same_local_id
     assert bench.ready() == ["a"]
     bench.submit(0, "b")
-    bench.join(1)  # completes what waited for it
+    bench.join(1)  # completes the entries that waited for it
     assert bench.ready() == ["b"]
 
 

@@ -82,7 +82,7 @@ def test_all_again_and_again_as_fast_as_they_can(three: Ranks) -> None:
 
 @pytest.mark.timeout(120)
 def test_again_in_any_order_with_the_others_still_there(three: Ranks) -> None:
-    """Each rank is back, and in its first collective, before the next has said goodbye."""
+    """Each rank is back, and in its first collective, before the next has sent Bye."""
     client = Client.connect(three.coordinator.address, three.coordinator.client_token)
     news: SimpleQueue[dict[int, float]] = SimpleQueue()
     client.on_membership(lambda now: news.put({member.rank: member.started for member in now.members}))

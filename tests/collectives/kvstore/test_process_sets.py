@@ -125,7 +125,7 @@ _waiting: Any = None
 
 
 def ask_the_other() -> None:
-    """Begin what can't end without the other worker of the set."""
+    """Begin an operation that can't end without the other worker of the set."""
     global _waiting
     _waiting = hvd.allreduce_async(np.ones(1), "the other", process_set=_half)
 

@@ -69,7 +69,7 @@ def take(data: bytes) -> list[bytes]:
 
 
 def refuse_to_give() -> None:
-    """Refuse: while a push waits for the others, the store differs from theirs."""
+    """Check that pickling is refused: while a push waits for the others, the store differs from theirs."""
     _kv.push("a", np.ones(SHAPES["a"], np.float32))
     with pytest.raises(KVStoreError, match="a push of key 'a' is on its way"):
         pickle.dumps(_kv)

@@ -3,12 +3,12 @@
     python benchmarks/on_gpus.py                                   # 2, 4 and 8 ranks, 4 KiB to 256 MiB
     python benchmarks/on_gpus.py --ranks 4 --sizes 1M,64M --json benchmarks/results/on_gpus.json
 
-The contenders take turns within one run: ``plane`` (`cuda/ipc`, in place), ``staged`` (the same call without the plane, as
-``HVDLAB_CUDA=0`` has it) and ``copy`` (one copy of as many bytes on the GPU, by all ranks at once). A figure is the median over the
-rounds of the slowest rank's time, in milliseconds. ``resnet50`` are the 161 gradients of a ResNet-50 as one group. ``step`` is a training step
-of a small transformer, beside one process with the batch of all ranks; its cost is mostly to launch small kernels, of
-which a GPU that processes share by turns
-gets less done. ``large step`` is one that keeps the GPU busy, and ``recording`` the same with its spans recorded and not.
+The contenders take turns within one run: ``plane`` (`cuda/ipc`, in place), ``staged`` (the same call without the plane,
+as ``HVDLAB_CUDA=0`` has it) and ``copy`` (one copy of as many bytes on the GPU, by all ranks at once). A figure is the
+median over the rounds of the slowest rank's time, in milliseconds. ``resnet50`` are the 161 gradients of a ResNet-50 as
+one group. ``step`` is a training step of a small transformer, beside one process with the batch of all ranks; its cost
+is mostly to launch small kernels, of which a GPU that processes share by turns gets less done. ``large step`` is one
+that keeps the GPU busy, and ``recording`` the same with its spans recorded and not.
 """
 
 from __future__ import annotations

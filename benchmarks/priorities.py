@@ -11,10 +11,10 @@ busy when those come that the next forward pass needs first. Three ways to make 
 * ``in order``: each layer waits for its own gradient right before its forward pass; gradients are summed in the order of the backward pass;
 * ``urgent first``: the same, with ``byteps``'s parts and priorities, so that those of the first layers go first.
 
-A figure is the median over the rounds of the slowest rank's time for a step. ``first back`` is when the first layer's gradient is there after a backward
-pass, by when all are: a share that depends less on the machine's other load. All three must end with the same weights,
-to the bit. The hosts are network
-namespaces on this machine (``tests/hosts.py``), so the ranks share its cores.
+A figure is the median over the rounds of the slowest rank's time for a step. ``first back`` is when the first layer's
+gradient is there after a backward pass, by when all are: a share that depends less on the machine's other load. All
+three must end with the same weights, to the bit. The hosts are network namespaces on this machine (``tests/hosts.py``),
+so the ranks share its cores.
 """
 
 from __future__ import annotations

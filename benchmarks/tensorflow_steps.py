@@ -5,9 +5,9 @@
     python -m hvdlab run -np 2 python benchmarks/tensorflow_steps.py [--json FILE] [--only reductions|step|fit]
 
 Both work in the same two processes, one after the other in each round, so that the machine's other load falls on both.
-The
-strategy uses its rings, its means for CPUs. Each figure is a median; a ratio is hvdlab's time over the strategy's,
-of steps per second the other way round. A step of gradients is compared with ``hvdlab.torch``, too, where PyTorch is installed.
+The strategy uses its rings, its means for CPUs. Each figure is a median; a ratio is hvdlab's time over the strategy's,
+of steps per second the other way round. A step of gradients is compared with ``hvdlab.torch``, too, where PyTorch is
+installed.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class BareKernel:
 
 @contextmanager
 def bare_kernel(directory: Path) -> Iterator[BareKernel]:
-    """A kernel with its working directory here; it and all that it has started are gone afterwards."""
+    """Yield a kernel with its working directory here; it and all that it has started are gone afterwards."""
     directory.mkdir(parents=True, exist_ok=True)
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(directory))

@@ -30,7 +30,7 @@ UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def measure(nbytes: int, rounds: int) -> list[float]:
-    """On a rank: seconds of each round."""
+    """Return on a rank the seconds of each round."""
     source = np.ones(max(1, nbytes // 4), np.float32)
     times = []
     for _ in range(rounds):

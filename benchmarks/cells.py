@@ -84,7 +84,7 @@ class Kernel:
 
 
 def start(ranks: int) -> Kernel:
-    """A kernel with a pool of each kind."""
+    """Return a kernel with a pool of each kind."""
     kernel = Kernel()
     kernel.run(
         f"import ipyparallel; cluster = ipyparallel.Cluster(n={ranks}); view = cluster.start_and_connect_sync()[:]"

@@ -56,7 +56,7 @@ EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES, *WRAPPED)
 
 
 def chosen(words: list[str], among: Sequence[Fault]) -> list[Fault]:
-    """The faults whose name has one of these words; all without words."""
+    """Return the faults whose name has one of these words; all without words."""
     found = [fault for fault in among if not words or any(word in fault.name for word in words)]
     if not found:
         sys.exit(f"no fault has {' or '.join(words)} in its name: {', '.join(f.name for f in among)}")
@@ -119,7 +119,7 @@ class Kind(abc.ABC, Generic[P]):
 
     @abc.abstractmethod
     def start(self, plane: str) -> P:
-        """A campaign on one plane."""
+        """Return a campaign on one plane."""
 
     def break_off(self, played: P) -> list[str]:
         """End the trial under way when the time is over. Returns its errors."""
@@ -247,7 +247,7 @@ class HostCuts(OnHosts[Partitions]):
 
 
 def kind_of(given: argparse.Namespace) -> Kind[Any]:
-    """The campaign that the command line asks for."""
+    """Return the campaign that the command line asks for."""
     if given.hosts:
         return HostChanges(given)
     if given.partitions:

@@ -37,7 +37,7 @@ def hello(rank: int) -> m.Hello:
 
 
 def core(ranks: int) -> Callable[[], float]:
-    """A function that runs one round and returns its seconds."""
+    """Return a function that runs one round and returns its seconds."""
     state = CoordinatorState(CoordinatorOptions(size=ranks))
     for rank in range(ranks):
         state.handle(PeerConnected(rank, hello(rank)), 0.0)
@@ -59,7 +59,7 @@ def core(ranks: int) -> Callable[[], float]:
 
 
 def server(ranks: int) -> Callable[[], float]:
-    """The same over sockets: every rank's message arrives by itself, as in the worst case."""
+    """Return the same over sockets: every rank's message arrives by itself, as in the worst case."""
     serving = CoordinatorServer(ServerOptions("token", state=CoordinatorOptions(size=ranks)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # an abstract address that the kernel chooses

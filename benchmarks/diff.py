@@ -45,7 +45,7 @@ CASES = {
 
 
 def measure(ranks: int, megabytes: int, rounds: int) -> dict[str, Any]:
-    """Seconds by case."""
+    """Return seconds by case."""
     found: dict[str, Any] = {}
     with Pool.start(ranks, timeout=120) as pool:
         results = pool.run(SETUP.format(elements=megabytes * 1_000_000 // 4))
@@ -66,7 +66,7 @@ def measure(ranks: int, megabytes: int, rounds: int) -> dict[str, Any]:
 
 
 def hashes() -> dict[str, float]:
-    """GB/s of one core."""
+    """Return GB/s of one core."""
     data = os.urandom(4 << 20) * 16
     speeds = {}
     for name in ("sha1", "sha256", "blake2b", "md5"):

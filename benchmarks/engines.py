@@ -116,7 +116,7 @@ def spark_peer(directory: str) -> None:
 
 
 def last_step(directory: str) -> float:
-    """When the last worker had done its step. Raises ``RuntimeError`` if one has not."""
+    """Return when the last worker had done its step. Raises ``RuntimeError`` if one has not."""
     ends = [float(path.read_text()) for path in Path(directory).glob("*.step")]
     if len(ends) != RANKS:
         raise RuntimeError(f"{len(ends)} of {RANKS} workers of the peer did a step")
@@ -124,7 +124,7 @@ def last_step(directory: str) -> float:
 
 
 def timed_peer(run: Callable[[str], object]) -> float:
-    """Seconds from a call to the last worker's first step."""
+    """Return seconds from a call to the last worker's first step."""
     with tempfile.TemporaryDirectory() as directory:
         begin = time.monotonic()
         run(directory)
@@ -132,7 +132,7 @@ def timed_peer(run: Callable[[str], object]) -> float:
 
 
 def timed_pool(launcher: str, options: Mapping[str, str]) -> tuple[float, float]:
-    """Seconds from nothing to the first step of a pool, and those of its next cell."""
+    """Return seconds from nothing to the first step of a pool, and those of its next cell."""
     from hvdlab.kernel_ext.notebook.pool import Pool
 
     begin = time.monotonic()
@@ -335,7 +335,7 @@ def in_turns(
 
 
 def two_pools(launcher: str, on: str, options: Mapping[str, str], rounds: int) -> Times:
-    """Seconds of each round of two pools of two ranks, the slower rank's."""
+    """Return seconds of each round of two pools of two ranks, the slower rank's."""
     from hvdlab.kernel_ext.notebook.pool import Pool
 
     found: Times = {"hvdlab": [], "local": []}
@@ -366,7 +366,7 @@ def say(text: str) -> None:
 
 
 def found_by(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Any:
-    """The last line of a process's output, as JSON."""
+    """Return the last line of a process's output, as JSON."""
     # Workers of peers import their function by its name.
     path = os.pathsep.join(
         filter(None, (str(ROOT / "benchmarks"), str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
@@ -396,7 +396,7 @@ def summary(found: Mapping[str, Times]) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table of a result file, for a page."""
+    """Return the table of a result file, for a page."""
     lines = [["", "hvdlab", "beside it", "ratio", "asked"], ["---", "---:", "---:", "---:", "---:"]]
     for name, found in result["figures"].items():
         seconds = dict(found["seconds"])

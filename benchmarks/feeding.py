@@ -91,7 +91,7 @@ def rss() -> float:
 
 
 def fed(size: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Microseconds of the processor per row."""
+    """Return microseconds of the processor per row."""
     before = rss()
     recording, ranks = Recording(), Ranks(size, 20_000)
     for tenth in ranks.batches(seconds):

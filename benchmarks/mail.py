@@ -57,7 +57,7 @@ def record(rank: Endpoint, stop: threading.Event) -> None:
 
 
 def measure(letters: int, work: float) -> dict[str, float]:
-    """Delays of mail in milliseconds, with a client that works so many seconds on a batch."""
+    """Return delays of mail in milliseconds, with a client that works so many seconds on a batch."""
     delays: list[float] = []
     batches = [0]
     stop, arrived = threading.Event(), threading.Event()

@@ -71,7 +71,7 @@ class Kernel:
         return time.perf_counter() - begin, "".join(texts)
 
     def memory(self) -> float:
-        """Bytes that the kernel and all its processes take, shared ones divided among those that share them."""
+        """Return bytes that the kernel and all its processes take, shared ones divided among those that share them."""
         kernel = next(
             child for child in psutil.Process().children() if "ipykernel" in " ".join(child.cmdline())
         )
@@ -96,7 +96,7 @@ def started() -> Iterator[Kernel]:
 
 
 def number(text: str, word: str) -> float:
-    """The number behind a word that a rank has printed."""
+    """Return the number behind a word that a rank has printed."""
     found = re.search(rf"{word} ([0-9.e+-]+)", text)
     if found is None:
         raise SystemExit(f"a cell did not print {word!r}:\n{text}")
@@ -104,7 +104,7 @@ def number(text: str, word: str) -> float:
 
 
 def measure(ranks: int, rounds: int) -> dict[str, float]:
-    """The figures of one pool."""
+    """Return the figures of one pool."""
     with started() as kernel:
         kernel.run("%load_ext hvdlab")
         start, _ = kernel.run(f"%%hvd_run -np {ranks}\npass")

@@ -27,7 +27,7 @@ NARROW, WIDE = 64, 2048
 
 
 def per_item(action: Callable[[int], object], items: int, rounds: int) -> float:
-    """Nanoseconds per item of the quickest round of ``action``, which is asked to do ``items`` of them."""
+    """Return nanoseconds per item of the quickest round of ``action``, which is asked to do ``items`` of them."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter_ns()
@@ -38,7 +38,7 @@ def per_item(action: Callable[[int], object], items: int, rounds: int) -> float:
 
 
 def like_resnet_50() -> list[torch.Tensor]:
-    """161 parameters with gradients, 25.6 million numbers in all, most of them in few tensors."""
+    """Return 161 parameters with gradients, 25.6 million numbers in all, most of them in few tensors."""
     sizes = [64] * 53 + [512] * 53 + [160_000] * 43 + [1_550_000] * 12
     parameters = [torch.zeros(size, requires_grad=True) for size in sizes]
     for parameter in parameters:
@@ -135,7 +135,7 @@ def of_exporting(count: int, rounds: int) -> dict[str, float]:
 
 
 def of_threads(seconds: float, intervals: Sequence[float]) -> dict[str, float]:
-    """Processor time of an idle rank's process, in percent of a core, by the seconds between samples."""
+    """Return processor time of an idle rank's process, in percent of a core, by the seconds between samples."""
     result = {}
     for interval in intervals:
         hvd.shutdown()

@@ -31,7 +31,7 @@ Call = Callable[[], object]
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """The parameters of a ResNet-50, in its order."""
+    """Return the parameters of a ResNet-50, in its order."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     width = 64
     for blocks, inner in ((3, 64), (4, 128), (6, 256), (3, 512)):
@@ -47,7 +47,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def measured(calls: dict[str, Call], rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Milliseconds of each contender in each round, until the GPU has done it; they take turns."""
+    """Return milliseconds of each contender in each round, until the GPU has done it; they take turns."""
     import torch
 
     import hvdlab.torch as hvd
@@ -109,7 +109,7 @@ def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
 
 
 def recorded_and_not(call: Call) -> dict[str, Call]:
-    """The same with spans recorded, as always, and without."""
+    """Return the same with spans recorded, as always, and without."""
     from hvdlab.collectives import context
 
     recorder = context.engine().recorder
@@ -151,7 +151,7 @@ def steps(width: int, layers: int, tokens: int) -> dict[str, Call]:
 
 
 def medians(each: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Of the slowest rank of each round."""
+    """Return medians of the slowest rank of each round."""
     return {
         name: statistics.median(max(times) for times in zip(*(found[name] for found in each), strict=True))
         for name in each[0]

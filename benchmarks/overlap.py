@@ -43,7 +43,7 @@ def join() -> None:
 
 
 def measure(nbytes: int, block_bytes: int, rate: float, delay: float) -> float:
-    """On a rank: seconds of one allreduce."""
+    """Return on a rank the seconds of one allreduce."""
 
     def waits(ins: Any, *_: object) -> None:
         # A ring of two sends each byte of a slice once in each direction.

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def marks(name: str) -> tuple[str, str]:
-    """The lines around a table."""
+    """Return the lines around a table."""
     return f"<!-- figures: {name} -->", f"<!-- end of {name} -->"
 
 

@@ -82,7 +82,7 @@ class FileStore(KeyValue):
 
 
 def between_hosts(group: Group, name: str, hosts: str, options: dict[str, str]) -> HostPlane:
-    """One of the planes for several hosts, connected."""
+    """Return one of the planes for several hosts, connected."""
     plane, _, outer = name.partition("-")
     cls = plane_class("gloo" if plane == "flat" else plane)
     made = cls(PlaneContext(
@@ -94,7 +94,7 @@ def between_hosts(group: Group, name: str, hosts: str, options: dict[str, str]) 
 
 
 def shm(group: Group, options: dict[str, str]) -> HostPlane:
-    """The plane of one host, connected."""
+    """Return the plane of one host, connected."""
     plane = ShmPlane(PlaneContext(
         0, 1, group.rank, group.size, tuple(range(group.size)), ("here",) * group.size,
         memory_fd=group.memory_fd, options=options,
@@ -104,7 +104,7 @@ def shm(group: Group, options: dict[str, str]) -> HostPlane:
 
 
 def ours(group: Group, plane: HostPlane) -> Callable[[str, Buffers], None]:
-    """How to run one operation on a plane."""
+    """Return how to run one operation on a plane."""
 
     def run(op: str, b: Buffers) -> None:
         n, share = group.size, [len(b.source) // group.size] * group.size
@@ -190,7 +190,7 @@ def memcpy(op: str, b: Buffers) -> None:
 def measure(
     plane: HostPlane, runners: dict[str, Callable[[], None]], rounds: int, size: int
 ) -> dict[str, float]:
-    """Medians in microseconds over the rounds of the slowest rank, by contender."""
+    """Return medians in microseconds over the rounds of the slowest rank, by contender."""
     times: dict[str, list[int]] = {name: [] for name in runners}
     for _ in range(rounds):
         for name, run in runners.items():

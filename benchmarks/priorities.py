@@ -92,7 +92,7 @@ class Trained:
         hidden.square().mean().backward()
 
     def step(self) -> float:
-        """One step; returns its seconds."""
+        """Run one step; return its seconds."""
         start = perf_counter()
         self._backward()
         if self.way == "all at once":
@@ -100,7 +100,7 @@ class Trained:
         return perf_counter() - start
 
     def first_back(self) -> float:
-        """One step; returns when the first layer's gradient was there after the backward pass, by when all were."""
+        """Run one step; return when the first layer's gradient was there after the backward pass, by when all were."""
         self._backward()
         start = perf_counter()
         self._update(0)
@@ -121,15 +121,15 @@ MODELS: dict[str, Trained] = {}
 
 
 def steps(way: str, count: int) -> tuple[list[float], float]:
-    """On a rank: seconds of each step, and ``first back``. At the beginning and at the end of the steps, operations of
-    one step are in flight."""
+    """Return on a rank the seconds of each step, and ``first back``. At the beginning and at the end of the steps,
+    operations of one step are in flight."""
     model = MODELS.get(way) or MODELS.setdefault(way, Trained(way))
     hvd.barrier()
     return [model.step() for _ in range(count)], model.first_back()
 
 
 def weights(way: str) -> tuple[list[bytes], str]:
-    """On a rank: the weights at the end, and the data plane."""
+    """Return on a rank the weights at the end, and the data plane."""
     return MODELS[way].weights(), context.engine().plane()
 
 

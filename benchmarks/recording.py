@@ -24,7 +24,7 @@ import hvdlab.torch as hvd
 
 
 def median(work: Callable[[], object], rounds: int) -> float:
-    """Microseconds."""
+    """Return the median in microseconds."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter()

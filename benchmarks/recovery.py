@@ -327,7 +327,7 @@ OURS = (Hvdlab.name, Preloaded.name)
 
 
 def steps_after(directory: Path, since: float) -> dict[int, list[float]]:
-    """When each rank completed its steps that began after an instant, by the rank's process id."""
+    """Return when each rank completed its steps that began after an instant, by the rank's process id."""
     found = {}
     for path in directory.glob("*.steps"):
         pairs = [line.split() for line in path.read_text().splitlines()]
@@ -356,7 +356,7 @@ def wait_for(directory: Path, ranks: int, steps: int, since: float) -> tuple[flo
 
 
 def play(kind: type[System], python: str) -> dict[str, float]:
-    """One round of one system. Returns its seconds."""
+    """Play one round of one system. Return its seconds."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as ended:
         system = kind(Path(name), ended, python)
         begin = time.monotonic()
@@ -385,7 +385,7 @@ def play(kind: type[System], python: str) -> dict[str, float]:
 
 
 def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians and worst of each figure by system, and hvdlab's medians by the best peer's."""
+    """Return medians and worst of each figure by system, and hvdlab's medians by the best peer's."""
     found: dict[str, Any] = {
         name: {
             figure: {
@@ -408,7 +408,7 @@ def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of a result file, for a page."""
+    """Return the table of a result file, for a page."""
     found = result["seconds"]
     names = [name for name in SYSTEMS if name in found]
     ratios = [f"{name}, by the best peer" for name in names if f"{name}, by the best peer" in found]

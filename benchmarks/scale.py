@@ -47,7 +47,7 @@ def figures(passage: Passage) -> dict[str, float]:
 
 
 def simulate(size: int) -> dict[str, Any]:
-    """The figures of one size."""
+    """Return the figures of one size."""
     found: dict[str, Any] = {"root_memory": memory_of_root(size, GRADIENTS)}
     job = TimedJob(size)
     found["form"] = figures(job.form())
@@ -81,7 +81,7 @@ def bytes_text(count: float) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of a result."""
+    """Return the table of a result."""
     head = (
         "| ranks | one tensor is agreed after | a step: frames at the root | bytes at the root, at a leaf | all know of a death after | "
         "all go on after | bytes of that at the root, at a leaf | the world is formed after | memory of the root |"

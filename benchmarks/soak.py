@@ -28,7 +28,7 @@ IN_FLIGHT = 2000
 
 
 def step_of_training() -> Callable[[int], None]:
-    """Named, anonymous, small, large and ragged operations."""
+    """Run named, anonymous, small, large and ragged operations."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 
@@ -48,7 +48,7 @@ def step_of_training() -> Callable[[int], None]:
 
 
 def step_with_a_new_name() -> Callable[[int], None]:
-    """One tensor of a name that never was."""
+    """Reduce one tensor of a name that never was."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 
@@ -62,7 +62,7 @@ def step_with_a_new_name() -> Callable[[int], None]:
 
 
 def step_of_many_sets() -> Callable[[int], None]:
-    """Tensors of many process sets, all in flight at once, each rank in an order of its own."""
+    """Reduce tensors of many process sets, all in flight at once, each rank in an order of its own."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 

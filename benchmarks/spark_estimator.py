@@ -45,7 +45,7 @@ def module() -> torch.nn.Module:
 
 
 def plain(place: str, batch_size: int, epochs: int) -> list[float]:
-    """Seconds of each epoch of a loop without hvdlab."""
+    """Return seconds of each epoch of a loop without hvdlab."""
     model = module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     dataset = ds.dataset(f"{place}/intermediate_train_data")

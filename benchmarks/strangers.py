@@ -134,7 +134,7 @@ def decoy(count: int) -> None:
 
 @contextlib.contextmanager
 def helper(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """This file as a process of its own."""
+    """Run this file as a process of its own."""
     command = [sys.executable, __file__, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -205,7 +205,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(blocks: list[tuple[str, float, float]], ends: list[float]) -> dict[str, Any]:
-    """Times of steps by kind of block, and their ratios round by round."""
+    """Return times of steps by kind of block, and their ratios round by round."""
     steps: list[tuple[str, list[float]]] = []
     for kind, begin, end in blocks:
         inside = [one for one in ends if begin <= one <= end]

@@ -39,7 +39,8 @@ STEP_BYTES = 72 << 20
 def measured(
     calls: dict[str, Callable[[], Any]], repeats: int, in_a_row: int = 1
 ) -> dict[str, dict[str, float]]:
-    """Median times in microseconds of each call; they take turns: wall time, CPU time of the calling thread and of the process."""
+    """Return median times in microseconds of each call; they take turns: wall time, CPU time of the calling thread and
+    of the process."""
     clocks = {
         "wall_us": time.perf_counter,
         "thread_cpu_us": time.thread_time,
@@ -72,7 +73,7 @@ def called_back(array: Any) -> None:
 
 
 def step(repeats: int) -> dict[str, dict[str, float]]:
-    """The gradients of a step, as one group."""
+    """Return the gradients of a step, as one group."""
     gradients = [tf.ones(STEP_BYTES // 4 // GRADIENTS) for _ in range(GRADIENTS)]
     arrays = [np.ones(STEP_BYTES // 4 // GRADIENTS, np.float32) for _ in range(GRADIENTS)]
     grouped = tf.function(lambda t: hvd.grouped_allreduce(t, op=hvd.Sum, name="step"), autograph=False)

@@ -38,7 +38,7 @@ STEPS = 8
 
 
 def strategy() -> Any:
-    """A strategy over the ranks; TensorFlow must not have computed anything before."""
+    """Return a strategy over the ranks; TensorFlow must not have computed anything before."""
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         places = core.allgather_object(f"127.0.0.1:{own.getsockname()[1]}")
@@ -52,7 +52,7 @@ def strategy() -> Any:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each call in milliseconds; two rounds come first that do not count."""
+    """Return the median time of each call in milliseconds; two rounds come first that do not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         for name, call in calls.items():

@@ -30,7 +30,7 @@ hvd.allreduce(np.ones(4), "warm")
 
 
 def delays(pool: Pool, path: Path, count: int) -> list[float]:
-    """Seconds from each operation's end to its place in the file."""
+    """Return seconds from each operation's end to its place in the file."""
     found = []
     for number in range(count):
         run = pool.start_run(

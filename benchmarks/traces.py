@@ -91,7 +91,7 @@ def measure_saving(recording: Recording, path: Path) -> dict[str, float]:
 
 
 def expected(path: Path) -> dict[str, int]:
-    """Slices by name, as the JSON has them."""
+    """Return slices by name, as the JSON has them."""
     with gzip.open(path) as file:
         return dict(Counter(event["name"] for event in read_events(file) if event["ph"] in "XBbi"))
 

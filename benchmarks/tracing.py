@@ -28,7 +28,7 @@ TENSORS = 161
 
 
 def per_item(action: Callable[[], object], items: int, rounds: int) -> float:
-    """Median nanoseconds per item of ``action``, which does ``items`` of them."""
+    """Return median nanoseconds per item of ``action``, which does ``items`` of them."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter_ns()

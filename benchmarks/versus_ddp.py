@@ -36,7 +36,7 @@ CASES = {
 
 
 def resnet18(width: int) -> Any:
-    """A ResNet-18 for small images; ``width`` 64 gives its 11 million parameters."""
+    """Return a ResNet-18 for small images; ``width`` 64 gives its 11 million parameters."""
     import torch
     from torch import nn
 
@@ -83,7 +83,7 @@ def make_step(model: Any, optimizer: Any, images: Any, labels: Any) -> Step:
 
 
 def steps_of(case: str, rank: int, options: dict[str, Any]) -> dict[str, Step]:
-    """A training step of each system."""
+    """Return a training step of each system."""
     import torch
 
     import hvdlab.torch as hvd
@@ -168,7 +168,7 @@ class World:
     def measure(
         self, case: str, system: str, count: int, options: dict[str, Any]
     ) -> tuple[list[float], float]:
-        """Milliseconds of each step, and of processor time of all."""
+        """Return milliseconds of each step, and of processor time of all."""
         before = self._coordinator_milliseconds()
         for process in self.processes:
             assert process.stdin is not None

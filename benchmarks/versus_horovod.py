@@ -117,7 +117,7 @@ class World:
         return {"HVDLAB_COORDINATOR": self._coordinator.address, "HVDLAB_TOKEN": self._coordinator.token}
 
     def _for_horovod(self, ranks: int) -> dict[str, str]:
-        """Horovod's own rendezvous server for Gloo, as ``horovodrun`` starts it."""
+        """Return Horovod's own rendezvous server for Gloo, as ``horovodrun`` starts it."""
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
         from horovod.runner.http.http_server import RendezvousServer
 
@@ -174,7 +174,7 @@ def places(library: str, rank: int, ranks: int) -> dict[str, str]:
 
 
 def real_horovod() -> str | None:
-    """The version of an installed Horovod that can be imported, hvdlab's stand-in not counted."""
+    """Return the version of an installed Horovod that can be imported, hvdlab's stand-in not counted."""
     try:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def rows(samples: dict[str, Samples], operation: str, ranks: int) -> dict[str, Any]:
-    """Medians and ratios of one operation."""
+    """Return medians and ratios of one operation."""
     ours = statistics.median(samples["hvdlab"][operation])
     found: dict[str, Any] = {"hvdlab_ms": round(ours, 4)}
     if "horovod" in samples:

@@ -146,7 +146,7 @@ PEERS = (
 
 
 def environment(peer: Peer, directory: Path) -> Path:
-    """The Python of an environment that has the peer; made if it is not there."""
+    """Return the Python of an environment that has the peer; made if it is not there."""
     if peer.name == "hvdlab":
         return Path(sys.executable)
     place = directory / peer.name
@@ -503,7 +503,7 @@ TITLES = {
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The table for a page, from a result file."""
+    """Return the table for a page, from a result file."""
     peers = list(report["peers"])
     heads = [f"{name} {report['peers'][name]['version']}" for name in peers]
     machine = f"{report['ranks']} ranks on {report['cores']} cores, Python {report['python']}, PyTorch {report['torch']}."
@@ -592,7 +592,7 @@ def main() -> None:
 
 
 def measure(given: argparse.Namespace, venvs: Path) -> dict[str, Any]:
-    """All cases of all peers."""
+    """Measure all cases of all peers."""
     report: dict[str, Any] = {
         "benchmark": "versus_peers",
         "cores": os.cpu_count(),

@@ -71,7 +71,7 @@ for k in range(10**9):
 
 @contextmanager
 def watched(ranks: int, measure: str) -> Iterator[tuple[LabPage, Path]]:
-    """A notebook whose ranks are up and whose timeline is open; the last cell is ``measure``."""
+    """Yield a notebook whose ranks are up and whose timeline is open; the last cell is ``measure``."""
     cells = [
         "%load_ext hvdlab\nimport hvdlab, os\nopen('kernel.pid', 'w').write(str(os.getpid()))",
         START.format(ranks=ranks),
@@ -94,7 +94,7 @@ def watched(ranks: int, measure: str) -> Iterator[tuple[LabPage, Path]]:
 
 @contextmanager
 def watched_unseen(ranks: int) -> Iterator[BareKernel]:
-    """A kernel whose ranks are up and whose timeline and charts a client takes, which draws nothing."""
+    """Yield a kernel whose ranks are up and whose timeline and charts a client takes, which draws nothing."""
     with tempfile.TemporaryDirectory() as directory, bare_kernel(Path(directory)) as kernel:
         kernel.finish("%load_ext hvdlab\nimport hvdlab")
         kernel.finish(START.format(ranks=ranks))

@@ -169,7 +169,7 @@ def sampled(
 
 
 def tab() -> float:
-    """Megabytes of the page's process: the largest of the browser's renderers, of which some are spare."""
+    """Return megabytes of the page's process: the largest of the browser's renderers, of which some are spare."""
     found = [0.0]
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -204,7 +204,7 @@ MEMORY = ("kernel_mb", "kernel_pss_mb", "coordinator_mb", "largest_rank_mb", "ra
 
 
 def by_minute(samples: list[dict[str, float]]) -> list[dict[str, float]]:
-    """One sample of each minute, the first of it, with the rate since the one before."""
+    """Return one sample of each minute, the first of it, with the rate since the one before."""
     chosen: dict[int, dict[str, float]] = {}
     for one in samples:
         chosen.setdefault(int(one["seconds"] // 60), one)
@@ -218,7 +218,8 @@ def by_minute(samples: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, Any]:
-    """How fast spans came, and the slope of a straight line through the second half, when all histories are full."""
+    """Return how fast spans came, and the slope of a straight line through the second half, when all histories are
+    full."""
     later = samples[len(samples) // 2 :]
     seconds = later[-1]["seconds"] - later[0]["seconds"] or 1
     at = [one["seconds"] / 60 for one in later]

@@ -105,7 +105,7 @@ def compared(of_ranks: list[list[Block]]) -> dict[str, Any]:
 
 
 def against(real: list[tuple[float, float]], direct: list[tuple[float, float]]) -> dict[str, Any]:
-    """Figures of times in seconds, recorded and not."""
+    """Return figures of times in seconds, recorded and not."""
     off = statistics.median(without for _, without in real)
     ratios = [100 * (recorded / without - 1) for recorded, without in real]
     more = [recorded - without for recorded, without in direct]
@@ -125,7 +125,7 @@ def against(real: list[tuple[float, float]], direct: list[tuple[float, float]]) 
 
 
 def interval(values: list[float], rounds: int = 4000) -> tuple[float, float]:
-    """Where the median lies with 95 %."""
+    """Return where the median lies with 95 %."""
     chance = random.Random(7)
     found = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(rounds))
     return found[int(0.025 * rounds)], found[int(0.975 * rounds)]

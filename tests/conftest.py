@@ -63,7 +63,7 @@ def _threads() -> set[threading.Thread]:
 
 
 def _children() -> set[int]:
-    """Process ids of all descendants. From the kernel's lists, since psutil would read the whole process table.
+    """Return process ids of all descendants. From the kernel's lists, since psutil would read the whole process table.
 
     A browser that tests share starts and ends processes when it likes: they are not counted.
     """

@@ -22,7 +22,7 @@ class CutWire:
 
     @contextmanager
     def to(self, address: str) -> Iterator[str]:
-        """The address of this end of a wire to a server."""
+        """Yield the address of this end of a wire to a server."""
         parts = urlsplit(address)
         assert parts.hostname
         assert parts.port

@@ -20,7 +20,7 @@ class Debugging:
         self._read = len(kernel.others)
 
     def ask(self, command: str, **arguments: Any) -> Json:
-        """A request and its answer."""
+        """Send a request and return its answer."""
         return self.answer(self.begin(command, **arguments))
 
     def begin(self, command: str, **arguments: Any) -> str:
@@ -82,7 +82,7 @@ class Debugging:
         return list(self.ask("stackTrace", threadId=thread)["body"]["stackFrames"])
 
     def variables(self, frame: int) -> dict[str, str]:
-        """Local variables of a frame, as shown."""
+        """Return local variables of a frame, as shown."""
         scope = self.ask("scopes", frameId=frame)["body"]["scopes"][0]
         found = self.ask("variables", variablesReference=scope["variablesReference"])["body"]["variables"]
         return {one["name"]: one["value"] for one in found}

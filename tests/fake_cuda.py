@@ -42,7 +42,7 @@ def word(address: int) -> Any:
 
 
 def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory as an array."""
+    """Return memory as an array."""
     if not nbytes:
         return np.empty(0, np.uint8)
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)

@@ -47,7 +47,7 @@ class FakeGradients:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass; its end is not reached if it fails."""
+        """Run a backward pass; its end is not reached if it fails."""
         self.at_its_end = callbacks = []
         try:
             yield

@@ -146,7 +146,7 @@ class FakeCommunicator:
     # -- on the stream --------------------------------------------------------------------------------------------------
 
     def _gathered(self, source: int, nbytes: int) -> list[bytes] | None:
-        """The memory of all members, by position; ``None`` after an abort."""
+        """Return the memory of all members, by position; ``None`` after an abort."""
         own = bytes(bytes_at(source, nbytes))
         others = [other for other in range(self.members) if other != self.index]
         for other in others:

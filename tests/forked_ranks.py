@@ -108,7 +108,7 @@ class ForkedRanks:
         return self.done[cell].value_repr
 
     def end_of(self, rank: int) -> Exited:
-        """How the rank ended, once it has."""
+        """Return how the rank ended, once it has."""
 
         def ends() -> list[Exited]:
             return [

@@ -67,7 +67,7 @@ class SlowLink:
 
 @functools.cache
 def missing() -> str:
-    """Why there can be no hosts here, or an empty text."""
+    """Return why there can be no hosts here, or an empty text."""
     for program in _PROGRAMS:
         if shutil.which(program) is None:
             return f"hosts are made by `{program}`, which is not installed"
@@ -80,7 +80,7 @@ def missing() -> str:
 
 @functools.cache
 def slow_missing() -> str:
-    """Why there can be no slow links here, or an empty text."""
+    """Return why there can be no slow links here, or an empty text."""
     return missing() or ("" if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "/dev/net/tun can't be used")
 
 
@@ -108,7 +108,7 @@ class Host:
         """The first process of the host, seen from outside."""
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """A command that runs ``argv`` there."""
+        """Return a command that runs ``argv`` there."""
         enter = ["nsenter", "-t", str(self.pid), "-n", "-m", "-u", "-i", "-p", "--"]
         return [*enter, "env", "-C", os.getcwd(), *argv]
 
@@ -275,7 +275,7 @@ class _Holder:
 
 
 def _processes_in(namespace: str) -> list[int]:
-    """Processes of this namespace, seen from outside, that have not ended."""
+    """Return processes of this namespace, seen from outside, that have not ended."""
     found = []
     for entry in Path("/proc").iterdir():
         # One that has ended has no namespace any more, nor one that may not be looked at.

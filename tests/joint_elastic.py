@@ -268,7 +268,7 @@ class ElasticSchedule:
                 state.check_host_updates()
 
     def _add_pair(self, engine: SimEngine) -> int:
-        """A process set of the first and the last rank, as scripts number them."""
+        """Add a process set of the first and the last rank, as scripts number them."""
         if not self.pairs or engine.size < 2:
             return 0
         ranks = engine.ranks()
@@ -285,7 +285,7 @@ class ElasticSchedule:
             assert own_number() == engine.rank
 
     def ended(self) -> set[int]:
-        """The processes that have ended."""
+        """Return the processes that have ended."""
         return {process.pid for process in self.processes if process.end is not None}
 
     def same(self, what: object, value: object) -> None:
@@ -296,7 +296,7 @@ class ElasticSchedule:
     # -- the world's steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One thing that can happen, of any part of the job; false if nothing can."""
+        """Play one possible event, of any part of the job; return false if there is none."""
         choices: list[Callable[[], object]] = []
         for process in self.processes:
             self._choices(process, choices)

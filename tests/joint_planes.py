@@ -74,7 +74,7 @@ class Planes:
         me.state.executed(job)
 
     def _parties(self, me: SimRank, job: RunBatch) -> list[SimRank]:
-        """The ranks that an operation concerns."""
+        """Return the ranks that an operation concerns."""
         members = [self._by_pid[pid] for pid in me.members[job.process_set, job.epoch]]
         request = job.entries[0].request
         if request.kind is not OpKind.SENDRECV:
@@ -135,5 +135,5 @@ def _is_local(job: RunBatch) -> bool:
 
 
 def _tag(entries: tuple[Entry, ...]) -> tuple[int, ...]:
-    """Which submissions met; 0 for the zeros of one that has joined."""
+    """Return which submissions met; 0 for the zeros of one that has joined."""
     return tuple(entry.number if isinstance(entry, SimEntry) else 0 for entry in entries)

@@ -227,7 +227,7 @@ class SimEngine:
         return float(result[0])
 
     def broadcast_object(self, obj: object, root: int) -> object:
-        """The object of the rank that scripts know by the number ``root``."""
+        """Return the object of the rank that scripts know by the number ``root``."""
         if self.size == 1:
             return obj
         tensor = np.zeros(3, np.float32)
@@ -254,7 +254,7 @@ class Submitted:
         self.objects: dict[int, object] = {}
 
     def members(self, process_set: int, epoch: int) -> tuple[int, ...]:
-        """Ranks of an epoch, by position."""
+        """Return ranks of an epoch, by position."""
         pids = self.simulation.epochs[process_set, epoch]
         return tuple(self.simulation.by_pid[pid].rank for pid in pids)
 
@@ -314,7 +314,7 @@ class _OwnManager:
 
 
 def _own() -> SimEngine:
-    """The engine of the program that asks."""
+    """Return the engine of the program that asks."""
     engine = getcurrent().engine
     assert isinstance(engine, SimEngine)
     return engine

@@ -107,7 +107,7 @@ class Schedule:
         return [me for me in self.sim.ranks if me.alive]
 
     def free(self) -> list[SimRank]:
-        """Ranks whose users can do something."""
+        """Return ranks whose users can do something."""
         return [
             me
             for me in self.living()
@@ -377,7 +377,7 @@ class Schedule:
             self.step()
 
     def step(self) -> bool:
-        """One step of the world, in which ranks ordered to leave can do so."""
+        """Play one step of the world, in which ranks ordered to leave can do so."""
         for me in self.sim.ranks:
             if me.told_to_leave and me.alive and not me.ending and not me.jobs and self.chance.random() < 0.3:
                 self._say(f"rank {me.rank} leaves as it was told")
@@ -452,7 +452,8 @@ class Schedule:
         assert not self.tracked or any(other.cells for other in awaited), f"{what} waits for idle ranks"
 
     def awaited(self, me: SimRank, entry: Entry) -> list[SimRank]:
-        """The ranks that may submit the other part of a message, and have not; none if one has, so that nothing is to wait for."""
+        """Return the ranks that may submit the other part of a message, and have not; none if one has, so that nothing
+        is to wait for."""
         number, request = entry.request.process_set, entry.request
         others = [other for other in self.members(me, number) if other is not me]
         if len(request.ranks) > 1:

@@ -115,7 +115,7 @@ class Simulation:
     def connect(
         self, rank: int, *, pid: int = 0, hears: Callable[[m.Message], None] | None = None
     ) -> SimRank | None:
-        """A new process for ``rank``; ``None`` if the coordinator refuses it.
+        """Connect a new process for ``rank``; ``None`` if the coordinator refuses it.
 
         Args:
             rank: Its number; there need not be one for each lower number.
@@ -301,7 +301,7 @@ class Simulation:
     def submit(
         self, rank: int, request: Request, site: str = "", *, directly: bool = False
     ) -> SimEntry | HvdlabError:
-        """A user submits; ``directly`` for a user that waits for it, at the board if that may be."""
+        """Submit as a user; ``directly`` for a user that waits for it, at the board if that may be."""
         me, waits = self.ranks[rank], directly
         self._numbers += 1
         if request.input is not None:
@@ -328,7 +328,8 @@ class Simulation:
         return entry
 
     def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> PostedRequest | None:
-        """As the direct way does it: operations of the plane are posted only while nothing is executed on this rank."""
+        """Post as the direct way does: operations of the plane are posted only while nothing is executed on this
+        rank."""
         group = me.state.sets.get(entry.request.process_set)
         if group is None or group.board_member is None:
             return None
@@ -381,7 +382,7 @@ class Simulation:
     # -- the world's steps ----------------------------------------------------------------------------------------
 
     def step(self, *, work: bool = True, clock: bool = True) -> bool:
-        """One random thing that can happen; false if nothing can.
+        """Play one random possible event; return false if there is none.
 
         Args:
             work: Whether operations are executed.
@@ -605,7 +606,7 @@ def _waits_untold(me: SimRank) -> bool:
 
 
 def allreduce(name: str | None, shape: tuple[int, ...] = (4,), **changes: object) -> Request:
-    """A request like those that bindings make."""
+    """Return a request like those that bindings make."""
     request = Request(OpKind.ALLREDUCE, name, np.zeros(shape, np.float32), dtype=DType.F32, op=ReduceOp.SUM)
     for key, value in changes.items():
         setattr(request, key, value)
@@ -621,7 +622,7 @@ def message(
     *,
     receives: bool,
 ) -> Request:
-    """One part of a message on a channel; without a ``source`` the receive of one from any rank."""
+    """Return one part of a message on a channel; without a ``source`` the receive of one from any rank."""
     tensor = np.zeros(shape, np.float32)
     return Request(
         OpKind.SENDRECV,

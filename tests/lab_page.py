@@ -84,7 +84,7 @@ class LabPage:
         return found or ""
 
     def output(self, cell: int) -> str:
-        """The text under a cell, as one reads it."""
+        """Return the text under a cell, as one reads it."""
         return self.page.locator(".jp-Notebook-cell").nth(cell).locator(".jp-OutputArea").inner_text()
 
     def wait_for_text(self, cell: int, text: str, *, running: bool = False) -> None:
@@ -127,7 +127,7 @@ class LabPage:
         return self.output(cell)
 
     def saved_outputs(self, path: Path, cell: int) -> list[Any]:
-        """The outputs of a cell in a notebook's file; none while the server is writing it."""
+        """Return the outputs of a cell in a notebook's file; none while the server is writing it."""
         try:
             found: list[Any] = nbformat.read(path, 4).cells[cell].get("outputs", [])
         except nbformat.reader.NotJSONError:
@@ -153,7 +153,7 @@ def lab_page(
     kernel: bool = True,
     wire: CutWire | None = None,
 ) -> Iterator[LabPage]:
-    """JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle.
+    """Yield JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle.
 
     The notebook and the kernels' files are in ``directory / "work"``. The server is that of :func:`shared_server`,
     where there is one with these environment variables.
@@ -239,7 +239,7 @@ _shared: list[_Server] = []
 
 @contextmanager
 def shared_server(directory: Path) -> Iterator[None]:
-    """Within this, pages are of one server: starting it takes longer than most of the tests with them."""
+    """Serve all pages of this block by one server: starting it takes longer than most of the tests with them."""
     with _server(directory) as server:
         _shared.append(server)
         try:
@@ -255,7 +255,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _server(root: Path) -> Iterator[_Server]:
-    """JupyterLab, which serves pages of Notebook 7 as well."""
+    """Yield JupyterLab, which serves pages of Notebook 7 as well."""
     # Names of sockets are in it, which may have 107 characters.
     with TemporaryDirectory(prefix="jupyter-") as runtime:
         yield from _started(root, Path(runtime))

@@ -26,7 +26,7 @@ class Listener(NamedTuple):
 
 
 def listeners(pids: Iterable[int]) -> set[Listener]:
-    """All of these processes; one that several share belongs to the oldest."""
+    """Return all of these processes; one that several share belongs to the oldest."""
     unix = _unix_listeners()
     found: dict[str, int] = {}
     for pid in sorted(pids, reverse=True):

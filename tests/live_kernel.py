@@ -44,7 +44,7 @@ class Cell:
         return next(iter(self.of("error")), None)
 
     def first(self, text: str) -> float:
-        """Seconds from the begin until ``text`` arrived."""
+        """Return seconds from the begin until ``text`` arrived."""
         for at, kind, content in self.messages:
             if (kind == "stream" and text in content["text"]) or (kind == "error" and text in str(content)):
                 return at - self.begun

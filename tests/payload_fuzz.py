@@ -28,7 +28,7 @@ _HINTS: dict[type, dict[str, Any]] = {}
 
 
 def value(kind: Any, chance: random.Random) -> Any:
-    """A value of a field's type."""
+    """Return a value of a field's type."""
     origin = get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return value(chance.choice(get_args(kind)), chance)
@@ -52,7 +52,7 @@ def value(kind: Any, chance: random.Random) -> Any:
 
 
 def make(kind: type, chance: random.Random) -> Any:
-    """A payload, or a part of one, with any values of the right types."""
+    """Return a payload, or a part of one, with any values of the right types."""
     hints = _HINTS.get(kind)
     if hints is None:
         hints = _HINTS[kind] = typing.get_type_hints(kind)

@@ -49,10 +49,10 @@ class PromptingKernel(LiveKernel):
 
 
 def names(prompts: Sequence[str]) -> list[str]:
-    """The ranks that asked, in order."""
+    """Return the ranks that asked, in order."""
     return [prompt.split("]")[0].removeprefix("[") for prompt in prompts]
 
 
 def plain(value: Any) -> str:
-    """A text without colours."""
+    """Return a text without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", str(value))

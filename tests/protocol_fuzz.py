@@ -63,7 +63,7 @@ _HINTS: dict[type, dict[str, Any]] = {}
 
 
 def some(kind: Any, chance: random.Random, *, tame: bool = False) -> Any:
-    """A value of a field's type; a tame one is small enough to mean something."""
+    """Return a value of a field's type; a tame one is small enough to mean something."""
     if kind is bool:
         return chance.random() < 0.5
     if kind is int:
@@ -90,7 +90,7 @@ def some(kind: Any, chance: random.Random, *, tame: bool = False) -> Any:
 
 
 def make(kind: type, chance: random.Random, *, tame: bool = False) -> Any:
-    """A message, or a part of one, with any values of the right types."""
+    """Return a message, or a part of one, with any values of the right types."""
     hints = _HINTS.get(kind)
     if hints is None:
         hints = _HINTS[kind] = typing.get_type_hints(kind)
@@ -296,7 +296,7 @@ _ANSWERED_AT_ONCE = (kv.Push, kv.Pull, kv.Init, kv.SetOptimizer, kv.StockRequest
 
 
 def _brought(chance: random.Random) -> SharedFile | None:
-    """Memory of a store as a worker brings it: new, sometimes of another kind, or missing."""
+    """Return memory of a store as a worker brings it: new, sometimes of another kind, or missing."""
     if chance.random() < 0.05:
         return None
     file = SharedFile.create("fuzz")
@@ -318,7 +318,7 @@ def _brought(chance: random.Random) -> SharedFile | None:
 
 
 def _from_worker(chance: random.Random, step: int, workers: tuple[int, ...], *, first: bool) -> Any:
-    """A message of a worker; mostly one that gets further than the door."""
+    """Return a message of a worker; mostly one that gets further than the door."""
     if first:
         return kv.Bring(0) if step == 3 else kv.OpenStore(step, 0, workers)
     kind = chance.choice(FROM_WORKER)
@@ -356,7 +356,7 @@ def _hello(peer: int, chance: random.Random) -> m.Hello:
 
 
 def _sensible(message: m.Announce, state: CoordinatorState, chance: random.Random) -> m.Announce:
-    """An announcement that gets further than the door."""
+    """Return an announcement that gets further than the door."""
     epoch = state.sets.world.epoch
     if chance.random() < 0.1:
         return msgspec.structs.replace(message, process_set=0, epoch=epoch)

@@ -62,7 +62,7 @@ class Running:
         self.numbers = list(numbers)
 
     def outcomes(self, timeout: float = 30) -> list[Any]:
-        """Result or exception of each rank, in the order of the ranks given."""
+        """Return result or exception of each rank, in the order of the ranks given."""
         deadline = time.monotonic() + timeout
         found: dict[int, Any] = {}
         connections = {self._ranks.connections[r]: r for r in self.numbers}
@@ -93,7 +93,7 @@ class Running:
         return [found[r] for r in self.numbers]
 
     def results(self, timeout: float = 30) -> list[Any]:
-        """Result of each rank; raises ``RankFailed`` if any raised."""
+        """Return result of each rank; raises ``RankFailed`` if any raised."""
         outcomes = self.outcomes(timeout)
         errors = {r: o for r, o in zip(self.numbers, outcomes, strict=True) if isinstance(o, BaseException)}
         if errors:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def started(nodes: int, **node: Any) -> Any:
-    """A cluster of so many equal nodes, which this process is not connected to; ``shutdown()`` ends it.
+    """Return a cluster of so many equal nodes, which this process is not connected to; ``shutdown()`` ends it.
 
     Ray gives a node 30 s to start, which no setting changes: on a busy machine it may take a second try.
     """
@@ -36,7 +36,7 @@ def started(nodes: int, **node: Any) -> Any:
 
 @contextlib.contextmanager
 def connected(nodes: int, **node: Any) -> Iterator[Any]:
-    """A cluster of so many equal nodes, which this process is connected to, until the end of the block."""
+    """Yield a cluster of so many equal nodes, which this process is connected to, until the end of the block."""
     import ray
 
     cluster = started(nodes, **node)

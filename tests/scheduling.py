@@ -46,12 +46,12 @@ RESIDENT = {
 
 
 def module_of(name: str) -> str:
-    """The module of a test within ``tests``, as in ``kernel_ext/pool/test_keep``."""
+    """Return the module of a test within ``tests``, as in ``kernel_ext/pool/test_keep``."""
     return name.partition("::")[0].removeprefix("tests/").removesuffix(".py")
 
 
 def group_of(name: str) -> str:
-    """The group to which the test of this name belongs."""
+    """Return the group to which the test of this name belongs."""
     module = module_of(name)
     folder = module.rpartition("/")[0]
     if folder in TOGETHER:

@@ -19,7 +19,8 @@ def entries() -> set[str]:
 
 
 def left(before: Collection[str], own: Collection[int] = (), within: float = MOMENTS) -> set[str]:
-    """Entries that came since, unless a living process maps them that is none of ``own``: they are another job's.
+    """Return entries that came since, unless a living process maps them that is none of ``own``: they are another
+    job's.
 
     Others get ``within`` seconds to map, or remove, their files.
     """

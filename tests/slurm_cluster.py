@@ -176,16 +176,16 @@ class SlurmCluster:
         return done.stdout
 
     def jobs(self) -> list[str]:
-        """Ids of the jobs that wait or run."""
+        """Return ids of the jobs that wait or run."""
         return self.run("squeue", "-h", "-o", "%i").split()
 
     def job(self) -> str:
-        """The one job that there is."""
+        """Return the one job that there is."""
         (job,) = self.jobs()
         return job
 
     def steps(self) -> list[psutil.Process]:
-        """The processes of Slurm's that look after steps."""
+        """Return the processes of Slurm's that look after steps."""
         return list(self._steps())
 
     def _steps(self) -> Iterator[psutil.Process]:
@@ -206,7 +206,8 @@ class SlurmCluster:
 
 @contextlib.contextmanager
 def running(work: Path) -> Iterator[SlurmCluster]:
-    """A cluster to which this process's variables lead, until the end of the block; skips the test where Slurm can't be had.
+    """Yield a cluster to which this process's variables lead, until the end of the block; skips the test where Slurm
+    can't be had.
 
     Args:
         work: A directory for Slurm's files.

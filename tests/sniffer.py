@@ -39,7 +39,7 @@ class Sniffer:
                 self._frames.append(self._socket.recv(1 << 18))
 
     def close(self) -> bytes:
-        """All that was seen."""
+        """Close it, and return all that was seen."""
         self._over.set()
         self._thread.join()
         self._socket.close()

@@ -109,15 +109,15 @@ class StartedRanks:
         self._pids |= {event.pid for event in self.started()}
 
     def started(self) -> list[Started]:
-        """Ranks that got a process."""
+        """Return ranks that got a process."""
         return [event for event in self.events if isinstance(event, Started)]
 
     def pid(self, rank: int) -> int:
-        """The last process of a rank."""
+        """Return the last process of a rank."""
         return [event.pid for event in self.started() if event.rank == rank][-1]
 
     def end_of(self, rank: int) -> Ended:
-        """How a rank ended, once it has."""
+        """Return how a rank ended, once it has."""
 
         def ends() -> list[Ended]:
             return [event for event in self.events if isinstance(event, Ended) and event.rank == rank]

@@ -51,7 +51,7 @@ def test_the_links_are_committed_as_links() -> None:
 
 
 def expected_modules() -> set[str]:
-    """Names in a wheel of all modules that git knows."""
+    """Return names in a wheel of all modules that git knows."""
     places = [*ROOMS, "src/hvdlab"]
     tracked = [Path(name) for name in git("ls-files", *places).splitlines()]
     present = [path for path in tracked if path.suffix == ".py" and (ROOT / path).is_file()]
@@ -60,7 +60,7 @@ def expected_modules() -> set[str]:
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A wheel of this tree, and a wheel of the source distribution of this tree."""
+    """Return a wheel of this tree, and a wheel of the source distribution of this tree."""
     out = tmp_path_factory.mktemp("builds")
     for target in ("wheel", "sdist"):
         done = run("-m", "hatchling", "build", "-t", target, "-d", str(out / target))

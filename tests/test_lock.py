@@ -80,7 +80,7 @@ PINS = read_pins((ROOT / "constraints.txt").read_text())
 
 
 def environment_of(python: str) -> dict[str, str]:
-    """The environment of markers on this machine, were its Python another."""
+    """Return the environment of markers on this machine, were its Python another."""
     changed = {
         "python_full_version": python,
         "python_version": python.rpartition(".")[0],
@@ -186,7 +186,7 @@ def test_no_host_and_no_path_is_named() -> None:
 
 
 def hashed(file: str) -> dict[str, list[str]]:
-    """Each requirement of a file of :data:`CHECKED`, and its digests."""
+    """Return each requirement of a file of :data:`CHECKED`, and its digests."""
     found: dict[str, list[str]] = {}
     for line in (ROOT / file).read_text().splitlines():
         if line.startswith("#"):

@@ -98,7 +98,7 @@ CONTROLS = "g\x1b]0;PWN\x07\x1b[2J\x9b2J\x7f\r\nforged\u2028\u202egpj.exe\ud800"
 
 
 def traced(name: str, directory: Path) -> Path:
-    """A foreign trace with a tensor, a line of code and a metric of this name."""
+    """Return a foreign trace with a tensor, a line of code and a metric of this name."""
     recording = Recording()
     when = 5_000_000_000
     times = (when, when + 1000, when + 2000, when + 3000)
@@ -158,7 +158,7 @@ def looked_at(name: str) -> str:
 
 
 def errors(name: str) -> str:
-    """Each kind of error, with this text wherever peers, files and names of tensors have a say."""
+    """Return each kind of error, with this text wherever peers, files and names of tensors have a say."""
     waited = Pending("allreduce", name, (0,), (1,), {0: name})
     kinds = [
         HvdlabError(name),
@@ -181,7 +181,7 @@ ONE_TEXT = (HvdlabError, ProtocolError, KVStoreError, RankFailedError)
 
 
 def failed_cell(name: str, *, colours: bool = False) -> str:
-    """A cell that failed on two ranks in different ways, while a third died."""
+    """Return a cell that failed on two ranks in different ways, while a third died."""
     told = {"recorded": (name, name), "wrong": name, "site": name, "why": name}
     own = CellError(name, name, (name, f"{name}: {name}"), 1, **told)
     stopped = CellError("AbortedError", name, (name,), 3, True, name, (7,), **told)
@@ -240,7 +240,7 @@ def waiting_cell(name: str) -> str:
 
 
 def logged_by_ranks(name: str) -> str:
-    """The logger of ranks, set up as an application finds it that has not configured logging."""
+    """Return the logger of ranks, set up as an application finds it that has not configured logging."""
     log = logging.getLogger("hvdlab")
     before, propagates = log.handlers[:], log.propagate
     log.handlers[:], log.propagate = [], False

@@ -146,7 +146,7 @@ class TimedJob:
     # -- events of the job ----------------------------------------------------------------------------------------
 
     def form(self) -> Passage:
-        """All ranks connect at once, and the world begins."""
+        """Connect all ranks at once, so that the world begins."""
         before = self._mark()
         for me in self.ranks:
             hello = self.hello(me.rank)
@@ -156,8 +156,8 @@ class TimedJob:
         return self._passage(before, max(me.renewed for me in self.ranks))
 
     def step(self, names: Sequence[str]) -> Passage:
-        """All ranks submit these tensors at once; it is over when the last rank has received the order to execute the
-        last one."""
+        """Submit on all ranks these tensors at once; it is over when the last rank has received the order to execute
+        the last one."""
         before = self._mark()
         living = [me for me in self.ranks if me.alive]
         for me in living:
@@ -167,7 +167,7 @@ class TimedJob:
         return self._passage(before, max(me.ordered for me in living))
 
     def kill(self, rank: int) -> tuple[Passage, float]:
-        """A rank dies while all others wait for it.
+        """Kill a rank while all others wait for it.
 
         Returns: Its cost, with the time after which all knew of it, and how many seconds passed until all had begun a
             new epoch.
@@ -251,7 +251,7 @@ class TimedJob:
     # -- ranks ----------------------------------------------------------------------------------------------------
 
     def hello(self, rank: int) -> m.Hello:
-        """How a rank introduces itself."""
+        """Return how a rank introduces itself."""
         host = rank // self.network.ranks_per_host
         return m.Hello(
             m.PROTOCOL_VERSION,
@@ -319,7 +319,8 @@ class TimedJob:
 
 
 def memory_of_root(size: int, names: Sequence[str]) -> int:
-    """Bytes that the coordinator's state takes once all ranks have announced these tensors, each message decoded as it comes from a socket."""
+    """Return bytes that the coordinator's state takes once all ranks have announced these tensors, each message decoded
+    as it comes from a socket."""
     job, definitions = TimedJob(0), []
     for local, name in enumerate(names):
         signature = m.Signature(int(OpKind.ALLREDUCE), name, int(DType.F32), int(ReduceOp.SUM), _TENSOR.shape)

@@ -18,7 +18,7 @@ from remote_shell import RemoteShell
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """Two hosts, which are namespaces of this one; skipped where those are not permitted."""
+    """Yield two hosts, which are namespaces of this one; skipped where those are not permitted."""
     if reason := hosts.missing():
         pytest.skip(reason)
     with Network(2) as made:

@@ -25,7 +25,7 @@ hvd.init()
 
 @pytest.fixture
 def pool(cluster: Any) -> Iterator[Pool]:
-    """Three ranks on two workers, with room for one more."""
+    """Yield three ranks on two workers, with room for one more."""
     pool = Pool.start(3, launcher="dask", launcher_options={"timeout": "2"}, timeout=PATIENCE)
     yield pool
     pool.stop()

@@ -154,7 +154,7 @@ def step(model: Any, trainer: Any, x: Any, y: Any) -> None:
 
 
 def reference(start: list[Any], n: int) -> list[Any]:
-    """One process's weights after training on all the data."""
+    """Return one process's weights after training on all the data."""
     model = net()
     model.initialize()
     model(mx.nd.ones((1, 5)))

@@ -205,7 +205,7 @@ def test_row_sparse_arrays_of_mxnet_give_mxnets_bits() -> None:
 def embedded(
     store: str, contexts: list[Any], share: slice = slice(None), *, sparse_weight: bool = False
 ) -> Any:
-    """The weight of an embedding with gradients by row, after training."""
+    """Return the weight of an embedding with gradients by row, after training."""
     weight = mx.gluon.Parameter(
         "weight", shape=(11, 2), grad_stype="row_sparse", stype="row_sparse" if sparse_weight else "default"
     )

@@ -50,7 +50,7 @@ def settings(**more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def executor(cluster: Any) -> Iterator[RayExecutor]:
-    """Two ranks on one node, which most tests share: also those in which a rank fails."""
+    """Yield two ranks on one node, which most tests share: also those in which a rank fails."""
     found = RayExecutor(settings(), num_workers=2)
     found.start(Counter, [10], {"step": 5}, extra_env_vars={"OF_THE_CALL": 7})
     yield found

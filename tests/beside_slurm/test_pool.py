@@ -23,7 +23,7 @@ hvd.init()
 
 @pytest.fixture(scope="module")
 def pool(slurm: SlurmCluster) -> Iterator[Pool]:
-    """Three ranks on two nodes, with room for one more."""
+    """Yield three ranks on two nodes, with room for one more."""
     options = {"nodes": "2", "slots": "4", "args": "--ntasks-per-node=2"}
     pool = Pool.start(3, launcher="slurm", launcher_options=options, timeout=PATIENCE)
     yield pool

@@ -19,7 +19,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("pyspark") else ["test_*.py
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    """The SparkContext, of which a process has one: there is one for all tests."""
+    """Yield the SparkContext, of which a process has one: there is one for all tests."""
     with context(slots=2) as made:
         yield made
 

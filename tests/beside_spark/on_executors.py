@@ -38,7 +38,7 @@ def kill_the_executor() -> None:
 
 
 def where() -> tuple[float, str, int, int]:
-    """The sum over the ranks, and where this one is: in which worker's directory, and beside how many."""
+    """Return the sum over the ranks, and where this one is: in which worker's directory, and beside how many."""
     import numpy as np
 
     import hvdlab.numpy as hvd
@@ -118,7 +118,7 @@ def grow(directory: str) -> list[int]:
 
 
 def executors(context: Any) -> int:
-    """How many executors there are beside the driver."""
+    """Return how many executors there are beside the driver."""
     return int(context._jsc.sc().getExecutorMemoryStatus().size()) - 1
 
 

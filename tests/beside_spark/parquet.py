@@ -17,7 +17,7 @@ WEIGHTS = np.array([2.0, -1.0, 0.5])
 
 
 def write(tmp_path: Path, rows: int = 64, name: str = "intermediate_train_data", **more: Any) -> LocalStore:
-    """Rows of ``x``, three numbers, and ``y``, their sum with weights."""
+    """Write rows of ``x``, three numbers, and ``y``, their sum with weights."""
     x = np.random.default_rng(0).normal(size=(rows, 3))
     place = tmp_path / name
     place.mkdir()

@@ -41,7 +41,7 @@ class SparkCluster:
         return {"SPARK_MASTER": self.address, "SPARK_LOCAL_IP": _HERE, "PYSPARK_PYTHON": sys.executable}
 
     def executors(self) -> list[psutil.Process]:
-        """The processes of executors."""
+        """Return the processes of executors."""
         return [
             child
             for daemon in self._daemons

@@ -72,7 +72,7 @@ def estimator(store: LocalStore, **more: Any) -> Any:
 
 
 def chosen(start: int) -> list[int]:
-    """The rows of both ranks' batches."""
+    """Return the rows of both ranks' batches."""
     return [*range(start, start + 8), *range(32 + start, 40 + start)]
 
 

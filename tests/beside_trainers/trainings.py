@@ -71,7 +71,7 @@ class Loss(nn.Module):
 
 
 def made() -> Loss:
-    """The model at its beginning, the same on all ranks."""
+    """Return the model at its beginning, the same on all ranks."""
     torch.manual_seed(0)
     return Loss()
 
@@ -88,7 +88,7 @@ def begin_anew() -> None:
 
 
 def alone(size: int) -> nn.Module:
-    """The model after one process has trained it on the batches of all ranks."""
+    """Return the model after one process has trained it on the batches of all ranks."""
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     rows = Rows()
@@ -198,7 +198,7 @@ LIBRARIES: dict[str, Callable[[Rows], nn.Module]] = {
 
 
 def world() -> tuple[int, int]:
-    """How many ranks there are, and which of them this one is."""
+    """Return how many ranks there are, and which of them this one is."""
     import hvdlab.torch as hvd
 
     hvd.init()
@@ -206,7 +206,7 @@ def world() -> tuple[int, int]:
 
 
 def difference(model: nn.Module) -> float:
-    """The largest difference of a parameter to that of a model that one process has trained."""
+    """Return the largest difference of a parameter to that of a model that one process has trained."""
     assert dist.get_backend() == "hvdlab"
     other = alone(dist.get_world_size())
     pairs = zip(model.parameters(), other.parameters(), strict=True)

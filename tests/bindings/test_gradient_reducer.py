@@ -89,7 +89,7 @@ def test_gradients_are_averaged_alone_in_groups_compressed_and_predivided(two: R
 
 
 def in_turns() -> tuple[list[int], list[list[float] | None]]:
-    """How many allreduces were under way after each backward pass of two."""
+    """Return how many allreduces were under way after each backward pass of two."""
     framework, reducer, parameters = made([1, 1], passes=2)
     submitted = []
     for _ in range(2):

@@ -51,7 +51,8 @@ while hvd.allreduce(np.float64(not os.path.exists('end')), name='goes on') > 0:
 
 @pytest.fixture
 def runtime() -> Iterator[str]:
-    """A directory for the registry of kept pools, apart from those of other tests. Names of sockets may have 107 characters."""
+    """Yield a directory for the registry of kept pools, apart from those of other tests. Names of sockets may have 107
+    characters."""
     with TemporaryDirectory(prefix="hvd-t-") as directory:
         yield directory
         # A test that failed has left the pool, which outlives its kernel.

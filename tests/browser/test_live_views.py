@@ -174,7 +174,7 @@ def check_pixels(lab: LabPage) -> None:
 
 
 def off_by(bar: dict[str, float] | None, late: list[list[float]], begin: float, end: float) -> float:
-    """How many pixels a bar is longer or shorter than the lateness; the triangle at its end is some wider."""
+    """Return how many pixels a bar is longer or shorter than the lateness; the triangle at its end is some wider."""
     if bar is None:
         return math.inf
     # The triangle at an end reaches over what lies near, which cannot always be distinguished then.

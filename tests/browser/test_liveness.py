@@ -112,7 +112,7 @@ def check_still(lab: LabPage, selector: str) -> None:
 
 
 def colour(lab: LabPage, selector: str) -> Any:
-    """The colour of the dot before a text."""
+    """Return the colour of the dot before a text."""
     script = "selector => getComputedStyle(document.querySelector(selector), '::before').backgroundColor"
     return lab.page.evaluate(script, selector)
 
@@ -217,6 +217,6 @@ def save(lab: LabPage) -> None:
 
 
 def still(lab: LabPage, path: Path, cell: int) -> str:
-    """The text of the picture that is saved with a view; empty if there is none."""
+    """Return the text of the picture that is saved with a view; empty if there is none."""
     texts = [one["data"]["text/plain"] for one in lab.saved_outputs(path, cell) if "data" in one]
     return next((text for text in texts if text), "")

@@ -112,7 +112,7 @@ class View:
         )
 
     def ranks(self) -> list[int]:
-        """Those in the world."""
+        """Return those in the world."""
         found: list[int] = self.root.locator(".hvd-members .hvd-state[data-state=running]").evaluate_all(
             "states => states.map(state => Number(state.closest('tr').dataset.rank))"
         )

@@ -80,7 +80,7 @@ def viewer(trace: Path) -> Iterator[Viewer]:
 
 
 def write(path: Path, count: int) -> list[dict[str, Any]]:
-    """A made-up training of four ranks; 160 spans per step."""
+    """Write a made-up training of four ranks; 160 spans per step."""
     trace = TimelineFile.start(path, mark_cycles=True)
     for rank, data in steps(RANKS, count):
         trace.feed(rank, data)

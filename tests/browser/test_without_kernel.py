@@ -50,7 +50,7 @@ CELLS = [RECORDING, "hvdlab.timeline(recording)", "hvdlab.ranks(recording)", "im
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
-    """A notebook that was run from a command line."""
+    """Return a notebook that was run from a command line."""
     notebook: nbformat.NotebookNode = new_notebook(cells=[new_code_cell(source) for source in CELLS])
     path = str(tmp_path_factory.mktemp("run"))
     NotebookClient(

@@ -336,7 +336,7 @@ class Campaign:
             raise Hang(f"the cell `{source}` on {ranks or 'all'} ranks") from None
 
     def values(self, source: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        """Values of a cell, by rank. Raises ``RuntimeError`` if it fails."""
+        """Return values of a cell, by rank. Raises ``RuntimeError`` if it fails."""
         results = self.cell(source, ranks)
         if not results.ok:
             raise RuntimeError(f"`{source}` failed: {results.root_cause}")

@@ -17,7 +17,7 @@ Count = dict[str, int]
 
 
 def marked(value: str) -> dict[int, str]:
-    """Processes with this mark in their environment, this one left out: id and name."""
+    """Return processes with this mark in their environment, this one left out: id and name."""
     needle = f"{MARK}={value}".encode()
     found: dict[int, str] = {}
     for entry in os.listdir("/proc"):
@@ -35,7 +35,7 @@ def marked(value: str) -> dict[int, str]:
 
 
 def command(pid: int) -> str:
-    """A process's name and, if it is a Python module, which."""
+    """Return a process's name and, if it is a Python module, which."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -45,7 +45,7 @@ def command(pid: int) -> str:
 
 
 def holdings(pid: int) -> Count:
-    """Descriptors by kind, and threads, of a process."""
+    """Return descriptors by kind, and threads, of a process."""
     count: Counter[str] = Counter()
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -84,7 +84,7 @@ def left_in_memory(before: set[str], mark: str) -> list[str]:
 
 
 def files(directory: Path) -> set[str]:
-    """Entries of a directory, and of those in it."""
+    """Return entries of a directory, and of those in it."""
     return (
         {str(path.relative_to(directory)) for path in directory.rglob("*")} if directory.exists() else set()
     )

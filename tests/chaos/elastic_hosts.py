@@ -217,7 +217,8 @@ class ElasticHosts(MembershipCampaign):
     # -- checks after each change -------------------------------------------------------------------------------------
 
     def _wanted(self, without: int = -1) -> dict[str, int]:
-        """How many ranks each host must have, once all is as it is listed, ``without`` one that can't be reached."""
+        """Return how many ranks each host must have, once all is as it is listed, ``without`` one that can't be
+        reached."""
         names = {self._network.hosts[number].name: SLOTS for number in self._listed if number != without}
         return {self._network.hosts[0].name: 1, **names}
 
@@ -251,14 +252,14 @@ class ElasticHosts(MembershipCampaign):
         self._listed = set(numbers)
 
     def _other(self, but: int = -1) -> int:
-        """A host that is not listed; if all are, one of them, not ``but``, is given up first."""
+        """Return a host that is not listed; if all are, one of them, not ``but``, is given up first."""
         if len(self._listed) == HOSTS - 1:
             self._list(self._listed - {self._rng.choice(sorted(self._listed - {but}))})
             self._await_steps(self._wanted())
         return self._rng.choice(sorted(set(range(1, HOSTS)) - self._listed))
 
     def _some(self) -> int:
-        """A host that is listed and trains; if none is, one is found first."""
+        """Return a host that is listed and trains; if none is, one is found first."""
         if not self._listed:
             self._list({self._rng.randrange(1, HOSTS)})
             self._await_steps(self._wanted())

@@ -33,7 +33,7 @@ def main(seed: int, directory: Path) -> None:
     )
 
     def step(state: Any) -> bool:
-        """One step, and a commit if it is due. Return whether the campaign asks the job to end."""
+        """Run one step, and commit if it is due. Return whether the campaign asks the job to end."""
         ranks, number = context.engine().ranks(), state.step
         mine = np.full(SIZE, float((journal.rank + 1) * factor(number)))
         gradient = hvd.allreduce(mine, name="gradient", op=hvd.Sum)

@@ -27,7 +27,7 @@ def factor(step: int) -> int:
 
 
 def with_step(groups: Groups, ranks: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
-    """These groups, after one more step of these ranks."""
+    """Return these groups, after one more step of these ranks."""
     found = [*groups]
     if found and found[-1][0] == ranks:
         found[-1] = (ranks, found[-1][1] + 1)
@@ -37,7 +37,7 @@ def with_step(groups: Groups, ranks: tuple[int, ...]) -> list[tuple[tuple[int, .
 
 
 def replayed(groups: Groups) -> tuple[float, float]:
-    """Any element of the model and of its momentum after these ranks have trained so many steps each."""
+    """Return any element of the model and of its momentum after these ranks have trained so many steps each."""
     weight = momentum = step = 0
     for ranks, count in groups:
         for _ in range(count):

@@ -116,7 +116,8 @@ class MembershipCampaign(abc.ABC):
 
     @abc.abstractmethod
     def _tellers(self, letters: Sequence[dict[str, Any]]) -> Iterable[tuple[Teller, dict[str, Any]]]:
-        """These letters, each with the process that sent it; without those of processes that belong to the training no longer."""
+        """Return these letters, each with the process that sent it; without those of processes that belong to the
+        training no longer."""
 
     @abc.abstractmethod
     def _raise_if_ended(self) -> None:

@@ -40,7 +40,7 @@ class DeviceTraining(Training):
         return left
 
     def used(self) -> int:
-        """Bytes of the GPU that are in use, by all processes together."""
+        """Return bytes of the GPU that are in use, by all processes together."""
         if self.device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self.device)

@@ -60,7 +60,7 @@ class Owners(Pieces):
 
     @contextlib.contextmanager
     def _owned(self, *words: str) -> Iterator[tuple[str, Path, subprocess.Popen[bytes], dict[str, Any]]]:
-        """An owner that trains; afterwards nothing of it may be left."""
+        """Yield an owner that trains; afterwards nothing of it may be left."""
         self.campaign.mailbox.clear()
         mark = f"{self.campaign.mark}-{self.outcome.number}"
         shm = census.shared_memory()

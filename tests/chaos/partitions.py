@@ -43,7 +43,7 @@ KEPT: dict[str, Any] = {}
 
 
 def fill(seed: int) -> str:
-    """Variables that must be there afterwards; their hash."""
+    """Define variables that must be there afterwards; return their hash."""
     KEPT["data"] = np.random.default_rng([seed, context.engine().rank]).standard_normal(50_000)
     return remember()
 
@@ -80,7 +80,7 @@ def total_of_survivors() -> float:
 
 
 def attempts() -> int:
-    """How many of three collectives are done here."""
+    """Return how many of three collectives are done here."""
     done = 0
     for _ in range(3):
         try:

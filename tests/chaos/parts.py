@@ -74,7 +74,7 @@ class Parts(Pieces):
             self._goes_on(run)
 
     def _ports(self) -> list[int]:
-        """Where processes of the pool listen on the loopback interface."""
+        """Return where processes of the pool listen on the loopback interface."""
         found: set[int] = set()
         for pid in census.marked(self.campaign.mark):
             with contextlib.suppress(psutil.Error):

@@ -113,7 +113,7 @@ class Pieces:
         return campaign.pool.start_run(f"{self.fault.loop}.run({order!r})", out=self.sink, label="[7]")
 
     def await_fault(self, ranks: set[int] | None = None) -> float:
-        """The time at which the last of the victims was hit."""
+        """Return the time at which the last of the victims was hit."""
         letters = self.campaign.mailbox.wait("fault", ranks or {self.victim}, self.campaign.hang_after)
         return float(max(letter["at"] for letter in letters))
 
@@ -190,6 +190,6 @@ class Pieces:
             self.outcome.wrong.append(f"the cell did not go on: {self.outcome.said}")
 
     def _pids(self) -> dict[int, int]:
-        """Processes by rank; those that can't answer as well."""
+        """Return processes by rank; those that can't answer as well."""
         pids: dict[int, int] = PoolProbe(self.campaign.pool).group.pids()
         return pids

@@ -38,7 +38,7 @@ class Boom(Exception):
 
 
 def _left_to_gloo() -> list[int]:
-    """Counts from now on how many groups are left to Gloo, which can't cancel an operation."""
+    """Count from now on how many groups are left to Gloo, which can't cancel an operation."""
     count = [0]
     give_up = gloo.GlooPlane._give_up
 
@@ -196,7 +196,7 @@ class Training(Victim):
         self.weights, self.digest, self.steps = weights, self.hash_of(weights), int(steps.max())
 
     def check(self) -> list[int]:
-        """Every kind of collective once, with a result that is known. Returns the ranks that took part."""
+        """Run every kind of collective once, with a known result. Return the ranks that took part."""
         ranks = context.engine().ranks()
         for count in (1, SMALL, BIG):
             mine = self.tensor(np.full(count, self.rank + 1.0))
@@ -220,7 +220,7 @@ class Training(Victim):
         return LEFT[0]
 
     def memory(self) -> dict[str, Any]:
-        """Hashes of all that a fault elsewhere must leave alone."""
+        """Return hashes of all that a fault elsewhere must leave alone."""
         return {
             "pid": os.getpid(),
             "steps": self.steps,

@@ -99,14 +99,14 @@ class Wrapped(Victim):
             hook.remove()
 
     def _loss(self, model: Any, rank: int) -> torch.Tensor:
-        """The loss of a rank's batch of this step."""
+        """Return the loss of a rank's batch of this step."""
         generator = torch.Generator().manual_seed(1000 * self.steps + rank)
         batch = torch.randn(8, 32, generator=generator)
         loss: torch.Tensor = (model(batch) - batch[:, :4]).square().mean()
         return loss
 
     def _taken(self) -> int:
-        """Steps of the optimizer, by its own count."""
+        """Return steps of the optimizer, by its own count."""
         return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
 
     # -- after a failure ------------------------------------------------------------------------------------------

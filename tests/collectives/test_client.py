@@ -264,7 +264,7 @@ def kept() -> Iterator[CoordinatorProcess]:
 
 
 def same_process(epoch: int, ranks: tuple[int, ...]) -> m.KnownSet:
-    """A world whose ranks are all connections of this process."""
+    """Return a world whose ranks are all connections of this process."""
     return m.KnownSet(0, epoch, ranks, (os.getpid(),) * len(ranks))
 
 

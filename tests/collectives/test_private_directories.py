@@ -15,7 +15,7 @@ from hvdlab.collectives import system
 
 @pytest.fixture
 def places(tmp_path: Path) -> list[Path]:
-    """One directory in each of three parents, the first of which is missing."""
+    """Return one directory in each of three parents, the first of which is missing."""
     for parent in ("tmp", "cache"):
         (tmp_path / parent).mkdir()
     return [tmp_path / parent / system.private_name() for parent in ("run", "tmp", "cache")]

@@ -88,7 +88,7 @@ class CollectiveActor(ABC):
 
 
 def plane_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """An actor for the plane class ``module:Class``. The worker then calls :meth:`CollectiveActor.connect`."""
+    """Return an actor for the plane class ``module:Class``. The worker then calls :meth:`CollectiveActor.connect`."""
     module, _, cls = target.partition(":")
     plane_class: type[HostPlane] = getattr(importlib.import_module(module), cls)
     return PlaneActor(plane_class(context))

@@ -23,7 +23,7 @@ def of_two(a: Wide, b: Wide) -> Wide:
 
 
 def expected(vectors: Sequence[Wide]) -> Wide:
-    """The halves' results combined; members beyond a power of two are combined with the first ones before."""
+    """Return the halves' results combined; members beyond a power of two are combined with the first ones before."""
     power = 1
     while 2 * power <= len(vectors):
         power *= 2

@@ -22,7 +22,7 @@ def allreduce(
     in_place: bool = False,
     seed: int = 0,
 ) -> int:
-    """A fused list of buffers of ``counts`` elements; returns the checksum of the results."""
+    """Reduce a fused list of buffers of ``counts`` elements; return the checksum of the results."""
     parts = [
         [inputs.values(seed + i, m, count, dtype) for m in range(actor.size)]
         for i, count in enumerate(counts)
@@ -149,7 +149,7 @@ def halves(actor: CollectiveActor, dtype: DType) -> int:
 
 
 def mixture(actor: CollectiveActor, seed: int, rounds: int) -> int:
-    """A random sequence of all operations and sizes, the same on every member, without a pause in between."""
+    """Run a random sequence of all operations and sizes, the same on every member, without a pause in between."""
     rng = np.random.default_rng(seed)
     total = 0
     for step in range(rounds):

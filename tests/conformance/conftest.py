@@ -41,7 +41,7 @@ def skip_unless_available(plane: PlaneUnderTest, *needs: str) -> None:
 
 @pytest.fixture(scope="package", params=GROUPS)
 def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    """The workers that all tests of one plane and size share."""
+    """Yield the workers that all tests of one plane and size share."""
     plane, size = request.param
     skip_unless_available(plane)
     group = WorkerGroup(plane, size)
@@ -51,20 +51,20 @@ def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
 
 @pytest.fixture
 def group(resident_group: WorkerGroup) -> WorkerGroup:
-    """A configured group; a new epoch if the last test left the plane spent."""
+    """Return a configured group; a new epoch if the last test left the plane spent."""
     make_usable(resident_group)
     return resident_group
 
 
 @pytest.fixture
 def matrix(group: WorkerGroup) -> Matrix:
-    """Runs the combinations of a test's parameters on its group."""
+    """Return an object that runs the combinations of a test's parameters on its group."""
     return Matrix(group)
 
 
 @pytest.fixture(params=MORTAL)
 def mortal_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    """A configured group of several members for one test, whose workers may be killed."""
+    """Yield a configured group of several members for one test, whose workers may be killed."""
     plane, size = request.param
     skip_unless_available(plane, "survive")
     group = WorkerGroup(plane, size)

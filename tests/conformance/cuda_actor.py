@@ -49,7 +49,7 @@ def real_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
 
 
 def fake_staged_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """The way through the host, on the simulated GPU."""
+    """Return the way through the host, on the simulated GPU."""
     return PlaneActor(ThroughGpu(StagedPlane(context, fake_cuda.install(), 0), FakeMemory()))
 
 

@@ -19,7 +19,7 @@ from hvdlab.collectives.types import OpKind, ReduceOp
 
 
 def device_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """An engine beside whose plane for the host there is one for the device."""
+    """Return an engine beside whose plane for the host there is one for the device."""
     fake_device.register()
     return DeviceActor("shm", context)
 

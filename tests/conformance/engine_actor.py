@@ -55,7 +55,7 @@ class Coordination:
 
 
 def engine_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """An engine that is made to use the plane class ``module:Class``."""
+    """Return an engine that is made to use the plane class ``module:Class``."""
     module, _, cls = target.partition(":")
     plane: type[HostPlane] = getattr(importlib.import_module(module), cls)
     return EngineActor(plane.name, context)

@@ -56,7 +56,7 @@ Launcher = Callable[[int, str, Mapping[str, str]], "Sequence[Process]"]
 
 
 def fork_with(modules: tuple[str, ...]) -> Launcher:
-    """A launcher that forks each member from a process that has imported ``modules``."""
+    """Return a launcher that forks each member from a process that has imported ``modules``."""
 
     def launch(size: int, path: str, environment: Mapping[str, str]) -> Sequence[Process]:
         return [
@@ -137,11 +137,11 @@ class PlaneUnderTest:
     hosts: str = ""
 
     def host(self, worker: int) -> str:
-        """Host key of a worker."""
+        """Return host key of a worker."""
         return f"host-{self.hosts[worker]}" if self.hosts else "here"
 
     def unavailable(self) -> str | None:
-        """Why it can't be tested here: the plane's own answer, asked in a process of its own."""
+        """Return why it can't be tested here: the plane's own answer, asked in a process of its own."""
         if self.missing is not None:
             return self.missing()
         module, _, cls = self.target.partition(":")

@@ -45,7 +45,8 @@ class Matrix:
 
 
 def selected(plane: PlaneUnderTest, size: int, axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """The combinations for a plane and size: all, or those that :attr:`PlaneUnderTest.every` and ``normally`` leave."""
+    """Return the combinations for a plane and size: all, or those that :attr:`PlaneUnderTest.every` and ``normally``
+    leave."""
     every = plane.every if effort.examples(1) > 1 else max(plane.every, plane.normally)
     positions = list(itertools.product(*(range(len(axis)) for axis in axes)))
     if len(positions) >= every:
@@ -62,7 +63,7 @@ def make_usable(group: WorkerGroup) -> None:
 
 
 def label(value: Any) -> str:
-    """A parameter's value as reports name it."""
+    """Return a parameter's value as reports name it."""
     match value:
         case DType():
             return value.label

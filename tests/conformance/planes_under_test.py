@@ -55,7 +55,7 @@ HIERARCHICAL = "hvdlab.collectives.planes.hierarchical:HierarchicalPlane"
 
 
 def hierarchical(hosts: str, outer: str = "gloo", every: int = 12, block_bytes: int = 0) -> PlaneUnderTest:
-    """The hierarchical plane on simulated hosts, a letter for each member."""
+    """Return the hierarchical plane on simulated hosts, a letter for each member."""
     how: dict[str, Any] = {}
     if outer == "mpi":
         how = {"launcher": mpiexec, "missing": mpi_missing, "lacks": frozenset({"survive"})}

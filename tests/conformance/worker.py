@@ -84,7 +84,7 @@ class Worker:
                 self.fds = open_fds()
 
     def leftovers(self) -> str:
-        """Threads and descriptors that outlived all planes, as text; empty if none."""
+        """Return threads and descriptors that outlived all planes, as text; empty if none."""
         threads = [t.name for t in set(threading.enumerate()) - self.threads]
         fds = {k: v for k, v in open_fds().items() if self.fds is not None and self.fds.get(k) != v}
         if self.gave_up:
@@ -93,14 +93,14 @@ class Worker:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function ``module:function``."""
+    """Return the function ``module:function``."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
 
 
 def open_fds() -> dict[str, str]:
-    """Sockets, pipes and memfds of this process, by number."""
+    """Return sockets, pipes and memfds of this process, by number."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -113,7 +113,7 @@ def open_fds() -> dict[str, str]:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """The fields of a ``Failure``; the exception travels too if it can be pickled."""
+    """Return the fields of a ``Failure``; the exception travels too if it can be pickled."""
     sendable: BaseException | None = error
     try:
         pickle.dumps(error)

@@ -23,7 +23,7 @@ needs_tensorflow = pytest.mark.skipif(find_spec("tensorflow") is None, reason="n
 
 
 def launch(np: int, script: str, *arguments: str, cwd: Path) -> str:
-    """Standard output of all ranks of ``hvdlab run``."""
+    """Return standard output of all ranks of ``hvdlab run``."""
     command = [sys.executable, "-m", "hvdlab", "run", "-np", str(np)]
     done = subprocess.run(
         [*command, sys.executable, str(EXAMPLES / script), *arguments],

@@ -10,7 +10,7 @@ from ranks import Ranks
 
 
 def other_gpus() -> int:
-    """How many GPUs a process sees beside the first."""
+    """Return how many GPUs a process sees beside the first."""
     from cuda.bindings import driver
 
     driver.cuInit(0)

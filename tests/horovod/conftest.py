@@ -39,7 +39,7 @@ def python(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def real_horovod(tmp_path: Path) -> str:
-    """A directory for ``PYTHONPATH`` in which another package is installed as Horovod."""
+    """Return a directory for ``PYTHONPATH`` in which another package is installed as Horovod."""
     package = tmp_path / "site" / "horovod"
     (package / "torch").mkdir(parents=True)
     (package / "__init__.py").write_text("__version__ = '0.28.1'\nREAL = True\n")

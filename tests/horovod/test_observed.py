@@ -113,7 +113,7 @@ def _evaluate(expression: str) -> Any:
 
 
 def _error_of(expression: str) -> tuple[list[str], str]:
-    """Names of the error's classes, and its text."""
+    """Return names of the error's classes, and its text."""
     try:
         eval(expression)
     except Exception as error:  # noqa: BLE001  (the test looks at it)

@@ -43,7 +43,7 @@ def test_every_row_has_a_verdict() -> None:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module that stands for one of Horovod's."""
+    """Return a module that stands for one of Horovod's."""
 
     class Base:
         @staticmethod

@@ -35,7 +35,7 @@ print(json.dumps({"at": hvdlab.__file__, "scripts": sorted(one.name for one in S
 
 
 def without_node(directory: Path) -> dict[str, str]:
-    """An environment with nothing on PATH but the system's own programs, and no node."""
+    """Return an environment with nothing on PATH but the system's own programs, and no node."""
     tools = directory / "tools"
     tools.mkdir()
     for name in ("node", "npm", "jlpm", "jupyter-builder"):

@@ -85,7 +85,7 @@ def fake(directory: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> dict[str, str]:
-    """The environment in which fakes of Slurm's commands are found first."""
+    """Return the environment in which fakes of Slurm's commands are found first."""
     fake(tmp_path, "sbatch", 'echo "7;cluster"')
     fake(tmp_path, "scancel", f'echo "$1" >> {tmp_path}/cancelled')
     return {"PATH": f"{tmp_path}:/usr/bin:/bin"}

@@ -31,7 +31,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
 
 @pytest.fixture
 def kernel(started: LiveKernel) -> LiveKernel:
-    """A kernel with four ranks that know ``rank`` and ``x``."""
+    """Return a kernel with four ranks that know ``rank`` and ``x``."""
     started.run("%load_ext hvdlab")
     cell = started.run(SETUP)
     assert cell.error is None, cell.error
@@ -99,7 +99,7 @@ def test_80000_lines_are_complete_and_in_order(kernel: LiveKernel, alike: bool) 
 
 
 def wait_for(name: str) -> str:
-    """A line with which ranks wait for a file in the kernel's directory."""
+    """Return a line with which ranks wait for a file in the kernel's directory."""
     return f"while not os.path.exists({name!r}): time.sleep(0.01)"
 
 

@@ -48,7 +48,7 @@ def strips(cell: Cell) -> list[dict[str, Any]]:
 
 
 def updates(kernel: LiveKernel) -> list[tuple[float, dict[str, Any]]]:
-    """States of strips that went to the page; before ipykernel 7 they belong to the cell."""
+    """Return states of strips that went to the page; before ipykernel 7 they belong to the cell."""
     came = [*kernel.others, *(one for cell in kernel.cells.values() for one in cell.messages)]
     states = [
         (at, content["data"]["state"]["pace"])

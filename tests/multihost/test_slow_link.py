@@ -45,7 +45,7 @@ def ranks(request: pytest.FixtureRequest, log: Path) -> Iterator[RanksOnHosts]:
 
 
 def small() -> float:
-    """Seconds that one small allreduce takes."""
+    """Return seconds that one small allreduce takes."""
     hvd.allreduce(np.ones(2), op=hvd.Sum)
     begin = time.monotonic()
     for _ in range(5):

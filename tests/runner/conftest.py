@@ -37,7 +37,7 @@ class Ran:
         ]
 
     def of(self, rank: int, stream: str = "stdout") -> list[str]:
-        """The lines of a rank."""
+        """Return the lines of a rank."""
         head = f"[{rank}]<{stream}>:"
         source = self.out if stream == "stdout" else self.err
         return [line.removeprefix(head) for line in source.splitlines() if line.startswith(head)]
@@ -104,7 +104,7 @@ class Launcher:
         return Ran(process.returncode, out, err)
 
     def descendants(self) -> list[int]:
-        """Processes that these launchers started, however they were orphaned."""
+        """Return processes that these launchers started, however they were orphaned."""
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             try:
@@ -115,7 +115,7 @@ class Launcher:
         return found
 
     def running(self, text: str) -> list[int]:
-        """Those among them that have this in their command line."""
+        """Return those among them that have this in their command line."""
         found = []
         for pid in self.descendants():
             with contextlib.suppress(OSError):

@@ -36,7 +36,7 @@ class Loop:
         self.run._starter = _Starter(self.started)
 
     def monotonic(self) -> float:
-        """The clock that the loop reads."""
+        """Return the clock that the loop reads."""
         return self.now
 
     def take(self, *posted: QueuedEvent) -> None:

@@ -454,7 +454,7 @@ def test_any_order_of_events_ends(minimum: int | None, data: st.DataObject) -> N
 
 
 def unstarted(*hosts: str, started: tuple[int, ...] = (0,), **policy: Any) -> Script:
-    """A job of ranks on these hosts, of which some have been started."""
+    """Return a job of ranks on these hosts, of which some have been started."""
     script = Script(0)
     script.supervisor = Supervisor(Policy(hosts, start_timeout=30.0, **policy), 0.0)
     script.tell(*(e.Spawned(rank, 100 + rank) for rank in started))
@@ -560,7 +560,7 @@ def test_what_may_run_and_is_not_known_to_is_ended_with_its_host() -> None:
 
 
 def newcomers(**policy: Any) -> Script:
-    """A job that trains, with two newcomers whose processes run; one of them is in the world."""
+    """Return a job that trains, with two newcomers whose processes run; one of them is in the world."""
     policy = {"growth": Growth(1, 4), **policy}
     script = Script(0, min_ranks=1, join_timeout=60.0, newcomer_timeout=600.0, **policy)
     script.tell(e.Hosts({"a": 1}), e.Spawned(0, 100), e.Connected(0), e.Formed())

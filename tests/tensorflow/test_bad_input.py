@@ -70,7 +70,8 @@ def _cases() -> list[tuple[Callable[[], Any], type[Exception], str]]:
 
 
 def _making() -> list[tuple[Callable[..., Any], str]]:
-    """The functions that take an operator for gradients, each with the error's text for operators that it does not take."""
+    """Return the functions that take an operator for gradients, each with the error's text for operators that it does
+    not take."""
     import keras
     import tensorflow as tf
     import tf_keras

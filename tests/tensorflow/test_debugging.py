@@ -96,7 +96,8 @@ def both_go_on(kernel: PromptingKernel) -> bool:
 
 
 def lines_of(cell: Cell) -> set[str]:
-    """The lines that the ranks have written, without the ranks' numbers, which depend on how lines were merged."""
+    """Return the lines that the ranks have written, without the ranks' numbers, which depend on how lines were
+    merged."""
     return {line.partition("] ")[2] for line in plain(cell.text()).splitlines()}
 
 

@@ -22,7 +22,8 @@ def _keras(version: int) -> Any:
 
 
 def _load(version: int) -> Callable[..., Any]:
-    """The public ``load_model`` for Keras 3; for Keras 2, which is not ``tf.keras`` here, the function that it calls."""
+    """Return the public ``load_model`` for Keras 3; for Keras 2, which is not ``tf.keras`` here, the function that it
+    calls."""
     import hvdlab.tensorflow.keras as hvd_keras
     from hvdlab.tensorflow.compression import Compression
     from hvdlab.tensorflow.keras.optimizers import load_model
@@ -35,7 +36,7 @@ def _load(version: int) -> Callable[..., Any]:
 
 
 def _own(keras: Any) -> Any:
-    """A user's own class of optimizer: SGD with a factor, a further setting, that makes its steps longer."""
+    """Return a user's own class of optimizer: SGD with a factor, a further setting, that makes its steps longer."""
 
     class Further(keras.optimizers.SGD):  # type: ignore[misc]
         def __init__(self, learning_rate: Any = 0.1, factor: float = 1.0, **kwargs: Any) -> None:

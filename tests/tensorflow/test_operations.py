@@ -28,7 +28,7 @@ def _modules() -> tuple[Any, Any]:
 
 
 def _total(hvd: Any) -> float:
-    """The sum of the ranks' numbers, counted from 1."""
+    """Return the sum of the ranks' numbers, counted from 1."""
     return hvd.size() * (hvd.size() + 1) / 2
 
 
@@ -524,7 +524,8 @@ def loaded(folder: Path, rank: int) -> None:
 
 
 def threads_of_kernels() -> list[tuple[int, bool]]:
-    """For each of many kernels the thread that it began on, and whether Python met that thread for the first time."""
+    """Return for each of many kernels the thread that it began on, and whether Python met that thread for the first
+    time."""
     tf, hvd = _modules()
     from hvdlab.tensorflow import kernels
 

@@ -22,7 +22,7 @@ def _keras(version: int) -> Any:
 
 
 def _data(bad: int) -> tuple[Any, Any]:
-    """Data for batches of :data:`BATCH` rows; if ``bad``, a row of that batch has a NaN."""
+    """Return data for batches of :data:`BATCH` rows; if ``bad``, a row of that batch has a NaN."""
     x = np.random.default_rng(5).normal(size=(BATCH * BATCHES, 3)).astype(np.float32)
     if bad:
         x[BATCH * (bad - 1) + 2, 1] = np.nan

@@ -88,7 +88,7 @@ def partial_tapes() -> None:
 
 
 def rewritten() -> list[str]:
-    """The functions whose source AutoGraph rewrote when it traced a step."""
+    """Return the functions whose source AutoGraph rewrote when it traced a step."""
     tf, hvd, _ = _modules()
     v = tf.Variable([1.0, 2.0])
     optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
@@ -291,7 +291,7 @@ def fits(version: int) -> None:
 
 
 def _slopes(tf: Any, weights: list[Any], x: Any, y: Any) -> list[Any]:
-    """The gradients of the mean squared error of two dense layers."""
+    """Return the gradients of the mean squared error of two dense layers."""
     variables = [tf.Variable(each) for each in weights]
     first, shift, second, end = variables
     with tf.GradientTape() as tape:

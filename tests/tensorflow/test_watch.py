@@ -34,7 +34,8 @@ def _model(keras: Any) -> Any:
 
 
 def _changes(keras: Any) -> tuple[Any, list[float]]:
-    """A callback, and a list of the gradients' norms, which it computes from the changes that SGD's steps make."""
+    """Return a callback, and a list of the gradients' norms, which it computes from the changes that SGD's steps
+    make."""
     norms: list[float] = []
 
     class Changes(keras.callbacks.Callback):  # type: ignore[misc]
@@ -116,7 +117,7 @@ def plain_optimizers(version: int) -> None:
 
 
 def _looped(keras: Any, rate: Any, wrapped: Callable[[Any], Any]) -> dict[str, list[tuple[int, float]]]:
-    """The metrics of four steps of the user's own loop, of two passes each, with sparse gradients."""
+    """Return the metrics of four steps of the user's own loop, of two passes each, with sparse gradients."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd

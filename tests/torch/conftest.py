@@ -19,7 +19,7 @@ def _world(size: int) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session", params=[1, 2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A world of 1, 2 or 4 ranks, which ends when no further test uses a world of that size."""
+    """Yield a world of 1, 2 or 4 ranks, which ends when no further test uses a world of that size."""
     yield from _world(request.param)
 
 

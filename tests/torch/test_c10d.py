@@ -46,7 +46,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def watched(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A world whose groups have Gloo inside and are watched."""
+    """Yield a world whose groups have Gloo inside and are watched."""
     env = {"HVDLAB_C10D_WATCH": "watched:gloo"}
     with Ranks(request.param, init=False, imports=["hvdlab.torch"], env=env) as ranks:
         ranks.run(_begin, timeout=60)
@@ -54,7 +54,7 @@ def watched(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small whole numbers that differ between ranks, and which every dtype holds exactly."""
+    """Return small whole numbers that differ between ranks, and which every dtype holds exactly."""
     generator = torch.Generator().manual_seed(7 + rank)
     return torch.randint(0, 5, shape, generator=generator).to(dtype)
 
@@ -282,7 +282,7 @@ MATRIX: dict[str, Callable[[Group, int, int], Tensors]] = {
 
 
 def _differences(without: str = "") -> list[str]:
-    """The cases of the matrix whose results differ from Gloo's; one of them may be left out."""
+    """Return the cases of the matrix whose results differ from Gloo's; one of them may be left out."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name, case in MATRIX.items():
@@ -328,7 +328,7 @@ def _wrong_calls(group: Group, rank: int, size: int) -> dict[str, Callable[[], o
 
 
 def _other_errors() -> list[str]:
-    """The wrong calls that raise an error that code written for Gloo would not catch."""
+    """Return the wrong calls that raise an error that code written for Gloo would not catch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name in _wrong_calls(None, rank, size):
@@ -419,7 +419,7 @@ def test_profilers_show_operations_as_they_show_gloos(world: Ranks) -> None:
 
 
 def _unsorted() -> list[str]:
-    """The differences from Gloo in the matrix, on groups whose ranks are not in ascending order."""
+    """Return the differences from Gloo in the matrix, on groups whose ranks are not in ascending order."""
     found = []
     ranks = list(range(dist.get_world_size()))
     for order in {tuple(ranks[::-1]), (*ranks[1:], ranks[0])}:
@@ -745,7 +745,7 @@ def _root_options(root: int, tensor: int = 0, of: Any = dist.BroadcastOptions) -
 
 
 def _told_otherwise() -> list[str]:
-    """The words that are missing in the error of their wrong call. Nothing is sent, so the group goes on."""
+    """Return the words that are missing in the error of their wrong call. Nothing is sent, so the group goes on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for words, call in WRONG_CALLS.items():

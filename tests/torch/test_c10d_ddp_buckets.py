@@ -98,7 +98,7 @@ def _begin() -> None:
 
 
 def _layers() -> nn.Sequential:
-    """Layers of equal sizes, so that sizes alone do not distinguish buckets."""
+    """Return layers of equal sizes, so that sizes alone do not distinguish buckets."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
 
@@ -170,7 +170,8 @@ WRAPPERS: dict[str, Wrap] = {
 
 
 def _buckets(model: Any) -> list[str]:
-    """The buckets as torch itself reports them, outside of a pass; torch fails to do so if gradients are sparse."""
+    """Return the buckets as torch itself reports them, outside of a pass; torch fails to do so if gradients are
+    sparse."""
     if isinstance(model.module, _Embedded):
         first = "out.bias, out.weight" if model._has_rebuilt_buckets else "out.weight, out.bias"
         return [f"DDP bucket 0: {first}", "DDP bucket 1: words.weight"]
@@ -183,7 +184,7 @@ def _buckets(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _seen() -> Iterator[list[str]]:
-    """The parts of models that the default group's all_reduces are for, in order."""
+    """Yield the parts of models that the default group's all_reduces are for, in order."""
     calls: Any = dist.group.WORLD._calls  # type: ignore[union-attr]
     seen: list[str] = []
     recorded_as = calls.recorded_as
@@ -241,7 +242,7 @@ def _two_in_one() -> list[list[str]]:
 
 
 def _made_anew() -> list[list[str]]:
-    """The buckets of a model whose reducer ``agree`` has replaced, as after a pass that has failed."""
+    """Return the buckets of a model whose reducer ``agree`` has replaced, as after a pass that has failed."""
     from hvdlab.torch.c10d import agree
 
     model, found = WRAPPERS["as it is"](), []

@@ -176,7 +176,7 @@ def test_torchs_store_has_neither_token_nor_address(
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, Path]]:
-    """The listening socket of another user in a directory of theirs, which all may enter."""
+    """Yield the listening socket of another user in a directory of theirs, which all may enter."""
     with (
         tempfile.TemporaryDirectory(prefix="hvd-w-", dir="/tmp") as place,
         socket.socket(socket.AF_UNIX) as sock,
@@ -198,7 +198,7 @@ def _write(host: str, port: int, key: str, card: bytes) -> None:
 
 
 def _written_by_another(key: str, card: bytes) -> dist.Store:
-    """A store with the card that another user has written at torch's port, which asks for no password."""
+    """Return a store with the card that another user has written at torch's port, which asks for no password."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=False)
     ordinary_user.run(_write, "127.0.0.1", server.port, key, card)
     store = dist.HashStore()

@@ -93,7 +93,8 @@ OPTIMIZERS: dict[str, Optimizer] = {"Adam": _adam, "momentum": _momentum}
 
 
 def _brought(wrap: str, update: str, without: tuple[int, ...], taken: int) -> tuple[str, bool, Agreement]:
-    """The text of ``agree`` after some ranks missed a step, and whether all is then as if none had, also after a further step."""
+    """Return the text of ``agree`` after some ranks missed a step, and whether all is then as if none had, also after a
+    further step."""
     make, optimizer = MODELS[wrap], OPTIMIZERS[update]
     model = make()
     updating = optimizer(model)

@@ -152,7 +152,7 @@ def _listen() -> None:
 
 
 def _waits(how: str) -> str:
-    """The error that ended a rank's wait for a rank that never comes."""
+    """Return the error that ended a rank's wait for a rank that never comes."""
     if how == "init":
         engine: Any = context.init()
         submit = engine.submit

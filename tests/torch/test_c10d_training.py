@@ -79,7 +79,7 @@ def _fsdp1() -> Made:
 
 
 def _parallel() -> Made:
-    """Layers that are divided among pairs of ranks, and whose replicas are sharded over the pairs."""
+    """Return layers that are divided among pairs of ranks, and whose replicas are sharded over the pairs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -118,7 +118,7 @@ def _full(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _trained() -> list[str]:
-    """The ways whose parameters in the end differ from those of one process."""
+    """Return the ways whose parameters in the end differ from those of one process."""
     rank, wrong = dist.get_rank(), []
     generator = torch.Generator().manual_seed(1)
     xs, ys = torch.randn(4 * SIZE, 8, generator=generator), torch.randn(4 * SIZE, 4, generator=generator)

@@ -26,7 +26,7 @@ SAMPLES, BATCH, EPOCHS = 36, 2, 2
 
 @pytest.fixture
 def world() -> Iterator[Ranks]:
-    """A world of three ranks for one test, which may lose some of them."""
+    """Yield a world of three ranks for one test, which may lose some of them."""
     with Ranks(3, imports=["hvdlab.torch.elastic"], env={"HOROVOD_ELASTIC_TIMEOUT": "20"}) as ranks:
         yield ranks
 

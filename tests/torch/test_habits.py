@@ -56,7 +56,7 @@ def values(net: nn.Module) -> list[torch.Tensor]:
 
 
 def mean_loss(loss: torch.Tensor, wrap: Wrap) -> float:
-    """The mean of both ranks' losses."""
+    """Return the mean of both ranks' losses."""
     return float(hvd.allreduce(loss.detach()) if wrap is distributed else loss.detach())
 
 

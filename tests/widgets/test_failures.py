@@ -98,7 +98,7 @@ def feed(recording: Recording, seed: int = 1) -> None:
 
 
 def shown(recording: Recording, page: Page, kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One of the views that a publisher feeds, on a page that listens."""
+    """Return one of the views that a publisher feeds, on a page that listens."""
     if kind == "panel":
         panel = Panel(page.send, Desk(recording))
         panel.receive({"type": "hello", "rows": True, "since": 0})

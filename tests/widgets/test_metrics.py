@@ -30,7 +30,7 @@ SECOND = 1_000_000_000
 
 
 def recorded(ranks: int, *names: str, count: int = 60, late: int = -1) -> Recording:
-    """One point of each name and second; the values of rank ``late`` are ten times as large."""
+    """Record one point of each name and second; the values of rank ``late`` are ten times as large."""
     recording = Recording()
     for rank in range(ranks):
         events: list[Event] = [

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def digest_of_sources() -> str:
-    """As ``ui/build.mjs`` computes it."""
+    """Return the digest as ``ui/build.mjs`` computes it."""
     files = [path for path in (UI / "src").rglob("*") if path.is_file()]
     files += [UI / "build.mjs", UI / "package-lock.json"]
     digest = hashlib.sha256()

@@ -46,7 +46,7 @@ def feed(recording: Recording, ranks: int = 4, count: int = 20, **more: Any) -> 
 
 
 def unpack(message: dict[str, Any], buffer: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """The columns, as the script in the browser takes them apart."""
+    """Return the columns, as the script in the browser takes them apart."""
     found, at = {}, 0
     for name, kind in COLUMNS:
         found[name] = np.frombuffer(buffer, kind, message["count"], at)

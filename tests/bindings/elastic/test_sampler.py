@@ -20,7 +20,7 @@ Place = Callable[[int, int], None]
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Where the sampler takes itself to be."""
+    """Return where the sampler takes itself to be."""
 
     def put(rank: int, size: int) -> None:
         monkeypatch.setattr(module, "rank", lambda: rank)

@@ -65,7 +65,7 @@ class World:
         self.number = 0
 
     def step(self) -> bool:
-        """A batch on all ranks; whether there was one."""
+        """Run a batch on all ranks; return whether there was one."""
         batches = [handler.value.get_indices(self.number, self._batch) for handler in self.ranks]
         if not batches[0]:
             return False

@@ -25,7 +25,7 @@ def submit(sim: Simulation, *names: str, kind: OpKind = OpKind.ALLREDUCE, count:
 
 
 def batches(sim: Simulation) -> list[list[int]]:
-    """How many tensors each batch of each order had."""
+    """Return how many tensors each batch of each order had."""
     orders = [message for message in sim.ranks[0].received if isinstance(message, m.Execute)]
     return [[len(batch.locals) for batch in order.batches] for order in orders]
 

@@ -80,7 +80,7 @@ def test_who_is_sent_away_says_so(offered: Handover, monkeypatch: pytest.MonkeyP
     import threading
 
     def credentials(sock: socket.socket) -> tuple[int, int]:
-        """Those of another user on the coordinator's side only."""
+        """Return those of another user on the coordinator's side only."""
         return 1, os.geteuid() + (threading.current_thread() is not threading.main_thread())
 
     monkeypatch.setattr(system, "peer_credentials", credentials)

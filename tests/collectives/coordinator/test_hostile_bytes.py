@@ -198,7 +198,7 @@ def test_garbage_of_strangers_who_stay(coordinator: CoordinatorProcess, job: Job
 
 
 def highest(pid: int) -> int:
-    """The most memory that a process had, in bytes."""
+    """Return the most memory that a process had, in bytes."""
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) << 10
 

@@ -14,7 +14,7 @@ NBYTES = 16
 def simulate(
     credit: int = NBYTES, *, tracked: bool = False, size: int = 2, flush_delay: float = 0.0
 ) -> Simulation:
-    """Ranks whose reports of executed batches the test sends itself."""
+    """Return ranks whose reports of executed batches the test sends itself."""
     sim = Simulation(CoordinatorOptions(size=size, scheduling_credit=credit, flush_delay=flush_delay))
     sim.connect_client()
     for rank in sim.world(*range(size), tracked=tracked):
@@ -32,7 +32,7 @@ def submit(sim: Simulation, name: str, priority: int | None, **fields: object) -
 
 
 def executed(sim: Simulation) -> list[str]:
-    """The names in each batch of the present epoch, in order."""
+    """Return the names in each batch of the present epoch, in order."""
     (rank, *_) = sim.ranks.values()
     sim.check_order()
     batches = rank.executed[0, rank.sets[0].epoch]

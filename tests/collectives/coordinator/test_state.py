@@ -17,7 +17,7 @@ M = TypeVar("M", bound=m.Message)
 
 
 def simulate(size: int | None = 3, *, tracked: bool = False, **options: float) -> Simulation:
-    """A world of ``size`` ranks and a client; in a pool, all run the cell ``cell``."""
+    """Return a world of ``size`` ranks and a client; in a pool, all run the cell ``cell``."""
     sim = Simulation(CoordinatorOptions(size=size, **options))  # type: ignore[arg-type]  # tests give the right ones
     sim.connect_client()
     if size is not None:

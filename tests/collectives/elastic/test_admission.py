@@ -19,7 +19,7 @@ M = TypeVar("M", bound=m.Message)
 
 
 def training(size: int = 3, *, tracked: bool = False) -> Simulation:
-    """Ranks in the middle of elastic training; in a pool all run a cell."""
+    """Return ranks in the middle of elastic training; in a pool all run a cell."""
     sim = Simulation(CoordinatorOptions(size=size))
     sim.connect_client()
     sim.world(*range(size), tracked=tracked)
@@ -374,7 +374,7 @@ def test_one_that_dies_before_it_is_let_go_is_lost_like_any_other() -> None:
 
 
 def by_seniority(size: int = 4) -> Simulation:
-    """Ranks in elastic training that have consecutive numbers."""
+    """Return ranks in elastic training that have consecutive numbers."""
     sim = Simulation(CoordinatorOptions(size=size, by_seniority=True))
     sim.connect_client()
     sim.world(*range(size))
@@ -437,7 +437,7 @@ def test_positions_of_ranks_that_stay_never_change_among_each_other(changes: lis
 def come_back(
     sim: Simulation, lost: SimulatedRank, *, training: bool = True, **fields: object
 ) -> SimulatedRank:
-    """The process of a rank whose connection was lost connects again, and reports its state."""
+    """Connect the process of a rank whose connection was lost again; it reports its state."""
     again = {"pid": 1000 * lost.peer + lost.rank, "generation": 0, "returns": True} | fields
     back = sim.connect(lost.rank, tracked=lost.tracked, **again)
     if back.peer in sim._by_peer:
@@ -454,7 +454,7 @@ def refusal(rank: SimulatedRank) -> m.Refused:
 
 
 def cut_off(sim: Simulation, rank: int = 1, silence: float = 30.0) -> SimulatedRank:
-    """The coordinator gives a rank up, and the others begin again without it."""
+    """Let the coordinator give a rank up, and the others begin again without it."""
     lost = sim.ranks.pop(rank)
     sim.gone.append(lost)
     del sim._by_peer[lost.peer]

@@ -64,7 +64,7 @@ def one_sum() -> float:
 
 
 def cut_and_wait() -> str:
-    """Why the next collective fails, once nothing is left to hope for."""
+    """Return why the next collective fails, once nothing is left to hope for."""
     gone = threading.Event()
     context.engine().on_leave(lambda reason: gone.set())
     cut()

@@ -35,7 +35,7 @@ def three() -> Iterator[Ranks]:
 
 
 def agreed() -> int:
-    """How many requests this rank has had on the world's board."""
+    """Return how many requests this rank has had on the world's board."""
     member = context.engine()._locked.state.sets[0].board_member
     assert member is not None
     return member.board.number
@@ -330,7 +330,7 @@ def wait_long_at_boards() -> None:
 
 
 def large(steps: int, beside: int) -> tuple[int, int]:
-    """Blocking ones of all sizes, each ``beside``-th with another in flight; a rank with one in flight goes to the
+    """Run blocking ones of all sizes, each ``beside``-th with another in flight; a rank with one in flight goes to the
     coordinator.
 
     Returns:
@@ -429,7 +429,7 @@ def reduce_large(value: float) -> float:
 
 
 def reduce_large_until_interrupted() -> float:
-    """One of many; the last, after an interrupt wherever it came, is another one."""
+    """Run one of many; the last, after an interrupt wherever it came, is another one."""
     try:
         while True:
             reduce_large(1.0)
@@ -463,7 +463,7 @@ def test_an_interrupt_anywhere_in_a_large_one(three: Ranks) -> None:
 
 
 def reduce_at_once(size: int, beside: bool) -> tuple[float, int]:
-    """One that is submitted, then waited for. Returns its first element, and how many requests the board has had.
+    """Submit one, then wait for it. Return its first element, and how many requests the board has had.
 
     With ``beside`` rank 0 has a barrier in flight, which rank 1 submits afterwards.
     """

@@ -68,7 +68,7 @@ def planes() -> tuple[str, str]:
 
 
 def mixed(seed: int, count: int) -> list[float]:
-    """Small and large tensors of both classes, submitted in an order of its own by each rank."""
+    """Submit small and large tensors of both classes, on each rank in an order of its own."""
     engine = context.engine()
     handles: dict[int, Handle] = {}
     for i in np.random.default_rng(seed + engine.rank).permutation(count):
@@ -186,14 +186,14 @@ def of_a_set(remove: bool) -> float:
 
 
 def agreed() -> int:
-    """How many requests this rank has had on the world's board."""
+    """Return how many requests this rank has had on the world's board."""
     member = context.engine()._locked.state.sets[0].board_member
     assert member is not None
     return member.board.number
 
 
 def agreed_by_turns(count: int) -> tuple[list[float], int]:
-    """Blocking collectives of both classes, and how many of them the members agreed on in memory."""
+    """Run blocking collectives of both classes, and how many of them the members agreed on in memory."""
     before = agreed()
     sums = [total(device, float(i)) for i in range(count) for device in (fake_device.DEVICE, "cpu")]
     return sums, agreed() - before

@@ -137,7 +137,7 @@ def in_flight(count: int) -> None:
 
 
 def fused(count: int) -> int:
-    """How many operations of the plane it takes for so many tensors of one group."""
+    """Return how many operations of the plane it takes for so many tensors of one group."""
     from hvdlab.collectives.tracing.record_format import Span, decode
 
     engine = context.engine()

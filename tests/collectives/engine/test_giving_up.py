@@ -71,7 +71,7 @@ def cancel(state: RankState, entry: SimEntry) -> bool:
 
 
 def counted(state: RankState) -> list[object]:
-    """Kinds of the messages to send; of those that cancel, how many younger ones there are."""
+    """Return kinds of the messages to send; of those that cancel, how many younger ones there are."""
     return [
         message.later if isinstance(message, m.Cancel) else type(message) for message in state.take_messages()
     ]
@@ -233,7 +233,7 @@ def time_out_in_an_operation() -> float:
 
 
 def stop_in_an_operation() -> float:
-    """Announces its part, and stops before it can execute it."""
+    """Announce its part, and stop before it can execute it."""
     hvd.allreduce(np.ones(4), "first")
     engine = context.engine()
     held, release = threading.Event(), threading.Event()

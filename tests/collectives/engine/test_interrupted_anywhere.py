@@ -49,7 +49,7 @@ def one() -> Iterator[Ranks]:
 
 @cache
 def _places(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions before which an interrupt may be raised."""
+    """Return offsets of the instructions before which an interrupt may be raised."""
     found: set[int] = set()
     called = False
     for instruction in dis.get_instructions(code):
@@ -122,7 +122,8 @@ def reduce_once() -> None:
 
 
 def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], bool]:
-    """How many places there are, where an interrupt made the rank deaf, and whether its spans are sent at the end.
+    """Return how many places there are, where an interrupt made the rank deaf, and whether its spans are sent at the
+    end.
 
     Args:
         blocked_after: Seconds after which a wait leaves everything to the rank's other threads.
@@ -159,7 +160,8 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
 
 
 def hooks_at_each_place() -> tuple[int, list[str]]:
-    """How many places there are, and where an interrupt made a hook be called another number of times than once."""
+    """Return how many places there are, and where an interrupt made a hook be called another number of times than
+    once."""
     engine = context.engine()
     tried: set[tuple[CodeType, int]] = set()
     wrong: list[str] = []

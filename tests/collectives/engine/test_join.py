@@ -80,7 +80,7 @@ def fused(count: int) -> int:
 
 
 def leave_it_in_flight() -> tuple[int, list[float]]:
-    """Asynchronous ones before joining, synchronized afterwards."""
+    """Leave asynchronous ones in flight when joining, and synchronize them afterwards."""
     rank, _size = rank_and_size()
     handles = [hvd.allreduce_async(np.ones(n), f"h{n}", op=hvd.Sum) for n in (4, LARGE) if rank]
     last = hvd.join()

@@ -17,7 +17,7 @@ GENERATION = 1 << 20
 
 
 def pool(size: int, seed: int) -> Simulation:
-    """Ranks that run a cell."""
+    """Return ranks that run a cell."""
     simulation = Simulation(size, seed, tracked=True, options=CoordinatorOptions(reattach=1.0))
     simulation.start_cell("first", tuple(range(size)))
     simulation.run()

@@ -41,7 +41,7 @@ def total() -> float:
 
 
 def reduce(count: int, times: int, *, leave: bool) -> list[float] | str:
-    """Some large operations, and at once away without waiting for them."""
+    """Begin some large operations, and leave at once without waiting for them."""
     engine = context.engine()
     rank = engine.rank
     if leave:

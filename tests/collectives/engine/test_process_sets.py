@@ -116,7 +116,7 @@ def many_sets(times: int) -> int:
 
 
 def resident() -> tuple[int, int, int]:
-    """KiB, open files and threads of this process."""
+    """Return KiB, open files and threads of this process."""
     return _resident("self")
 
 

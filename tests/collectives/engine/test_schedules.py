@@ -83,7 +83,7 @@ TestJob.settings = settings(
 
 
 def reachable(*roots: object) -> int:
-    """How many objects these keep alive, but for code."""
+    """Return how many objects these keep alive, but for code."""
     seen: dict[int, object] = {}
     todo = list(roots)
     while todo:

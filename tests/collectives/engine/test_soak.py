@@ -27,7 +27,7 @@ def two() -> Iterator[Ranks]:
 
 
 def steps(count: int) -> tuple[int, int]:
-    """Named, anonymous, small, large and ragged operations; returns resident bytes and open descriptors."""
+    """Run named, anonymous, small, large and ragged operations; return resident bytes and open descriptors."""
     rng = np.random.default_rng(0)
     rank = context.engine().rank
     for step in range(count):

@@ -36,7 +36,7 @@ def two() -> Iterator[Ranks]:
 
 @pytest.fixture
 def hosts() -> Iterator[Ranks]:
-    """Two ranks whose clocks are 7 s apart, on a coordinator that both reach over TLS."""
+    """Yield two ranks whose clocks are 7 s apart, on a coordinator that both reach over TLS."""
     with Ranks(
         2, tls=True, env={"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"}, imports=["skewed_clock"]
     ) as ranks:
@@ -93,7 +93,7 @@ def end() -> None:
 
 
 def offset() -> tuple[int, int]:
-    """The coordinator's clock minus this rank's as measured, and its bound, once they are known."""
+    """Return the coordinator's clock minus this rank's as measured, and its bound, once they are known."""
     log: Any = context.engine()._spans
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
@@ -210,7 +210,7 @@ def test_the_timeline_begins_at_the_call_and_shows_failures(two: Ranks, tmp_path
 
 
 def records() -> int:
-    """How many there ever were."""
+    """Return how many there ever were."""
     return context.engine().recorder._head
 
 

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=m.Message)
 
 
 def world(*ranks: int, epoch: int = 7) -> m.KnownSet:
-    """The world of these ranks, with the processes that :func:`hello` gives them."""
+    """Return the world of these ranks, with the processes that :func:`hello` gives them."""
     return m.KnownSet(0, epoch, ranks, tuple(1000 + rank for rank in ranks))
 
 

@@ -564,7 +564,7 @@ def test_learning_rates_and_decay_by_key() -> None:
 
 
 def trained(name: str, weight: Any, gradients: Any, **settings: Any) -> Any:
-    """A weight after some updates, in double precision: how MXNet's are rounded is compared beside it."""
+    """Return a weight after some updates, in double precision: how MXNet's are rounded is compared beside it."""
     updater = kvstore.optimizer.get_updater(kvstore.optimizer.create(name, **settings))
     weight = weight.copy()
     for gradient in gradients:

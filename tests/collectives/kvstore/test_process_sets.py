@@ -32,7 +32,8 @@ def start_servers() -> None:
 
 
 def stores_of_two_sets_and_of_all(name: str) -> list[tuple[int, int, int, float]]:
-    """Of a store of this rank's set, made twice, then of one of all: this worker's numbers, and the value after a push of 1 each."""
+    """Return values of a store of this rank's set, made twice, then of one of all: this worker's numbers, and the value
+    after a push of 1 each."""
     halves = [process_sets.add_process_set([1, 3, 4]), process_sets.add_process_set([0, 2])]
     mine = next(one for one in halves if one.included())
     found = []

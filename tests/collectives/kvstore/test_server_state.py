@@ -186,7 +186,7 @@ class World:
                 worker.down.append(effect.message)
 
     def memory_used(self) -> int:
-        """Bytes of the store's memory that a server has written to."""
+        """Return bytes of the store's memory that a server has written to."""
         return int(self.workers[0].files[STORE].array(8, np.dtype(np.uint64), (1,))[0])
 
     def tell(self, rank: int, message: Any) -> None:
@@ -491,7 +491,7 @@ def test_staleness_counts_pushes_of_others_since_the_pull(steps: Steps) -> None:
 
 
 def gone(world: World) -> tuple[int, ...]:
-    """The workers that use the store no more, as a successor of the server would read it."""
+    """Return the workers that use the store no more, as a successor of the server would read it."""
     store = StoreMemory(SharedFile(os.dup(world.workers[0].files[STORE].descriptor)))
     assert store.store is not None
     found = store.store.gone
@@ -687,7 +687,7 @@ class Unprintable(Exception):
 
 @pytest.fixture
 def picky() -> Iterator[dict[str, BaseException | None]]:
-    """Has an optimizer ``picky`` registered, whose methods raise the exceptions put here under their names."""
+    """Register an optimizer ``picky``, whose methods raise the exceptions put here under their names."""
     raised: dict[str, BaseException | None] = {"create_state": None, "update": None}
 
     class Picky(SGD):

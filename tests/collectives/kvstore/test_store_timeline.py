@@ -52,7 +52,7 @@ def start_servers() -> None:
 
 
 def pushes(path: str) -> list[tuple[int, int]]:
-    """Pushes and pulls of a key in parts on two servers; when each call began and returned."""
+    """Push and pull a key in parts on two servers; return when each call began and returned."""
     engine, seen = context.engine(), []
     if engine.rank == 0:
         engine.start_timeline(path, True)

@@ -117,7 +117,7 @@ class Client:
 
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A module that stands in for mlflow, without an active run."""
+    """Return a module that stands in for mlflow, without an active run."""
     module = SimpleNamespace(
         active=None,
         client=Client(),

@@ -190,7 +190,7 @@ def sampled() -> Iterator[Ranks]:
 
 
 def newest(recording: Recording) -> dict[tuple[int, str], float]:
-    """The newest value of each metric that is not derived from spans, by rank and name."""
+    """Return the newest value of each metric that is not derived from spans, by rank and name."""
     found = {}
     for one in recording.series():
         points = recording.points(one.rank, one.name)

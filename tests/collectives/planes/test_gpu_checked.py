@@ -91,7 +91,7 @@ def shown() -> tuple[tuple[str, ...], list[str], list[str]]:
 
 
 def everything() -> list[Any]:
-    """One collective of each kind that works on a GPU's memory."""
+    """Run one collective of each kind that works on a GPU's memory."""
     hvd, rank = arrays(), context.engine().rank
     one = hvd.on_gpu(np.arange(6.0).reshape(6, 1) + rank)
     return [

@@ -25,14 +25,14 @@ from patience import PATIENCE
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """A GPU that this process seems to have."""
+    """Yield a GPU that this process seems to have."""
     with simulated_gpu(monkeypatch) as found:
         yield found
 
 
 @pytest.fixture
 def alone(gpu: FakeCuda) -> Iterator[CudaPlane]:
-    """A member that has the group for itself."""
+    """Yield a member that has the group for itself."""
     plane = CudaPlane(PlaneContext(0, 0, 0, 1, (0,), ("here",), Store()))
     plane.connect(PATIENCE)
     yield plane

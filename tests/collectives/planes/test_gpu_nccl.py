@@ -34,7 +34,7 @@ from patience import PATIENCE
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
-    """A GPU that this process seems to have, and NCCL."""
+    """Yield a GPU that this process seems to have, and NCCL."""
     monkeypatch.setenv(fake_nccl.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(groups, "LEARN_WITHIN", 0.0)
     monkeypatch.setattr(groups, "CHECK_INTERVAL", 0.01)
@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
 
 
 def connected(members: int, epoch: int = 0) -> list[NcclPlane]:
-    """Members that have joined, each from a thread of its own."""
+    """Return members that have joined, each from a thread of its own."""
     store = Store()
     ranks, hosts = tuple(range(members)), ("here",) * members
     made = [NcclPlane(PlaneContext(0, epoch, i, members, ranks, hosts, store)) for i in ranks]
@@ -62,7 +62,7 @@ def connected(members: int, epoch: int = 0) -> list[NcclPlane]:
 
 @pytest.fixture
 def alone(gpu: FakeCuda) -> Iterator[NcclPlane]:
-    """A member that has the group for itself."""
+    """Yield a member that has the group for itself."""
     (plane,) = connected(1)
     yield plane
     plane.close()

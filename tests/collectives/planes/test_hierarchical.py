@@ -124,7 +124,7 @@ def join(hosts: str) -> None:
 
 
 def work() -> tuple[str, bool]:
-    """All that the variables concern; returns the plane and whether memory is shared."""
+    """Run all that the variables concern; return the plane and whether memory is shared."""
     e = context.engine()
     count = 30_000  # more than travels with the negotiation
     assert (hvd.allreduce(np.full(count, e.rank + 1.0), op=hvd.Sum) == sum(range(e.size + 1))).all()

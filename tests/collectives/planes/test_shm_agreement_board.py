@@ -83,7 +83,7 @@ class Member:
             self._seen = number
 
     def step(self) -> bool:
-        """The next post, if it may come now."""
+        """Return the next post, if it may come now."""
         if not self._left or not self.board.vacant:
             return False
         self.look()

@@ -57,7 +57,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], socket.s
 
 
 def heard(listener: socket.socket) -> bytes:
-    """Everything that the one connection to this listener brought."""
+    """Return everything that the one connection to this listener brought."""
     listener.settimeout(PATIENCE)
     peer, _ = listener.accept()
     with peer:

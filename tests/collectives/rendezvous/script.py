@@ -94,7 +94,7 @@ def coordinator_dies() -> None:
 
 
 def coordinator() -> int:
-    """The process that rank 0 has started."""
+    """Return the process that rank 0 has started."""
     found = context._context.found
     assert found is not None
     assert found.coordinator is not None

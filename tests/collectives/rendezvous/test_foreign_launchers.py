@@ -46,7 +46,7 @@ def _no_strays() -> Iterator[None]:
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """An environment of no launcher's, with a temporary directory of its own."""
+    """Return an environment of no launcher's, with a temporary directory of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     return {**clean, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "HVDLAB_PLANE": "shm"}
 

@@ -56,7 +56,7 @@ def recorded(*events: Event, rank: int = 0, size: int = 1) -> Recording:
 
 
 def said(recording: Recording, name: str, rank: int = 0) -> dict[int, float]:
-    """Values by second since the start of everything."""
+    """Return values by second since the start of everything."""
     origin = recording.origin_ns
     assert origin is not None
     points = recording.points(rank, name)

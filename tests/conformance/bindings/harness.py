@@ -62,15 +62,15 @@ class BindingUnderTest(ABC):
 
     @abstractmethod
     def tensor(self, values: Values, dtype: DType) -> Any:
-        """A tensor of these whole numbers."""
+        """Return a tensor of these whole numbers."""
 
     @abstractmethod
     def values(self, tensor: Any) -> Values:
-        """The numbers in a tensor, as an array of its shape, of float64."""
+        """Return the numbers in a tensor, as an array of its shape, of float64."""
 
     @abstractmethod
     def dtype(self, tensor: Any) -> DType:
-        """The element type of a tensor."""
+        """Return the element type of a tensor."""
 
     def counts(self, received: Any) -> list[int]:
         """Return alltoall's counts of the rows that each rank has sent."""
@@ -78,17 +78,19 @@ class BindingUnderTest(ABC):
 
     @abstractmethod
     def layouts(self, values: Values) -> dict[str, Any]:
-        """float32 tensors of these values (of two dimensions) that the core can't work on as they lie in memory."""
+        """Return float32 tensors of these values (of two dimensions) that the core can't work on as they lie in
+        memory."""
 
     @abstractmethod
     def unsupported(self) -> dict[str, tuple[Any, str]]:
-        """Tensors whose elements can't be sent, and a part of the text with the advice."""
+        """Return tensors whose elements can't be sent, and a part of the text with the advice."""
 
     @abstractmethod
     def gradients(
         self, function: Callable[..., Any], tensors: list[Any], weights: list[Values]
     ) -> list[Values]:
-        """The gradients of the sum of ``weights`` times the results of ``function(*tensors)``, for each tensor."""
+        """Return the gradients of the sum of ``weights`` times the results of ``function(*tensors)``, for each
+        tensor."""
 
 
 def binding(name: str) -> BindingUnderTest:
@@ -113,7 +115,7 @@ class Problems(list[str]):
 
     @contextmanager
     def refused(self, case: object, kind: type[Exception], text: str) -> Iterator[None]:
-        """This case must raise an error of exactly this class, whose text has this part."""
+        """Check that this case raises an error of exactly this class, whose text has this part."""
         try:
             yield
         except kind as error:
@@ -126,7 +128,7 @@ class Problems(list[str]):
 
 
 def class_of(error: Exception) -> type:
-    """Its class in the core's tree of errors; a binding may derive others, which are its framework's, too."""
+    """Return its class in the core's tree of errors; a binding may derive others, which are its framework's, too."""
     tree = (kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
     return next(tree, type(error))
 

@@ -153,7 +153,7 @@ Case = tuple[Callable[[], Any], type[Exception], str]
 
 
 def refusals(under_test: BindingUnderTest) -> dict[str, Case]:
-    """Calls with a wrong argument, the class of the error, and its text or a part of it."""
+    """Return calls with a wrong argument, the class of the error, and its text or a part of it."""
     hvd, one = under_test.hvd, ones(under_test, 3)
     whole = ones(under_test, 3, dtype=DType.I32)
     listed = "A grouped collective takes a list of tensors, not one tensor."

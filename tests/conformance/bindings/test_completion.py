@@ -34,7 +34,7 @@ class Calls:
         self._called.release()
 
     def wait(self) -> Any:
-        """The outcome, once it has been called."""
+        """Return the outcome, once it has been called."""
         assert self._called.acquire(timeout=20), "the callback was not called"
         return self.outcomes[-1]
 

@@ -85,7 +85,7 @@ def _mpi(directory: Path) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def _popen(directory: Path) -> Iterator[Site]:
-    """The launcher of an installed package."""
+    """Yield the launcher of an installed package."""
     offer(directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(directory))

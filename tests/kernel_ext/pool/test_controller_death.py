@@ -57,7 +57,7 @@ def controller_of(pool: Pool) -> psutil.Process:
 
 
 def engines_of(pool: Pool) -> list[int]:
-    """Process ids of the pool's engines, as ipyparallel has them."""
+    """Return process ids of the pool's engines, as ipyparallel has them."""
     client = pool.cluster.connect_client_sync()
     try:
         client.wait_for_engines(pool.size, timeout=WITHIN)
@@ -68,7 +68,7 @@ def engines_of(pool: Pool) -> list[int]:
 
 
 def ports_of(pool: Pool) -> dict[str, int]:
-    """Where the controller listens for clients."""
+    """Return where the controller listens for clients."""
     path = next(path for path in PoolProbe(pool).companion._guarded if path.endswith("-client.json"))
     return {name: port for name, port in json.loads(Path(path).read_text()).items() if isinstance(port, int)}
 
@@ -163,7 +163,7 @@ def test_it_may_die_while_ranks_join_and_while_they_are_busy(start_pool: StartPo
 
 
 def sockets_of(pool: Pool) -> list[int]:
-    """How many sockets each rank has."""
+    """Return how many sockets each rank has."""
     count: list[int] = []
     for _, pid in sorted(PoolProbe(pool).group.pids().items()):
         links = [Path(f"/proc/{pid}/fd", name) for name in os.listdir(f"/proc/{pid}/fd")]

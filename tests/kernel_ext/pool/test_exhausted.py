@@ -202,7 +202,7 @@ hvd.allreduce(np.ones(1_000_000, np.float32), name='sum')
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group that limits processes."""
+    """Yield a control group that limits processes."""
     found = None
     for parent in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")):
         with contextlib.suppress(OSError):

@@ -67,7 +67,7 @@ def noises(chance: random.Random, attack: bytes) -> Iterator[bytes]:
 
 
 def messages(attack: bytes) -> Iterator[list[bytes]]:
-    """Messages in Jupyter's form, or nearly, with signatures that no key has made."""
+    """Yield messages in Jupyter's form, or nearly, with signatures that no key has made."""
     header = b'{"msg_id": "1", "msg_type": "apply_request", "username": "", "session": "", "version": "5.3"}'
     code = b'{"code": "import os", "silent": false}'
     yield from ([b""], [attack], [b"<IDS|MSG>"], [b"<IDS|MSG>", b""], [b"x"] * 50)

@@ -60,7 +60,7 @@ def nothing_left(surroundings: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def ours(runtime: Path) -> list[psutil.Process]:
-    """Processes that were started with this runtime directory, also those that have no owner now."""
+    """Return processes that were started with this runtime directory, also those that have no owner now."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -519,7 +519,7 @@ def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() ->
 
 
 def next_coordinator(kept: KeptPoolEntry, before: int) -> int:
-    """The process of the coordinator that takes the place of this one, while no client is attached."""
+    """Return the process of the coordinator that takes the place of this one, while no client is attached."""
     deadline = Deadline(30)
     while (pid := server_of(Path(kept.directory), 5)) in (0, before):
         assert not deadline.expired, "nobody has replaced the coordinator"

@@ -63,7 +63,7 @@ def notebook_sink(frontend: Frontend, ranks: tuple[int, ...], limit: int = 2 * M
 
 @contextmanager
 def peak_memory(*pids: int) -> Iterator[list[int]]:
-    """Bytes by which the largest of these processes, this one included, has grown at most."""
+    """Yield bytes by which the largest of these processes, this one included, has grown at most."""
     processes = [psutil.Process(pid) for pid in (os.getpid(), *pids)]
     before = [process.memory_info().rss for process in processes]
     growth, stop = [0], threading.Event()

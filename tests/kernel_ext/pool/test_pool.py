@@ -298,7 +298,7 @@ def test_what_ipyparallel_publishes_is_for_who_has_the_key(start_pool: StartPool
 
 
 def how_it_ends(monitor: zmq.Socket[bytes]) -> int:
-    """The event that ends a connection's handshake."""
+    """Return the event that ends a connection's handshake."""
     ends = (
         zmq.EVENT_HANDSHAKE_SUCCEEDED,
         zmq.EVENT_HANDSHAKE_FAILED_AUTH,

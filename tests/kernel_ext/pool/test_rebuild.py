@@ -61,7 +61,8 @@ class Watched:
         PoolProbe(pool).runs.notice = recorded  # type: ignore[method-assign]
 
     def told(self) -> str:
-        """The next line for the user. It comes from a thread that may say it after the cell, or while another one runs."""
+        """Return the next line for the user. It comes from a thread that may say it after the cell, or while another
+        one runs."""
         return self._told.get(timeout=30)
 
     @property
@@ -466,7 +467,7 @@ class Surroundings:
 def rebuilder_in(
     surroundings: Any, tell: Callable[[str], object] = pytest.fail, *, near: bool = True
 ) -> CoordinatorRecovery:
-    """A rebuilder of a pool whose coordinator neither dies nor is given up."""
+    """Return a rebuilder of a pool whose coordinator neither dies nor is given up."""
     surroundings.notice = tell
     return CoordinatorRecovery(
         surroundings,

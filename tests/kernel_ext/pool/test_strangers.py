@@ -59,7 +59,7 @@ memory, steps, total, float(out[0])
 
 
 def names(heading: str) -> set[str]:
-    """The first column of a table of the page."""
+    """Return the first column of a table of the page."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return {line.split("|")[1].strip() for line in lines[1:]}
@@ -100,7 +100,7 @@ class Training:
         return listeners([os.getpid(), *self.processes()])
 
     def ports(self) -> list[int]:
-        """TCP ports on the loopback interface."""
+        """Return TCP ports on the loopback interface."""
         places = [one.place for one in self.listeners() if not one.place.startswith("unix:")]
         assert {place.rpartition(":")[0] for place in places} == {"127.0.0.1"}
         return sorted({int(place.rpartition(":")[2]) for place in places})

@@ -45,7 +45,7 @@ def group() -> RankLifecycle:
 
 
 def over() -> Deadline:
-    """A time limit that has passed already, as after hours in a queue."""
+    """Return a time limit that has passed already, as after hours in a queue."""
     times = iter((0.0, *[PATIENCE] * 100))
     return Deadline(PATIENCE, clock=lambda: next(times))
 

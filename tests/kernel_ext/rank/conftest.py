@@ -209,7 +209,8 @@ class Pool:
         return self.expect(kind)
 
     def read(self, cell: str, length: int) -> str:
-        """The next ``length`` characters of a cell's output; ``print`` may be torn between its line and the end of it."""
+        """Return the next ``length`` characters of a cell's output; ``print`` may be torn between its line and the end
+        of it."""
         text = ""
         while len(text) < length:
             output = self.expect(Output)
@@ -218,7 +219,7 @@ class Pool:
         return text
 
     def expect(self, kind: type[T]) -> T:
-        """The next mail of a kind; mail before it is dropped."""
+        """Return the next mail of a kind; mail before it is dropped."""
         while True:
             mail = self.engine.posted.get(timeout=PATIENCE)
             if isinstance(mail, kind):
@@ -322,5 +323,5 @@ def rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[R
 
 @pytest.fixture
 def fd_rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    """A rank that captures file descriptors 1 and 2 as well."""
+    """Yield a rank that captures file descriptors 1 and 2 as well."""
     yield from _rank(shell, monkeypatch, True)

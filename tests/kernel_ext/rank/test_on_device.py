@@ -57,7 +57,7 @@ def small_blocks(on_device: Callable[[], bool], named: Callable[[], bool] | None
 
 
 def tensor_of(data: bytes, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """A tensor with these bytes."""
+    """Return a tensor with these bytes."""
     raw = torch.tensor(list(data), dtype=torch.uint8)
     if dtype is torch.bool:
         raw = raw & 1
@@ -80,7 +80,7 @@ def source(tensor: torch.Tensor) -> ArraySource:
 
 
 def made_on_device(tensor: torch.Tensor) -> bytes:
-    """The fingerprints of a tensor's blocks."""
+    """Return the fingerprints of a tensor's blocks."""
     with small_blocks(lambda: True):
         found = source(tensor)
         assert found.on_device is not None
@@ -237,7 +237,7 @@ def compared(values: Sequence[Any], gpus: set[int], on_device: bool) -> tuple[Di
 
 
 def shown(found: Diff) -> tuple[Any, ...]:
-    """All that a user sees, apart from the fingerprints."""
+    """Return all that a user sees, apart from the fingerprints."""
     rows = [
         (row.path, row.ranks, row.reference, row.what, row.first, row.count, row.largest, row.relative, row.not_finite, row.expected_not_finite)
         for row in found.rows

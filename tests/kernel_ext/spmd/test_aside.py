@@ -16,7 +16,7 @@ SESSION = Session(key=b"secret")
 
 
 def message(kind: str, **content: Any) -> list[zmq.Frame]:
-    """A request as it comes from a client."""
+    """Return a request as it comes from a client."""
     message = SESSION.msg(kind, content)
     return [zmq.Frame(b"client"), *(zmq.Frame(part) for part in SESSION.serialize(message))]
 

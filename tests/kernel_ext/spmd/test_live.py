@@ -33,14 +33,14 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
 
 @pytest.fixture
 def kernel(started: LiveKernel) -> LiveKernel:
-    """A kernel whose ranks know ``rank``."""
+    """Return a kernel whose ranks know ``rank``."""
     cell = started.run("import os, sys, time\nrank = int(os.environ['RANK'])")
     assert cell.error is None, cell.error
     return started
 
 
 def ask(kernel: LiveKernel, msg_id: str) -> dict[str, Any]:
-    """The answer to a request, which may come before that of a running cell."""
+    """Return the answer to a request, which may come before that of a running cell."""
     while True:
         reply = kernel.client.get_shell_msg(timeout=30)
         if reply["parent_header"]["msg_id"] == msg_id:

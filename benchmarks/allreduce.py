@@ -227,7 +227,7 @@ def installed_mpi() -> dict[str, MpiPrograms]:
 
 
 class World:
-    """The rank processes of one run."""
+    """Rank processes of one run."""
 
     def __init__(self, ranks: int, small_only: bool, record: bool) -> None:
         from hvdlab.collectives.coordinator.process import CoordinatorProcess

@@ -58,7 +58,7 @@ class View:
 
 @dataclass
 class BareKernel:
-    """A running kernel.
+    """Running kernel.
 
     Attributes:
         process: The kernel.
@@ -96,7 +96,7 @@ class BareKernel:
             raise RuntimeError("\n".join(reply["content"].get("traceback", self._said[-20:])))
 
     def say(self, view: View, content: dict[str, Any]) -> None:
-        """Say something to a widget, as its view does."""
+        """Send a message to a widget, as its view does."""
         body = {"comm_id": view.comm, "data": {"method": "custom", "content": content}}
         self.client.shell_channel.send(self.client.session.msg("comm_msg", body))
 

@@ -75,7 +75,7 @@ def _reduce_scatter(nbytes: int) -> Call:
 
 
 class Tensors(nn.Module):
-    """A model of some parameters, whose forward and backward passes cost next to nothing.
+    """Model of some parameters, whose forward and backward passes cost next to nothing.
 
     Args:
         shapes: Of the parameters.

@@ -41,7 +41,7 @@ class Sent:
 
 
 class Kernel:
-    """A Jupyter kernel and its client."""
+    """Jupyter kernel and its client."""
 
     def __init__(self) -> None:
         self._manager = KernelManager(kernel_name="python3")

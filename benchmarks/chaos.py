@@ -78,7 +78,7 @@ def tell(outcome: Outcome, began: float, *, verbose: bool) -> None:
 
 
 class Played(Protocol):
-    """A campaign that is under way.
+    """Campaign that is under way.
 
     Attributes:
         started: How many pools, or jobs, there were.

@@ -47,7 +47,7 @@ hvd.allreduce(np.ones(4))
 
 
 class Kernel:
-    """A Jupyter kernel with hvdlab."""
+    """Jupyter kernel with hvdlab."""
 
     def __init__(self, folder: str) -> None:
         self.manager = KernelManager(kernel_name="python3")

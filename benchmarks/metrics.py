@@ -95,7 +95,7 @@ def of_steps(count: int, rounds: int) -> dict[str, float]:
             super().__init__(parameters, {"lr": 0.1})
 
         def step(self, closure: object = None) -> None:  # type: ignore[override]
-            """Nothing."""
+            """Do nothing."""
 
     model = torch.nn.Linear(4, 4)
 

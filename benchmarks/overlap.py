@@ -37,7 +37,7 @@ COLUMNS = 2
 
 
 def join() -> None:
-    """On a rank: be on a simulated host."""
+    """Put this rank on a simulated host."""
     os.environ[HOST_VARIABLE] = HOSTS[int(os.environ["HVDLAB_RANK"])]
     context.init()
 

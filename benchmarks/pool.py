@@ -31,7 +31,7 @@ CELL = "import torch\ntorch.ones(3).sum().item()"
 
 
 class Kernel:
-    """A fresh Jupyter kernel."""
+    """Fresh Jupyter kernel."""
 
     def __init__(self) -> None:
         self._manager = KernelManager(kernel_name="python3")

@@ -62,7 +62,7 @@ FIGURES = {
 
 
 class Steps:
-    """The record of a rank's steps, a line for each: when it began and ended by the clock of this machine.
+    """Record of a rank's steps, a line for each: when it began and ended by the clock of this machine.
 
     Args:
         directory: Where the ranks' files are.
@@ -197,7 +197,7 @@ def free_port() -> int:
 
 
 class System:
-    """A job that trains.
+    """Job that trains.
 
     Args:
         directory: Where its ranks write down their steps.

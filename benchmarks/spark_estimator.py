@@ -63,7 +63,7 @@ def plain(place: str, batch_size: int, epochs: int) -> list[float]:
 
 
 class Clock:
-    """A callback; the first epoch has no beginning that it sees."""
+    """Callback; the first epoch has no beginning that it sees."""
 
     def __init__(self, place: str) -> None:
         self.place = place

@@ -118,7 +118,7 @@ def attack(rate: float) -> None:
 
 
 def decoy(count: int) -> None:
-    """As many ports, at which everybody is turned away at once, until standard input ends."""
+    """Open as many ports, at which all clients are refused at once, until standard input ends."""
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     print(*(one.getsockname()[1] for one in listening), flush=True)
 

@@ -66,7 +66,7 @@ def measured(
 
 
 def called_back(array: Any) -> None:
-    """The core's collective as a kernel uses it: another thread waits, and a callback reports its end."""
+    """Run the core's collective as a kernel uses it: another thread waits, and a callback reports its end."""
     ended = threading.Event()
     core.allreduce_async(array, op=core.Sum, name="called back").add_done_callback(lambda _: ended.set())
     ended.wait()

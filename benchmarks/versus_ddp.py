@@ -142,7 +142,7 @@ def rank_main(port: int) -> None:
 
 
 class World:
-    """The rank processes of one run."""
+    """Rank processes of one run."""
 
     def __init__(self, ranks: int) -> None:
         from hvdlab.collectives.coordinator.process import CoordinatorProcess

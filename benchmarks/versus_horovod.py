@@ -98,7 +98,7 @@ def rank_main(library: str) -> None:
 
 
 class World:
-    """The ranks of one library; they wait idle while the others' are measured."""
+    """Ranks of one library; they wait idle while the others' are measured."""
 
     def __init__(self, library: str, ranks: int) -> None:
         self._coordinator: Any = None

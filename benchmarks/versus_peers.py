@@ -164,7 +164,7 @@ def environment(peer: Peer, directory: Path) -> Path:
 
 
 class Notebook:
-    """A kernel, the cells that are sent to it, and all that comes back, with the time.
+    """Kernel, the cells that are sent to it, and all that comes back, with the time.
 
     Args:
         python: The interpreter.

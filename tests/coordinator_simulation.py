@@ -75,7 +75,7 @@ class Submission:
 
 @dataclass
 class SetView:
-    """A process set as a simulated rank knows it."""
+    """Process set as a simulated rank knows it."""
 
     epoch: int
     ranks: tuple[int, ...]
@@ -85,7 +85,7 @@ class SetView:
 
 
 class SimulatedRank:
-    """Keeps a rank's side of the protocol."""
+    """Model of a rank's side of the protocol."""
 
     def __init__(self, rank: int, peer: int, *, tracked: bool, by_seniority: bool = False) -> None:
         self.rank, self.peer, self.tracked, self.by_seniority = rank, peer, tracked, by_seniority
@@ -217,7 +217,7 @@ class SimulatedRank:
 
 
 class Simulation:
-    """A coordinator with its ranks and one client."""
+    """Coordinator with its ranks and one client."""
 
     def __init__(self, options: CoordinatorOptions | None = None, *, validate: bool = True) -> None:
         self.state = CoordinatorState(options)
@@ -234,7 +234,7 @@ class Simulation:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, *events: Event) -> None:
-        """One round."""
+        """Handle one round."""
         effects = self.state.handle_all(events, self.now)
         if self.validate:
             self.state.validate_state()
@@ -300,11 +300,11 @@ class Simulation:
     # -- delivery -------------------------------------------------------------------------------------------------
 
     def deliver_from(self, rank: SimulatedRank) -> None:
-        """The coordinator reads one message of this rank."""
+        """Let the coordinator read one message of this rank."""
         self.handle(Received(rank.peer, rank.outgoing.popleft()))  # type: ignore[arg-type]  # ranks say FromRank
 
     def deliver_to(self, rank: SimulatedRank) -> None:
-        """This rank reads one message of the coordinator."""
+        """Let this rank read one message of the coordinator."""
         rank.take(rank.incoming.popleft())
 
     def drain(self) -> None:

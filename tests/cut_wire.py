@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 
 class CutWire:
-    """Passes connections on. Those that are open when it is cut end, and new ones are refused until it is mended."""
+    """Proxy that passes connections on. Those that are open when it is cut end, and new ones are refused until it is
+    mended."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class Debugging:
-    """The debugger of one kernel."""
+    """Debugger of one kernel."""
 
     def __init__(self, kernel: LiveKernel) -> None:
         self.kernel = kernel

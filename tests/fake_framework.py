@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 class Parameter:
-    """A parameter, whose gradient is an array, or ``None``."""
+    """Parameter, whose gradient is an array, or ``None``."""
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -36,7 +36,7 @@ class _Registered:
 
 
 class FakeGradients:
-    """A ``GradientAdapter`` of dense gradients."""
+    """``GradientAdapter`` of dense gradients."""
 
     another_loss = "Look for another loss."
     names_twice = "name your optimizers."
@@ -57,7 +57,7 @@ class FakeGradients:
             self.at_its_end = None
 
     def run_backward(self, gradients: Mapping[Parameter, float]) -> None:
-        """A backward pass that adds these numbers to the gradients, in this order."""
+        """Run a backward pass that adds these numbers to the gradients, in this order."""
         with self.backward():
             for parameter, value in gradients.items():
                 added = np.full(parameter.size, value, np.float32)

@@ -56,7 +56,7 @@ class GpuArray:
 
 
 class _Owner:
-    """Frees memory of the GPU with this object."""
+    """Owner that frees memory of the GPU with this object."""
 
     def __init__(self, nbytes: int) -> None:
         self.pointer = GPU.allocate(nbytes)
@@ -78,7 +78,7 @@ def on_gpu(array: npt.NDArray[Any]) -> GpuArray:
 
 
 class DlpackArray:
-    """An array on the simulated GPU of a package that has only DLPack."""
+    """Array on the simulated GPU of a package that has only DLPack."""
 
     def __init__(self, array: GpuArray) -> None:
         self.array = array

@@ -53,7 +53,7 @@ _STANDARD = 2
 
 
 class ForkedProcess:
-    """A process of a server, to be used as one of ``subprocess.Popen``."""
+    """Process of a server, to be used as one of ``subprocess.Popen``."""
 
     def __init__(self, server: _Server, pid: int, *, on_host: bool) -> None:
         self._server, self.pid = server, pid

@@ -22,7 +22,7 @@ COUNT = 1000
 
 
 class Store(KeyValue):
-    """A rendezvous within this process."""
+    """Rendezvous within this process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

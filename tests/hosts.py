@@ -89,7 +89,7 @@ class HostFailed(Exception):
 
 
 class Host:
-    """A host of a :class:`Network`.
+    """Host of a :class:`Network`.
 
     Attributes:
         name: Its host name, for itself and for the others.
@@ -155,7 +155,7 @@ class Host:
 
 
 class Process(subprocess.Popen[bytes]):
-    """A process on a host: its id is that of the process there, not of ``nsenter``, which waits for it."""
+    """Process on a host: its id is that of the process there, not of ``nsenter``, which waits for it."""
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is not None:
@@ -247,7 +247,7 @@ class Network:
 
 
 class _Holder:
-    """A process that keeps namespaces until its input ends, which it does with us."""
+    """Process that keeps namespaces until its input ends, which it does with us."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.process = subprocess.Popen(

@@ -33,7 +33,7 @@ ACTORS = re.compile(
 
 @dataclass
 class Module:
-    """A module of the product.
+    """Module of the product.
 
     Attributes:
         name: Its dotted name below `hvdlab`; empty for the package itself.

@@ -99,7 +99,7 @@ class AtBoard:
 
 @dataclass
 class Boards:
-    """Of all sets and epochs."""
+    """Boards of all sets and epochs."""
 
     words: dict[Scope, Words] = field(default_factory=dict)
     results: dict[tuple[int, int, int], object] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Boards:
             me.state.attach_board(BoardMember(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for an AgreementBoard
 
     def go_on(self, me: SimRank) -> None:
-        """The thread that waits does its next step."""
+        """Let the waiting thread take its next step."""
         at = me.at_board
         assert at is not None
         board, number = _board(at), at.posting.number

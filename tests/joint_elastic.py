@@ -155,7 +155,7 @@ class ElasticSchedule:
     # -- interface of the launcher's loop ----------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int]) -> None:
-        """The launcher orders ranks to be started."""
+        """Order ranks to be started."""
         if host in self.down and self.chance.random() < 0.5:
             raise StartError(f"the agent of {host} could not be started")
         taken = {process.rank for process in self.processes}
@@ -163,7 +163,7 @@ class ElasticSchedule:
         self.processes += [Process(rank, host) for rank in ranks]
 
     def give_up(self, host: str) -> None:
-        """The launcher ends the agent of a host, and with it the processes there."""
+        """End the agent of a host, and with it the processes there."""
         its = [process for process in self.processes if process.host == host and process.end is None]
         running = [process.rank for process in its if self.run_._supervisor.ranks[process.rank].pid]
         assert not running, f"{host} is given up though ranks {running} run there"
@@ -172,7 +172,7 @@ class ElasticSchedule:
             self._kill(process, (None, 0, f"the agent of {host} was ended"))
 
     def signal_rank(self, rank: int, number: int) -> None:
-        """The launcher sends a signal that ends a rank."""
+        """Send a signal that ends a rank."""
         if any(isinstance(said, m.Release) and rank in said.ranks for said in self.sim.client):
             # The coordinator has been deaf for as long as the launcher waits, and may let the rank in just before it ends.
             self.faults.append(f"rank {rank} is ended before the coordinator has read that it is let go")
@@ -289,7 +289,7 @@ class ElasticSchedule:
         return {process.pid for process in self.processes if process.end is not None}
 
     def same(self, what: object, value: object) -> None:
-        """All that know of this must know the same."""
+        """Check that all that know of this know the same."""
         known = self.facts.setdefault(what, value)
         assert known == value, f"{what}: {known} and {value}"
 
@@ -340,7 +340,7 @@ class ElasticSchedule:
         process.end = None, 0, f"no route to {process.host}"
 
     def _kill(self, process: Process, end: tuple[int | None, int, str]) -> None:
-        """Its process ends."""
+        """End its process."""
         if process.turns is not None:
             process.turns.kill()
         if process.me is not None and process.me.alive:
@@ -403,7 +403,7 @@ class ElasticSchedule:
         self._pass_time(1.0)
 
     def do_flap(self) -> None:
-        """It changes its mind each second."""
+        """Let it change its mind each second."""
         host = self.chance.choice(HOSTS)
         for round_ in range(self.chance.randint(2, 8)):
             self.do_answer({**self.listed, host: 1} if round_ % 2 else self._without(host))
@@ -463,7 +463,7 @@ class ElasticSchedule:
             self.sim.cut(process.rank, away=self.chance.random() < 0.5)
 
     def do_time(self) -> None:
-        """Time passes until the launcher has something to do."""
+        """Let time pass until the launcher has something to do."""
         self._reconnected()
         table = self.run_._table
         assert table is not None
@@ -479,7 +479,7 @@ class ElasticSchedule:
     # -- all of it ------------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Random actions; then all hosts are there, all ranks train, and training ends."""
+        """Play random actions; then all hosts are there, all ranks train, and training ends."""
         with ExitStack() as stack:
             clock = SimpleNamespace(monotonic=lambda: self.sim.now)
             stack.enter_context(mock.patch.object(job_module, "time", clock))
@@ -603,7 +603,7 @@ def _told(me: SimRank) -> str:
 
 
 class _Watcher:
-    """Looks at the state of one rank's training."""
+    """Watcher of the state of one rank's training."""
 
     def __init__(self, schedule: ElasticSchedule, process: Process) -> None:
         self._schedule, self._process = schedule, process

@@ -13,7 +13,7 @@ from joint_ranks import Operation, SimEntry, SimRank
 
 
 class Planes:
-    """Of all sets and epochs.
+    """Planes of all sets and epochs.
 
     Attributes:
         results: The result of each operation, as far as it must be equal on all ranks.
@@ -48,13 +48,13 @@ class Planes:
         )
 
     def break_one(self, me: SimRank) -> None:
-        """The next operation of this rank fails, and its plane with it."""
+        """Fail the next operation of this rank, and its plane with it."""
         job = me.jobs.popleft()
         me.broken.add((job.process_set, job.epoch))
         me.state.plane_failed(job.process_set, job.epoch, "RuntimeError: connection reset")
 
     def run(self, me: SimRank) -> None:
-        """The next operation of this rank ends."""
+        """End the next operation of this rank."""
         job = me.jobs.popleft()
         here = _operation(job)
         if here[:2] in me.aborted or here[:2] in me.broken:

@@ -47,7 +47,7 @@ class Killed(BaseException):
 
 
 class Turns:
-    """A program that runs only when it is let, and lets go on only when it waits or has ended.
+    """Program that runs only when it is let, and lets go on only when it waits or has ended.
 
     Args:
         engine: The program's ``context.engine()``.
@@ -273,7 +273,7 @@ def _met(entry: SimEntry, outcome: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 class TrainingState(HandledState):
-    """The state of a simulated training, whose changes are watched."""
+    """State of a simulated training, whose changes are watched."""
 
     def __init__(self, watcher: StateWatcher, **values: object) -> None:
         super().__init__(HandlerRegistry([]), **values)
@@ -307,7 +307,7 @@ class StateWatcher(Protocol):
 
 
 class _OwnManager:
-    """The notification manager of the rank whose program asks."""
+    """Notification manager of the rank whose program asks."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(_own().manager, name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SimEntry(Entry):
-    """An entry that remembers how it ended."""
+    """Entry that remembers how it ended."""
 
     __slots__ = ("number", "outcome")
 

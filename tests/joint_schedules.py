@@ -87,7 +87,7 @@ class Schedule:
         self.actions = [a for a in ACTIONS if not (calm and a in _CALM)]
 
     def run(self) -> None:
-        """All of it: random actions, then an end in order, after which nothing may be left."""
+        """Run all of it: random actions, then an end in order, after which nothing may be left."""
         if self.tracked:
             self.do_cell()
         for _ in range(self.chance.randint(3, 40)):
@@ -154,7 +154,7 @@ class Schedule:
                 self.sim.step()
 
     def do_directly(self) -> None:
-        """Programs that wait for each collective, most of them for the same."""
+        """Run programs that wait for each collective, most of them for the same."""
         where = self.chance.choice([0, 0, 0, 1, 2])
         names = [self.chance.choice(_NAMES) for _ in range(self.chance.randint(1, 4))]
         for name in names:
@@ -219,7 +219,7 @@ class Schedule:
             self.submit(me, Request(OpKind.BROADCAST, "r", tensor, tensor, dtype=DType.F32, root=root))
 
     def do_messages(self) -> None:
-        """Messages from some ranks to one that names the senders, or receives from any, on one of two channels."""
+        """Send messages from some ranks to one that names the senders, or receives from any, on one of two channels."""
         where, channel = self.chance.choice([0, 0, 0, 1]), self.chance.choice("xy")
         target = self.chance.randrange(self.most)
         shape = (2000,) if self.chance.random() < 0.3 else (4,)  # the former meet on the plane
@@ -237,7 +237,7 @@ class Schedule:
                     self.sim.step()
 
     def do_give_up(self) -> None:
-        """A user gives up a message that waits for the other rank."""
+        """Let a user give up a message that waits for the other rank."""
         me = self.someone()
         if me is not None:
             waiting = [e for e in me.entries if e.outcome is None and e.request.kind is OpKind.SENDRECV]
@@ -277,7 +277,7 @@ class Schedule:
             self.sim.tear(me.rank)
 
     def do_block(self) -> None:
-        """A user waits for something for long."""
+        """Let a user wait for long."""
         me = self.someone()
         if me is not None:
             self.block(me)
@@ -293,7 +293,7 @@ class Schedule:
             me.state.report_waiting(me.blocked, 0.5)
 
     def do_pause(self) -> None:
-        """A user looks around in a rank, which does nothing meanwhile."""
+        """Let a user pause a rank, which does nothing in that time."""
         me = self.someone()
         if me is not None:
             me.state.paused(("at a prompt",))
@@ -333,7 +333,7 @@ class Schedule:
             self.sim.cut(self.chance.choice(self.living()).rank, away=self.chance.random() < 0.4)
 
     def do_mend(self) -> None:
-        """Networks are back."""
+        """Mend the networks."""
         self.sim.mend()
 
     def do_leave(self) -> None:
@@ -342,14 +342,14 @@ class Schedule:
             self.sim.leave(me.rank)
 
     def do_come(self) -> None:
-        """A rank that was lost, or was never there before."""
+        """Start a rank that was lost, or was never there before."""
         living = {me.rank for me in self.living()}
         gone = [rank for rank in range(self.most) if rank not in living]
         if gone:
             self.sim.connect(self.chance.choice(gone))
 
     def do_resize(self) -> None:
-        """The world shrinks or grows, also beyond its size at the start, whose new ranks come sooner or later."""
+        """Shrink or grow the world, also beyond its size at the start, whose new ranks come sooner or later."""
         if self.script:
             return
         self.resized = True
@@ -363,7 +363,7 @@ class Schedule:
                     self.sim.connect(rank)
 
     def do_restart(self) -> None:
-        """The coordinator dies; a pool's client sends its state to the successor, scripts have none."""
+        """Kill the coordinator; a pool's client sends its state to the successor, scripts have none."""
         if self.chance.random() < 0.3:
             self.script = self.script or (
                 not self.tracked and not self.resized and self.chance.random() < 0.5
@@ -410,7 +410,7 @@ class Schedule:
         return (self.sim.by_pid[pid] for pid in me.members[process_set, group.epoch])
 
     def check_waits(self, me: SimRank) -> None:
-        """No operation waits for an impossible event, except of the network."""
+        """Check that no operation waits for an impossible event, except of the network."""
         if me.away:
             return
         for group in me.state.sets.values():
@@ -444,7 +444,7 @@ class Schedule:
                 assert missing or entry.request.group, f"{what} waits for nobody"
 
     def check_message(self, me: SimRank, entry: Entry, what: str) -> None:
-        """A message waits only for a rank that may still submit its part."""
+        """Check that a message waits only for a rank that may still submit its part."""
         awaited = self.awaited(me, entry)
         assert awaited, f"{what} waits for nobody"
         for other in awaited:
@@ -464,7 +464,7 @@ class Schedule:
         return [] if found else [other for other in others if not _has(other, number, "join.noname")]
 
     def check_deadlock(self) -> None:
-        """Ranks that wait for each other get an error."""
+        """Check that ranks that wait for each other get an error."""
         stuck: dict[SimRank, list[SimRank]] = {}
         for me in self.living():
             entry = me.blocked
@@ -518,7 +518,7 @@ class Schedule:
         self.check_empty()
 
     def check_ended(self) -> None:
-        """Operations given up have failed, except those waiting for a world that awaits others."""
+        """Check that operations given up have failed, except those waiting for a world that awaits others."""
         for me in self.living():
             for entry in me.entries:
                 group = me.state.sets.get(entry.request.process_set)
@@ -527,7 +527,8 @@ class Schedule:
                 assert entry.outcome is not None or held, (me.rank, entry.name, entry.phase)
 
     def work(self) -> None:
-        """The next collective of the remaining ranks is right, except the one that reports the lost ranks."""
+        """Check that the next collective of the remaining ranks is right, except the one that reports the lost
+        ranks."""
         for me in self.living():
             me.blocked = None
         if self.tracked:

@@ -162,7 +162,7 @@ class Simulation:
         return me.state.elastic or (self.tracked and self._returns)
 
     def _knock(self, me: SimRank) -> None:
-        """It comes back before the coordinator has given its old connection up."""
+        """Connect again before the coordinator has given its old connection up."""
         self._peers += 1
         self._by_peer[self._peers] = SimRank.nobody(me.rank)
         self._refused = None
@@ -171,7 +171,7 @@ class Simulation:
         assert self._refused.again, self._refused.reason
 
     def _reconnect(self, me: SimRank) -> None:
-        """It finds the coordinator, or a successor, and reports its state to it; or it is refused."""
+        """Find the coordinator, or a successor, and report the state to it; or it is refused."""
         me.lost = me.cut = me.early = False
         me.from_coordinator.clear()
         me.to_coordinator.clear()
@@ -193,7 +193,7 @@ class Simulation:
         return not me.early
 
     def kill(self, rank: int) -> None:
-        """Its process ends; its last messages are read or lost."""
+        """End its process; its last messages are read or lost."""
         me = self.ranks[rank]
         me.alive, me.early, me.ending, me.killed = False, False, True, True
         me.from_coordinator.clear()
@@ -201,7 +201,7 @@ class Simulation:
         self._lose_some(me.to_coordinator)
 
     def leave(self, rank: int) -> None:
-        """It shuts down: it gives up its waits, sends Bye, and its operations in flight fail."""
+        """Shut down: give up all waits, send Bye, and let the operations in flight fail."""
         me = self.ranks[rank]
         for group in list(me.state.sets.values()):
             group.close_board()
@@ -213,7 +213,7 @@ class Simulation:
         self._end(me, Cause(CauseKind.SHUTDOWN, (rank,), f"rank {rank} shut down"))
 
     def cut(self, rank: int, *, away: bool = False) -> None:
-        """Its network fails for so long that both sides give the connection up, each in its own time.
+        """Let its network fail for so long that both sides give the connection up, each in its own time.
 
         Args:
             rank: Whose.
@@ -227,12 +227,12 @@ class Simulation:
         me.from_coordinator.append(None)
 
     def mend(self) -> None:
-        """The network is back for all ranks."""
+        """Mend the network for all ranks."""
         for me in self.ranks:
             me.away = False
 
     def restart(self, *, client: bool = True) -> None:
-        """The coordinator is killed and has a successor. With a client, the successor receives the client's state.
+        """Kill the coordinator and start a successor. With a client, the successor receives the client's state.
 
         Messages in flight are lost: all that were sent to the coordinator, and some of its own.
         """
@@ -349,7 +349,7 @@ class Simulation:
         self._flush(me)
 
     def tear(self, rank: int) -> None:
-        """An interrupt in the middle of a submission."""
+        """Interrupt the rank in the middle of a submission."""
         me = self.ranks[rank]
         me.at_board = None
         me.state.abandon_interrupted(f"rank {rank} was interrupted")
@@ -367,12 +367,12 @@ class Simulation:
                 self._released |= {rank: pids[rank] for rank in message.ranks if rank in pids}
 
     def start_cell(self, cell: str, ranks: tuple[int, ...]) -> None:
-        """The client sends a cell to ranks."""
+        """Send a cell from the client to ranks."""
         self._running[cell] = {self.ranks[rank].pid for rank in ranks}
         self.say(m.CellStarted(cell, ranks), m.Post(cell, b"", ranks))
 
     def end_cell(self, rank: int, error: str) -> None:
-        """The last cell that runs on a rank ends. The client hears of it, sooner or later."""
+        """End the last cell that runs on a rank. The client hears of it, sooner or later."""
         me = self.ranks[rank]
         cell, _ = me.cells.popitem()
         me.state.end_cell(cell, error)
@@ -431,7 +431,7 @@ class Simulation:
         return False
 
     def pass_time(self, until: float) -> None:
-        """It is that late, or later."""
+        """Move the clock to that time, or later."""
         self.now = max(self.now, until)
         self._carry_out(Tick())
 
@@ -450,7 +450,7 @@ class Simulation:
         raise AssertionError("it does not come to rest")
 
     def read_all(self) -> None:
-        """The coordinator reads all that was sent to it."""
+        """Let the coordinator read all its messages."""
         for me in self._moving:
             while me.open and me.to_coordinator:
                 self._to_coordinator(me)
@@ -582,7 +582,7 @@ class Simulation:
     # -- invariants -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every handle of a living rank has ended, and all members saw one order of operations."""
+        """Check that every handle of a living rank has ended, and all members saw one order of operations."""
         for me in self.ranks:
             if me.alive:
                 me.state.validate()
@@ -591,7 +591,7 @@ class Simulation:
         self.check_order()
 
     def check_order(self) -> None:
-        """All members saw one order of operations, as far as they came."""
+        """Check that all members saw one order of operations, as far as they came."""
         everybody = [*self.ranks, *self.former]
         for scope in {scope for me in everybody for scope in me.order}:
             orders = [me.order.get(scope, []) for me in everybody if scope in me.members]

@@ -195,7 +195,7 @@ def lab_page(
 
 @dataclass
 class _Server:
-    """A server for one page after the other, each with a directory of its own."""
+    """Server for one page after the other, each with a directory of its own."""
 
     root: Path
     address: str

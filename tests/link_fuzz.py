@@ -29,7 +29,7 @@ TO_WORKER: tuple[type[Any], ...] = get_args(kv.ToWorker)
 
 
 class PairedLink(ServerLink):
-    """A link whose server is the other end of a pair of sockets, which each new connection replaces."""
+    """Link whose server is the other end of a pair of sockets, which each new connection replaces."""
 
     server: socket.socket | None = None
 

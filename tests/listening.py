@@ -14,7 +14,7 @@ _ACCEPTS = 0x10000  # of a Unix socket's flags
 
 
 class Listener(NamedTuple):
-    """A socket that others can connect to.
+    """Socket that others can connect to.
 
     Attributes:
         pid: A process that has it.

@@ -52,7 +52,7 @@ class Cell:
 
 
 class LiveKernel:
-    """A kernel process and a client. ``cells`` has everything by the cell it belongs to, ``others`` the messages that
+    """Kernel process and a client. ``cells`` has everything by the cell it belongs to, ``others`` the messages that
     belong to none.
 
     Args:

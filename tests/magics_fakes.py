@@ -274,7 +274,7 @@ class Ran:
 
 
 class Notebook:
-    """Runs cells as a frontend would."""
+    """Notebook that runs cells as a frontend would."""
 
     def __init__(self, shell: InteractiveShell, extension: Extension) -> None:
         self.shell, self.extension = shell, extension

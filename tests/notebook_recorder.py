@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Recorder:
-    """A publisher that remembers."""
+    """Publisher that remembers."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []

@@ -62,7 +62,7 @@ def make(kind: type, chance: random.Random) -> Any:
 
 
 def one_input(chance: random.Random) -> None:
-    """Bytes that are sometimes payloads. Nothing may come of them but payloads and ``ProtocolError``."""
+    """Decode bytes that are sometimes payloads. Nothing may come of them but payloads and ``ProtocolError``."""
     if chance.random() < 0.2:
         data = chance.randbytes(chance.randrange(60))
     else:

@@ -128,7 +128,8 @@ def spoil(data: bytes, chance: random.Random) -> bytes:
 
 
 def one_input(chance: random.Random) -> None:
-    """Bytes that are sometimes frames, in pieces. Nothing may come of them but messages and ``ProtocolError``."""
+    """Decode bytes that are sometimes frames, in pieces. Nothing may come of them but messages and
+    ``ProtocolError``."""
     if chance.random() < 0.2:
         data = chance.randbytes(chance.randrange(60))
     else:
@@ -155,7 +156,8 @@ def one_input(chance: random.Random) -> None:
 
 
 def one_conversation(chance: random.Random) -> None:
-    """Peers that know the token say anything, in any order: the coordinator drops them, but never fails itself."""
+    """Play peers with the token that send any messages, in any order: the coordinator drops them, but never fails
+    itself."""
     options = CoordinatorOptions(
         size=chance.choice((None, 2, 3)), generation=chance.choice((0, 0, 1)), reattach=1.0
     )
@@ -163,7 +165,7 @@ def one_conversation(chance: random.Random) -> None:
 
 
 def one_failing_conversation(chance: random.Random) -> None:
-    """Handlers fail, before or after they change the state: the sender's connection ends, and all others go on.
+    """Let handlers fail, before or after they change the state: the sender's connection ends, and all others go on.
 
     Only a state that itself reports that it is unsound may be broken afterwards.
     """
@@ -177,7 +179,7 @@ def one_failing_conversation(chance: random.Random) -> None:
 
 
 class _Failing:
-    """A handler that sometimes raises: instead of its work, after it, or with a broken state left behind."""
+    """Handler that sometimes raises: instead of its work, after it, or with a broken state left behind."""
 
     def __init__(self, works: Callable[..., None], chance: random.Random, state: CoordinatorState) -> None:
         self._works, self._chance, self._state = works, chance, state
@@ -233,7 +235,7 @@ def _converse(state: CoordinatorState, chance: random.Random) -> None:
 
 
 class _Outbox:
-    """An outbox of a few pages, shared or not."""
+    """Outbox of a few pages, shared or not."""
 
     def __init__(self, *, remote: bool) -> None:
         self.file, self.remote = SharedFile.create("fuzz"), remote
@@ -253,7 +255,8 @@ _OPTIMIZERS = tuple(portable(one) for one in (SGD(), SGD(momentum=0.5), Adam(beg
 
 
 def one_server(chance: random.Random) -> None:
-    """Workers that know the token say anything: each request is answered, a connection ends at worst, and the server goes on."""
+    """Play workers with the token that send any bytes: each request is answered, a connection ends at worst, and the
+    server goes on."""
     state, now = servers.ParameterServerState(), 0.0
     outboxes = [_Outbox(remote=chance.random() < 0.3) for _ in range(3)]
     peers: dict[int, int] = {}

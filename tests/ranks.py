@@ -55,7 +55,7 @@ class RankGone(Exception):
 
 
 class Running:
-    """A function that runs on some ranks."""
+    """Function that runs on some ranks."""
 
     def __init__(self, ranks: Ranks, numbers: Sequence[int]) -> None:
         self._ranks = ranks
@@ -102,7 +102,7 @@ class Running:
 
 
 class Ranks:
-    """A coordinator and ``size`` rank processes, initialized unless ``init`` is false.
+    """Coordinator and ``size`` rank processes, initialized unless ``init`` is false.
 
     With ``tls`` they reach the coordinator as ranks of other hosts do. With ``keep`` it can have a successor.
     """

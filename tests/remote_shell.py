@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RemoteShell:
-    """The server.
+    """Server.
 
     Attributes:
         commands: The command lines that were asked for.

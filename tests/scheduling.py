@@ -67,7 +67,7 @@ def priority_of(name: str) -> int:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Gives workers whole groups, in the order in which they were collected."""
+    """Scheduling that gives workers whole groups, in the order in which they were collected."""
 
     def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
         config.option.loadscopereorder = False  # by the number of tests, not by their length

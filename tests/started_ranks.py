@@ -137,7 +137,7 @@ class StartedRanks:
         self.client.rank_lost(rank, self.pid(rank), reason)
 
     def close(self) -> None:
-        """As a pool does."""
+        """Close it as a pool does."""
         self.client.expect(())
         self.starter.close(3.0)
         self.companion.close()

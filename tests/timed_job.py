@@ -122,7 +122,7 @@ class Passage:
 
 
 class TimedJob:
-    """A coordinator and ``size`` ranks.
+    """Coordinator and ``size`` ranks.
 
     Args:
         size: Number of ranks.

@@ -262,7 +262,7 @@ def settings_that_are_refused() -> None:
 
 
 def trained_in_a_process_set() -> None:
-    """All ranks but the first train together; that one takes its steps alone."""
+    """Check that all ranks but the first train together; that one takes its steps alone."""
     n, rank = hvd.size(), hvd.rank()
     if n == 1:
         return

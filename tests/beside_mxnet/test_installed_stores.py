@@ -37,7 +37,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def start_servers() -> None:
-    """They live as long as the ranks, so they have to come before the first test."""
+    """Start the servers. They live as long as the ranks, so they have to come before the first test."""
     kvstore.create("dist_async")
 
 
@@ -260,7 +260,7 @@ def test_gluon_trains_embeddings_on_ranks_as_in_one_process(ranks: Ranks) -> Non
 
 
 def saved_and_loaded(store: str, path: str, contexts: list[Any]) -> None:
-    """Gluon's trainer saves its states and loads them again; a sparse weight has some, too."""
+    """Check that Gluon's trainer saves its states and loads them again; a sparse weight has some, too."""
     model = net(contexts)
     rows = mx.gluon.Parameter("rows", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
     rows.initialize(ctx=contexts)
@@ -373,7 +373,7 @@ def trained_on_servers(name: str, scheduler: str = "") -> list[list[list[float]]
 
 
 class OwnScheduler(mx.lr_scheduler.FactorScheduler):  # type: ignore[misc]  # MXNet has no types
-    """Of a class that servers don't have."""
+    """Scheduler of a class that servers don't have."""
 
 
 def test_mxnets_optimizers_on_servers_give_mxnets_bits(ranks: Ranks) -> None:

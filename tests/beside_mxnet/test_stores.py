@@ -33,7 +33,7 @@ def to_mx(value: Any) -> Any:
 
 
 class Both:
-    """A store of each kind, which get the same calls."""
+    """Pair of stores of both kinds, which get the same calls."""
 
     def __init__(self, name: str) -> None:
         self.theirs, self.ours = mx.kv.create(name), kvstore.create(name)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Counter:
-    """An executable: joins when it is made, and counts."""
+    """Executable: joins when it is made, and counts."""
 
     def __init__(self, start: int, *, step: int) -> None:
         import hvdlab.numpy as hvd

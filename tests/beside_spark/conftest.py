@@ -26,6 +26,7 @@ def spark() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def leak_check() -> Iterator[None]:
-    """Instead of the check of all tests: Spark's own processes, threads and sockets come and go, but none of ours may stay."""
+    """Replace the check of all tests: Spark's own processes, threads and sockets come and go, but none of ours may
+    stay."""
     with nothing_of_ours_left():
         yield

@@ -50,7 +50,7 @@ class InThisProcess(Backend):
 
 
 class NotToBeUsed(Backend):
-    """Fails if anything is started on its ranks."""
+    """Backend that fails if anything is started on its ranks."""
 
     def __init__(self, size: int = 1) -> None:
         self._size = size

@@ -20,7 +20,7 @@ _HERE = "127.0.0.1"
 
 
 class SparkCluster:
-    """The cluster, until the end of a ``with`` block.
+    """Cluster, until the end of a ``with`` block.
 
     Args:
         directory: Where workers keep the logs of their executors.

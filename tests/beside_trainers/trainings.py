@@ -56,7 +56,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Loss(nn.Module):
-    """A language model that gives its loss, as those of ``transformers`` do."""
+    """Language model that gives its loss, as those of ``transformers`` do."""
 
     def __init__(self) -> None:
         super().__init__()

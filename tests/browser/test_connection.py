@@ -88,7 +88,7 @@ def test_panel_and_widget_catch_up(tmp_path: Path) -> None:
 
 
 def check_complete(lab: LabPage, work: Path) -> None:
-    """Nothing is missing and nothing is there twice."""
+    """Check that nothing is missing and nothing is there twice."""
     steps = os.stat(work / "steps").st_size
     lab.wait_until_idle()
     lab.run(COUNT)
@@ -115,7 +115,7 @@ def wait(lab: LabPage, view: str, condition: str) -> None:
 
 
 def wait_for_steps(work: Path, more: int) -> None:
-    """Until the ranks have done so many more."""
+    """Wait until the ranks have done so many more."""
     first, deadline = os.stat(work / "steps").st_size, time.monotonic() + WAIT_MS / 1000
     while os.stat(work / "steps").st_size < first + more:
         assert time.monotonic() < deadline

@@ -160,7 +160,7 @@ def test_a_late_rank_is_seen_as_late_as_its_own_clock_says(lab: LabPage, tmp_pat
 
 
 def check_pixels(lab: LabPage) -> None:
-    """The bar over the lane of the late rank is as long as its lateness."""
+    """Check that the bar over the lane of the late rank is as long as its lateness."""
     lab.page.locator(".hvd-plot canvas").click(position={"x": 40, "y": 10})
     late = lab.page.evaluate(INTERVALS, 2)
     begin, end = max(late, key=lambda one: one[1] - one[0])
@@ -198,7 +198,7 @@ def check_ranks(lab: LabPage) -> None:
 
 
 def check_keys(lab: LabPage) -> None:
-    """The timeline has the keys while it has the focus, and the notebook does not get them."""
+    """Check that the timeline has the keys while it has the focus, and the notebook does not get them."""
     cells = lab.page.locator(".jp-Notebook-cell").count()
     canvas = lab.page.locator(".hvd-plot canvas")
     canvas.click(position={"x": 40, "y": 10})
@@ -244,7 +244,7 @@ def check_places(lab: LabPage) -> None:
 
 
 def check_saved(lab: LabPage, path: Path) -> None:
-    """The saved notebook has a picture and a summary, and is small."""
+    """Check that the saved notebook has a picture and a summary, and is small."""
     canvas, dialogs = lab.page.locator(".hvd-plot canvas").last, lab.page.locator(".jp-Dialog")
     pressed, deadline = -math.inf, time.monotonic() + WAIT_MS / 1000
     # It was saved before, too, when the page thought it was time to.

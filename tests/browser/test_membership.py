@@ -88,7 +88,7 @@ def test_a_pool_is_changed_by_buttons_while_it_trains(tmp_path: Path) -> None:
 
 
 class View:
-    """A membership view on the page."""
+    """Membership view on the page."""
 
     def __init__(self, root: Locator) -> None:
         self.root = root
@@ -104,7 +104,7 @@ class View:
         self.root.locator(".hvd-said", has_text=text).wait_for(timeout=WAIT_MS)
 
     def wait_for_ranks(self, count: int) -> None:
-        """Until so many are in the world."""
+        """Wait until so many are in the world."""
         self.root.page.wait_for_function(
             "([view, count]) => view.querySelectorAll('.hvd-members .hvd-state[data-state=running]').length === count",
             arg=[self.root.element_handle(), count],
@@ -129,7 +129,7 @@ class View:
         return [" ".join(word for word in text.split() if word.isascii()) for text in reversed(found)]
 
     def wait_until_happened(self, *happened: str) -> None:
-        """Until all of these are in the history."""
+        """Wait until all of these are in the history."""
         for _ in range(WAIT_MS // 100):
             if set(happened) <= set(self.history()):
                 return
@@ -138,7 +138,7 @@ class View:
 
 
 def grow(view: View) -> None:
-    """More ranks: nothing ends by it, so nothing is asked."""
+    """Add ranks: nothing ends by it, so nothing is asked."""
     view.resize(4)
     view.wait_until_said("the pool has 4 ranks")
     view.wait_for_ranks(4)
@@ -148,7 +148,7 @@ def grow(view: View) -> None:
 
 
 def survive(view: View) -> None:
-    """A rank that dies is shown so, and repaired by a button."""
+    """Check that a rank that dies is shown so, and repaired by a button."""
     os.kill(view.pid(1), signal.SIGKILL)
     view.root.locator("tr[data-rank='1'] .hvd-state[data-state=lost]").wait_for(timeout=WAIT_MS)
     assert "killed by SIGKILL" in view.root.locator("tr[data-rank='1']").inner_text()
@@ -290,7 +290,7 @@ def test_a_model_trains_through_ten_changes_that_are_shown(tmp_path: Path) -> No
 
 
 class Training:
-    """The cell that trains, with its membership view."""
+    """Cell that trains, with its membership view."""
 
     def __init__(self, lab: LabPage, view: View) -> None:
         self._lab, self._view = lab, view

@@ -50,7 +50,7 @@ pytestmark = [
 
 
 class Viewer:
-    """A page of Perfetto's UI that has loaded a trace."""
+    """Page of Perfetto's UI that has loaded a trace."""
 
     def __init__(self, page: Any, address: str) -> None:
         self.page = page
@@ -66,7 +66,7 @@ class Viewer:
         return rows
 
     def assert_sound(self) -> None:
-        """Nothing was dropped or misunderstood by the importer, and the UI shows no error."""
+        """Check that nothing was dropped or misunderstood by the importer, and the UI shows no error."""
         assert self.query("select name, value from stats where severity != 'info' and value > 0") == []
         assert self.faults == []
         assert self.page.locator(".pf-modal-dialog, .modal-dialog").count() == 0
@@ -94,7 +94,7 @@ def expected_slices(events: list[dict[str, Any]]) -> int:
 
 @dataclass(frozen=True)
 class Opened:
-    """A trace of 125 steps and the page that shows it: loading one costs ten seconds of CPU time."""
+    """Trace of 125 steps and the page that shows it: loading one costs ten seconds of CPU time."""
 
     events: list[dict[str, Any]]
     perfetto: Viewer

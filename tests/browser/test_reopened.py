@@ -73,7 +73,8 @@ def run_while_away(lab: LabPage, cell: int, files: str) -> None:
 
 
 def check_complete(text: str) -> None:
-    """Each rank's lines are there once and in order; whether equal ones were merged depends on their timing."""
+    """Check that each rank's lines are there once and in order; whether equal ones were merged depends on their
+    timing."""
     written: dict[str, list[str]] = {"0": [], "1": []}
     for labels, line in re.findall(r"^\[([01,]+)\] (epoch .*)$", text, re.MULTILINE):
         for rank in labels.split(","):

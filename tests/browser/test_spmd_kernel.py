@@ -95,7 +95,7 @@ def open_again(lab: LabPage, path: Path) -> None:
 
 
 def check_panel(lab: LabPage) -> None:
-    """The panel finds the kernel's ranks by itself, and goes from a span to its line."""
+    """Check that the panel finds the kernel's ranks by itself, and goes from a span to its line."""
     lab.finish(3)
     executed = lab.prompt(3).strip(":")  # its number depends on how often the cells before it were run
     lab.page.locator(".jp-HvdlabStatus [role=button]", has_text="3/3 ranks").click()

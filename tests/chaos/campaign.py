@@ -145,7 +145,7 @@ class Mailbox:
 
 
 class Campaign:
-    """Plays trials on a pool, which is replaced only if it can't be used any more. A context manager.
+    """Campaign of trials on a pool, which is replaced only if it can't be used any more. Context manager.
 
     Args:
         seed: Seed of all draws.

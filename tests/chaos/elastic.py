@@ -77,7 +77,7 @@ class RanksOfAPool:
 
 
 class ElasticCampaign(MembershipCampaign, Campaign):
-    """Plays changes on a pool that trains. A context manager.
+    """Campaign of changes on a pool that trains. Context manager.
 
     Args:
         changes: The changes to draw from.

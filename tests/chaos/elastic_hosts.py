@@ -73,7 +73,7 @@ class RanksOfHosts:
 
 
 class ElasticHosts(MembershipCampaign):
-    """Plays changes on one job, which is replaced only if it is not as it should be. A context manager.
+    """Campaign of changes on one job, which is replaced only after an error. Context manager.
 
     Args:
         seed: Seed of all draws.

@@ -75,7 +75,7 @@ class ElasticTraining(Training):
         self._due = 0.0
 
     def begin(self, state: Any) -> None:
-        """Training begins, or goes on with other ranks."""
+        """Begin training, or continue with other ranks."""
         if self.journal.pid != os.getpid():
             self._become()
         self.journal.begin(state.step)

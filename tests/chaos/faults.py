@@ -21,7 +21,7 @@ STALLED = STALL + 1.5
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind of fault.
+    """Kind of fault.
 
     Attributes:
         name: As in the table.

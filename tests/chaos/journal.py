@@ -48,7 +48,7 @@ def replayed(groups: Groups) -> tuple[float, float]:
 
 
 class Journal:
-    """The way of one process through the training.
+    """History of one process in the training.
 
     Args:
         mailbox: Socket of the campaign's mailbox.
@@ -67,7 +67,7 @@ class Journal:
         self.back: list[tuple[int, int, int]] = []
 
     def begin(self, step: int) -> None:
-        """Training begins, or goes on with other ranks, from this step."""
+        """Begin training, or continue with other ranks, from this step."""
         if step < self.done:
             self.back.append((self.done, step, self.committed))
         self.done = step

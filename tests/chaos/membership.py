@@ -21,7 +21,7 @@ from chaos.journal import replayed
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A kind of change.
+    """Kind of change.
 
     Attributes:
         name: As in the table.
@@ -38,7 +38,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Teller:
-    """The process that has sent a letter.
+    """Process that has sent a letter.
 
     Attributes:
         name: As it is called in an outcome's story.
@@ -173,7 +173,7 @@ class MembershipCampaign(abc.ABC):
         self._outcome.events.append(f"{time.monotonic() - self._began:8.3f} {text}")
 
     def _changes(self, text: str) -> None:
-        """The change is made now."""
+        """Make the change now."""
         self._at = time.monotonic()
         self._event(text)
 

@@ -23,7 +23,7 @@ class Owners(Pieces):
     """Trials of the death of a pool's owner."""
 
     def owner(self) -> None:
-        """A process with a pool of its own, which is killed while it trains."""
+        """Start a process with a pool of its own, which is killed while it trains."""
         with self._owned() as (mark, temporary, process, _):
             at = time.monotonic()
             process.kill()

@@ -100,7 +100,7 @@ def rejoin() -> None:
 
 
 class Partitions:
-    """Plays trials on one job over several hosts, which is replaced only if it can't be used any more.
+    """Campaign of trials on one job over several hosts, which is replaced only if it can't be used any more.
 
     Args:
         seed: Seed of all draws.

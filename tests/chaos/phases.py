@@ -53,7 +53,7 @@ PHASES = ("announce", "negotiate", "pack", "transfer", "unpack")
 
 
 class Ambush:
-    """Strikes once, when the wrapped functions have been called so often.
+    """Ambush that strikes once, when the wrapped functions have been called so often.
 
     Args:
         plane, phase: Where.

@@ -177,7 +177,7 @@ class Pieces:
     """A rank that was started anew already."""
 
     def check(self, ranks: list[int]) -> None:
-        """A collective of each kind works on exactly these ranks, with right results."""
+        """Check that a collective of each kind works on exactly these ranks, with right results."""
         if self._new in ranks:
             self.campaign.set_up([self._new])
         for rank, found in self.campaign.values("training.check()", ranks).items():

@@ -45,7 +45,8 @@ class Scarcity(Pieces):
     """Trials of too much output and of too little room."""
 
     def flooding(self) -> None:
-        """A rank writes 100 MB in the middle of the training: all of it comes, and the notebook's process stays small."""
+        """Let a rank write 100 MB in the middle of the training: all of it comes, and the notebook's process stays
+        small."""
         sink = self.sink = CountingSink(self.victim)
         run = self.begin(steps=30, bytes=FLOOD)
         before = psutil.Process().memory_info().rss

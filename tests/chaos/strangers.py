@@ -32,7 +32,7 @@ def secure_flood(sock: socket.socket) -> None:
 
 
 def slow_browser(sock: socket.socket) -> None:
-    """A request that does not end."""
+    """Send a request that does not end."""
     sock.sendall(b"GET / HTTP/1.1\r\nHost: 127")
 
 

@@ -47,7 +47,7 @@ END = Change("the training ends", "end")
 
 
 class Pretended(MembershipCampaign):
-    """A training of two ranks, whose letters each change writes."""
+    """Training of two ranks, whose letters each change writes."""
 
     within = 1.0
     longest_wait = 0.0

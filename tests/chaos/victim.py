@@ -34,7 +34,7 @@ BIG, SMALL = 60_000, 3_000
 
 
 class Boom(Exception):
-    """The error that a rank is made to raise."""
+    """Error that a rank is made to raise."""
 
 
 def _left_to_gloo() -> list[int]:
@@ -66,7 +66,7 @@ def digest(array: npt.NDArray[Any]) -> str:
 
 
 class Victim:
-    """A rank that trains, and to which faults happen.
+    """Rank that trains, and to which faults happen.
 
     Args:
         mailbox: Socket of the campaign's mailbox.
@@ -86,7 +86,7 @@ class Victim:
         self._mailbox = mailbox
 
     def tell(self, what: str) -> None:
-        """Say something to the campaign."""
+        """Send a message to the campaign."""
         message = {"rank": self.rank, "what": what, "at": time.monotonic_ns() / 1e9, "step": self.steps}
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(json.dumps(message).encode(), self._mailbox)
@@ -156,7 +156,7 @@ class Training(Victim):
         return self.steps
 
     def step(self, order: dict[str, Any] | None = None) -> None:
-        """One step; the fault of ``order`` strikes in the middle of it."""
+        """Run one step; the fault of ``order`` strikes in the middle of it."""
         ranks, number = self._group(), self.steps
         factor = 1 + number % 7
         total = sum(r + 1 for r in ranks) * factor
@@ -284,7 +284,7 @@ def _mismatch(victim: Victim, order: dict[str, Any]) -> None:
 
 
 def _compute(victim: Victim, order: dict[str, Any]) -> None:
-    """Busy in Python."""
+    """Compute in Python."""
     until = time.monotonic() + order["seconds"]
     while time.monotonic() < until:
         sum(range(1000))

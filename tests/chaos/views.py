@@ -117,7 +117,7 @@ class _Words(logging.Handler):
 
 
 class OpenViews:
-    """A timeline, charts, a table of ranks, their coming and going, and the panel, open on one pool."""
+    """Timeline, charts, a table of ranks, their coming and going, and the panel, open on one pool."""
 
     def __init__(self, pool: Pool) -> None:
         self.recording = pool.client.recording

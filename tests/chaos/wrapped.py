@@ -68,7 +68,7 @@ class Wrapped(Victim):
         return self.steps
 
     def step(self, order: dict[str, Any] | None = None, *, checked: bool = True) -> None:
-        """One step; the fault of ``order`` strikes in its backward pass, or instead of it."""
+        """Run one step; the fault of ``order`` strikes in its backward pass, or instead of it."""
         ranks, parameters = range(dist.get_world_size()), list(self.module.parameters())
         whole = sum(self._loss(self.module, rank) for rank in ranks) / len(ranks)
         wanted = torch.autograd.grad(torch.as_tensor(whole), parameters)
@@ -85,7 +85,8 @@ class Wrapped(Victim):
         self.steps = self._taken()
 
     def _backward(self, loss: torch.Tensor, order: dict[str, Any] | None) -> None:
-        """The backward pass. The fault comes when the first bucket has been given to the group, and others have not."""
+        """Run the backward pass. The fault comes when the first bucket has been given to the group, and others have
+        not."""
 
         def strike(gradient: torch.Tensor) -> None:
             if order is not None:

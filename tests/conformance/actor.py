@@ -95,7 +95,7 @@ def plane_actor(target: str, context: PlaneContext) -> CollectiveActor:
 
 
 class PlaneActor(CollectiveActor):
-    """Drives a connected plane."""
+    """Actor that drives a connected plane."""
 
     planned = True
 

@@ -63,7 +63,8 @@ def formula(
 
 
 def properties(actor: CollectiveActor, count: int) -> int:
-    """Orthogonal tensors are added up, equal ones averaged, parallel ones in a group kept apart from each other."""
+    """Check that orthogonal tensors are added up, equal ones averaged, parallel ones in a group kept apart from each
+    other."""
     n, i = actor.size, actor.index
     lonely = np.zeros(count * n, np.float32)
     lonely[count * i : count * (i + 1)] = 1 + i

@@ -104,7 +104,7 @@ class RealMemory(FakeMemory):
 
 
 class ThroughGpu(HostPlane):
-    """The plane as one of the host."""
+    """GPU plane that acts as one of the host."""
 
     name: ClassVar[str] = "through-gpu"
 
@@ -222,7 +222,8 @@ class ThroughGpu(HostPlane):
 
 
 class ThroughNccl(ThroughGpu):
-    """The same with NCCL itself, which keeps a socket of a communicator that is aborted because another member has died: descriptors may be left."""
+    """GPU plane with NCCL itself, which keeps a socket of a communicator that is aborted because another member has died:
+    descriptors may be left."""
 
     _was_aborted = False
 

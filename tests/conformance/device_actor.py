@@ -39,7 +39,7 @@ class DeviceActor(EngineActor):
 
 
 class OnDevice:
-    """An engine for whose callers all tensors seem to be on the host."""
+    """Engine for whose callers all tensors seem to be on the host."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -77,7 +77,7 @@ def _for_the_host(request: Request) -> bool:
 
 
 class Copying:
-    """A handle whose result is copied back."""
+    """Handle whose result is copied back."""
 
     def __init__(self, engine: OnDevice, request: Request, handle: Handle) -> None:
         self._engine, self._request, self._handle = engine, request, handle

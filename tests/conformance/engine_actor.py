@@ -28,7 +28,7 @@ SITE = "conformance"
 
 
 class Coordination:
-    """The coordinator of a group, and a client that announces its world's ranks once they change."""
+    """Coordinator of a group, and a client that announces its world's ranks once they change."""
 
     def __init__(self, size: int) -> None:
         self._coordinator = CoordinatorProcess.start(size=size)
@@ -62,7 +62,7 @@ def engine_actor(target: str, context: PlaneContext) -> CollectiveActor:
 
 
 class EngineActor(CollectiveActor):
-    """Drives an engine. Its rank is the worker's number; ``index`` is its position among those that live."""
+    """Actor that drives an engine. Its rank is the worker's number; ``index`` is its position among those that live."""
 
     planned = False
 

@@ -16,7 +16,7 @@ from hvdlab.collectives.types import DType, ReduceOp
 
 
 class Matrix:
-    """Runs the cases of one test on one group."""
+    """Runner of the cases of one test on one group."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group

@@ -11,7 +11,7 @@ from hvdlab.collectives.planes.base import KeyValue
 
 
 class StoreServer:
-    """Serves ``set`` and a blocking ``get`` on a Unix socket; one thread per client, all joined by :meth:`close`."""
+    """Server of ``set`` and a blocking ``get`` on a Unix socket; one thread per client, all joined by :meth:`close`."""
 
     def __init__(self, path: str) -> None:
         self._listener = Listener(path, family="AF_UNIX", backlog=64)

@@ -170,7 +170,7 @@ def interrupted() -> None:
 
 
 def in_sets_by_turns() -> list[float]:
-    """Two process sets with the same ranks have the same memory open, and close it when it was freed."""
+    """Check that two process sets with the same ranks have the same memory open, and close it when it was freed."""
     from hvdlab.collectives import context
 
     pair = hvd().add_process_set(hvd().ProcessSet([0, 1]))

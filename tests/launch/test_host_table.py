@@ -29,7 +29,7 @@ from hvdlab.launch.host_table import (
 
 
 class Followed:
-    """A table whose answers are collected."""
+    """Table whose answers are collected."""
 
     def __init__(self, cooldown: tuple[float, float] = (5, 20)) -> None:
         self.table = HostTable(cooldown, "the script")

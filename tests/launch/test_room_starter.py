@@ -15,7 +15,7 @@ from patience import PATIENCE
 
 
 class GivenRooms(RoomStarter):
-    """An engine in this process; a test gives it room."""
+    """Engine in this process; a test gives it room."""
 
     def __init__(self, recorder: Recorded) -> None:
         super().__init__(recorder, "the engine")
@@ -46,7 +46,7 @@ class GivenRooms(RoomStarter):
 
 
 class Recorded:
-    """Takes reports."""
+    """Observer that takes reports."""
 
     def __init__(self) -> None:
         self.events: list[Started | Ended | Waiting] = []

@@ -34,7 +34,7 @@ print(z)
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ranks come and go in the kernel that all these tests share."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share."""
 
 
 @pytest.fixture(scope="module")

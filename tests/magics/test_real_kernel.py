@@ -19,7 +19,8 @@ SETUP = "%%hvd_run -np 4\nimport os, sys, time\nrank = int(os.environ['RANK'])\n
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ranks come and go in the kernel that all these tests share; test_real_notebook.py sees them end with it."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share; test_real_notebook.py sees
+    them end with it."""
 
 
 @pytest.fixture(scope="module")

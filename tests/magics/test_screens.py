@@ -208,7 +208,7 @@ def drain(notebook: NotebookScreen, clock: Clock) -> None:
 
 
 class Server(Recorder):
-    """Counts as Jupyter's server does, which drops messages over 3 MB or 3,000 messages in 3 seconds."""
+    """Server that counts as Jupyter's server does, which drops messages over 3 MB or 3,000 messages in 3 seconds."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -20,7 +20,8 @@ SUM = "%%hvd_run\nprint(hvd.allreduce(np.ones(1), name='again')[0], x)"
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ranks come and go in the kernel that all these tests share; test_real_notebook.py sees them end with it."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share; test_real_notebook.py sees
+    them end with it."""
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ print('ended')
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """A part of the pool may come up while the kernel that these tests share is used; others see it end."""
+    """Skip the check for leaks: a part of the pool can come up while the kernel that these tests share is used; others
+    see it end."""
 
 
 @pytest.fixture(scope="module")

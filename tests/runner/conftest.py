@@ -44,7 +44,7 @@ class Ran:
 
 
 class Launcher:
-    """Starts launchers; those that a test leaves are killed, and must leave nothing behind.
+    """Starter of launchers; leftovers of a test are killed, and must leave nothing behind.
 
     Every process it starts, however far down, inherits a variable, by which it is found.
     """

@@ -17,7 +17,7 @@ from job_stand_ins import IdleStarter, NoSink
 
 
 class Loop:
-    """A job with up to three ranks whose hosts come and go, and the calls of its client and its starter."""
+    """Job with up to three ranks whose hosts come and go, and the calls of its client and its starter."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0

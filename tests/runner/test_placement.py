@@ -67,7 +67,7 @@ def test_plans(
 
 
 class Job:
-    """A supervisor with hosts that come and go, and the world as it leaves it."""
+    """Supervisor with hosts that come and go, and the world as it leaves it."""
 
     def __init__(self, least: int = 1, start: int = 1, most: int = 4, resets: int = 3) -> None:
         growth = Growth(start, most, wait=100.0)

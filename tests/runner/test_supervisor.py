@@ -21,7 +21,7 @@ KILLED = ExitStatus(signal=signal.SIGKILL)
 
 
 class Script:
-    """A supervisor with a clock of its own, and all its requests."""
+    """Supervisor with a clock of its own, and all its requests."""
 
     def __init__(self, size: int, **policy: Any) -> None:
         self.now = 0.0

@@ -76,7 +76,7 @@ def local_gradients() -> list[float]:
 
 
 def states_follow() -> None:
-    """A state saves and restores the objects that were assigned to it last."""
+    """Check that a state saves and restores the objects that were assigned to it last."""
     import keras
     import tensorflow as tf
 

@@ -97,7 +97,8 @@ def _making() -> list[tuple[Callable[..., Any], str]]:
 
 
 def refused_operators() -> None:
-    """A wrong operator is refused when the tape or optimizer is made, not in the middle of the first step."""
+    """Check that a wrong operator is refused when the tape or optimizer is made, not in the middle of the first
+    step."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd

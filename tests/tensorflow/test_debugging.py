@@ -70,7 +70,7 @@ model_of(Failing{eagerly}).fit(x, y, verbose=0)"""
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """No check for leaks: ranks come and go in the kernel that all these tests share."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share."""
 
 
 @pytest.fixture(scope="module")

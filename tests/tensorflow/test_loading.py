@@ -136,7 +136,8 @@ def own_optimizers(version: int) -> None:
 
 
 def without_optimizers(version: int) -> None:
-    """A file without optimizer gives a model without; a model that Keras did not compile can be compiled with a distributed one."""
+    """Check that a file without optimizer gives a model without; a model that Keras did not compile can be compiled
+    with a distributed one."""
     import hvdlab.tensorflow.keras as hvd_keras
 
     keras, load = _keras(version), _load(version)
@@ -152,7 +153,7 @@ def without_optimizers(version: int) -> None:
 
 
 def scaled_losses(version: int) -> None:
-    """The optimizer within loss scaling is distributed, and only once."""
+    """Check that the optimizer within loss scaling is distributed, and only once."""
     import hvdlab.tensorflow.keras as hvd_keras
 
     keras, load = _keras(version), _load(version)

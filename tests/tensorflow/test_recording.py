@@ -82,7 +82,8 @@ def fits(version: int) -> None:
 
 
 def the_model_went_wrong(version: int) -> None:
-    """The recorded loss, and in half precision the norm, are those that Keras would have without loss scaling."""
+    """Check that the recorded loss, and in half precision the norm, are those that Keras would have without loss
+    scaling."""
     import hvdlab.tensorflow as hvd
 
     keras = _keras(version)
@@ -113,7 +114,8 @@ def the_model_went_wrong(version: int) -> None:
 
 
 def steps_of_ones_own(version: int) -> None:
-    """The user's own train_step, with conditions that AutoGraph rewrites for Keras 2, and several passes per step."""
+    """Run the user's own train_step, with conditions that AutoGraph rewrites for Keras 2, and several passes per
+    step."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd

@@ -52,7 +52,8 @@ def _changes(keras: Any) -> tuple[Any, list[float]]:
 
 
 def fits(version: int) -> None:
-    """The norm of the reduced gradients after every few steps, whether the optimizer was used before it was watched or not."""
+    """Check the norm of the reduced gradients after every few steps, whether the optimizer was used before it was
+    watched or not."""
     import hvdlab.tensorflow as hvd
     import hvdlab.tensorflow.keras as hvd_keras
 
@@ -92,7 +93,7 @@ def fits(version: int) -> None:
 
 
 def plain_optimizers(version: int) -> None:
-    """An optimizer that is not distributed is measured, too, until the watch is closed."""
+    """Check that an optimizer that is not distributed is measured, too, until the watch is closed."""
     import hvdlab.keras
 
     keras, (x, y) = _keras(version), _data()
@@ -147,7 +148,7 @@ def _looped(keras: Any, rate: Any, wrapped: Callable[[Any], Any]) -> dict[str, l
 
 
 def loops(version: int) -> None:
-    """Steps of the user's own loop, in functions and outside."""
+    """Run steps of the user's own loop, in functions and outside."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd
@@ -191,7 +192,7 @@ def scaled_losses(version: int) -> None:
 
 
 def several_at_a_time(version: int) -> None:
-    """Of steps that are executed together, the norm of the last is recorded."""
+    """Check that of steps that are executed together, the norm of the last is recorded."""
     import hvdlab.tensorflow as hvd
 
     keras, (x, y) = _keras(version), _data()

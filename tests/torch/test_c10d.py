@@ -501,7 +501,8 @@ def test_a_skipped_call_that_is_like_the_next_is_found(world: Ranks) -> None:
 
 
 def _late_message() -> None:
-    """A receive that takes too long is given up alone: other operations that are in flight in the group go on."""
+    """Check that a receive that takes too long is given up alone: other operations that are in flight in the group go
+    on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     total, value = torch.ones(2), torch.zeros(3)
     if rank == 0:

@@ -147,7 +147,7 @@ class Mail:
         self.sent.put((msgspec.msgpack.decode(body, type=CallHistoryMessage), tuple(to)))
 
     def answer(self, rank: int, question: CallHistoryMessage, lines: str) -> None:
-        """This rank answers with calls from these lines."""
+        """Answer on this rank with calls from these lines."""
         calls = tuple(CallRecord(i + 1, "all_reduce", line) for i, line in enumerate(lines.split()))
         said = msgspec.structs.replace(question, calls=calls, asks=False)
         self.receive(rank, msgspec.msgpack.encode(said))

@@ -270,7 +270,7 @@ def test_ranks_are_not_left_waiting_if_the_card_can_not_be_written(
 
 
 class GoneStore(dist.HashStore):
-    """A store whose server has ended."""
+    """Store whose server has ended."""
 
     def set(self, key: str, value: object) -> None:
         raise dist.DistStoreError("the store is gone")

@@ -162,7 +162,7 @@ def test_shards_without_a_replica_are_refused(world: Ranks) -> None:
 
 
 class _FailsOnce(nn.Module):
-    """A layer that raises on rank 1, in the middle of a pass."""
+    """Layer that raises on rank 1, in the middle of a pass."""
 
     def __init__(self, backward: bool) -> None:
         super().__init__()

@@ -216,7 +216,8 @@ def _saved(path: str) -> None:
 
 
 def _piped() -> None:
-    """A pipeline with a layer on each rank: ranks send the activations and gradients of micro-batches as messages."""
+    """Train a pipeline with a layer on each rank: ranks send the activations and gradients of micro-batches as
+    messages."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     rank, device = dist.get_rank(), torch.device("cpu")

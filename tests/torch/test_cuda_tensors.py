@@ -24,7 +24,8 @@ DEFAULT_STREAM = SimpleNamespace(cuda_stream=0)
 
 
 class Simulated(CudaTensors):
-    """Treats tensors in the simulated GPU's memory, which are host tensors for torch, as CUDA tensors."""
+    """Device memory that treats tensors in the simulated GPU's memory, which are host tensors for torch, as CUDA
+    tensors."""
 
     def __init__(self, gpu: fake_cuda.FakeCuda) -> None:
         self.gpu = gpu
@@ -45,7 +46,7 @@ class Simulated(CudaTensors):
 
 
 class Located:
-    """A tensor that claims to be on the first GPU."""
+    """Tensor that claims to be on the first GPU."""
 
     device = torch.device("cuda", 0)
 

@@ -35,7 +35,7 @@ def world() -> Iterator[Ranks]:
 
 
 class Training:
-    """A small training with a log of a rank's events."""
+    """Small training with a log of a rank's events."""
 
     def __init__(self) -> None:
         hvd.init()

@@ -22,7 +22,7 @@ from ranks import Ranks
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, world_of_one: None) -> None:
-    """This process as the only rank; only the test empties its recorder."""
+    """Make this process the only rank; only the test empties its recorder."""
     monkeypatch.setattr(context.engine()._handlers, "schedule_events", lambda: None)
 
 

@@ -22,7 +22,7 @@ from timeline_traces import steps
 
 
 class Desk:
-    """Knows the recordings that a test gives it."""
+    """Desk that knows the recordings that a test gives it."""
 
     def __init__(self) -> None:
         self.recordings: dict[str, Recording | None] = {"": None}

@@ -83,7 +83,7 @@ class World:
         self.new.clear()
 
     def join(self, count: int) -> None:
-        """New ranks, at a commit."""
+        """Add ranks, at a commit."""
         old = list(self.ranks)
         for _ in range(count):
             self._patch.setattr(sampler_module, "rank", lambda: 0)
@@ -108,7 +108,7 @@ class World:
         return lost
 
     def come_back(self, handler: SamplerStateHandler) -> None:
-        """A rank that was cut off is let in, at a commit."""
+        """Admit a rank that was cut off, at a commit."""
         root, self.ranks = self.ranks[0], [*self.ranks, handler]
         self._place(handler)
         handler.restore()
@@ -117,14 +117,14 @@ class World:
         self._together("sync", root)
 
     def leave(self, rank: int) -> None:
-        """A rank is let go, at a commit."""
+        """Release a rank, at a commit."""
         self._together("hand_over", self.ranks[0])
         del self.ranks[rank % len(self.ranks)]
         self._begin_again()
         self._together("sync", self.ranks[0])
 
     def lose(self, rank: int) -> None:
-        """A rank is lost, anywhere. The others go back."""
+        """Lose a rank, anywhere. The others go back."""
         del self.ranks[rank % len(self.ranks)]
         for handler in self.ranks:
             self._place(handler)
@@ -145,7 +145,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 
 def check(world: World, samples: int, peak: int) -> None:
-    """No sample is counted twice before all are; then those are with which the last batches are filled up."""
+    """Check that no sample is counted twice before all are; then those are with which the last batches are filled
+    up."""
     again = world.seen - Counter(range(samples))
     assert set(world.seen) <= set(range(samples))
     if len(world.seen) < samples:

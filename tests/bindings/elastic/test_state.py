@@ -37,7 +37,7 @@ class Schedule:
 
 
 class Counting(StateHandler[Schedule]):
-    """A handler that counts how it is used."""
+    """Handler that counts how it is used."""
 
     def __init__(self, value: Schedule) -> None:
         super().__init__(value)

@@ -67,7 +67,7 @@ class Job:
                 assert not isinstance(message, m.Abort), message
 
     def works(self) -> None:
-        """One collective, in the epoch that the job began with."""
+        """Run one collective, in the epoch that the job began with."""
         self._rounds += 1
         name = f"t{self._rounds}"
         definition = m.Definition(self._rounds, m.Signature(0, name, 8, 1, (1,)), "")

@@ -12,7 +12,7 @@ from hvdlab.collectives.types import OpKind, ReduceOp
 
 
 class Bench:
-    """A matcher with ranks 0, 1, 2 whose local ids are made up as needed."""
+    """Matcher with ranks 0, 1, 2 whose local ids are made up as needed."""
 
     def __init__(self, size: int = 3) -> None:
         self.negotiation = Negotiation(tuple(range(size)))

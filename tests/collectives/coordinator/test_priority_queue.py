@@ -40,7 +40,7 @@ def executed(sim: Simulation) -> list[str]:
 
 
 def report(sim: Simulation) -> None:
-    """The oldest batch that was not reported yet has been executed."""
+    """Report that the oldest batch that was not reported yet has been executed."""
     rank = sim.ranks[0]
     assert rank.reports is not None
     rank.say(rank.reports.pop(0))

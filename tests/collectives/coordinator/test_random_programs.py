@@ -55,7 +55,7 @@ JOIN = signature("join.noname", OpKind.JOIN, shape=())
 
 
 class Program:
-    """A rank that runs the first steps one after another, as far ahead as names allow, and then joins; several times."""
+    """Rank that runs the first steps one after another, as far ahead as names allow, and then joins; several times."""
 
     def __init__(self, rank: SimulatedRank, steps: list[Step], counts: list[int]) -> None:
         self.rank, self.steps, self.counts = rank, steps, counts

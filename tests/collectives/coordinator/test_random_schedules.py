@@ -93,7 +93,7 @@ class RandomSchedules(RuleBasedStateMachine):
         priority=priorities,
     )
     def submit_everywhere(self, where: int, names: list[str], skipped: int, priority: int | None) -> None:
-        """The same on all ranks, sometimes but one: most programs are right most of the time."""
+        """Submit the same on all ranks, sometimes but one: most programs are right most of the time."""
         for rank in list(self.sim.ranks.values()):
             if rank.left or rank.rank == skipped % 8 or (set_id := self.target(rank, where)) is None:
                 continue

@@ -52,7 +52,7 @@ class Lines:
 
 
 class Running:
-    """A server on a thread of this process."""
+    """Server on a thread of this process."""
 
     def __init__(
         self,

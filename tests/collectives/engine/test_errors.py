@@ -42,7 +42,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 class Waiting:
-    """Knows when ranks are waiting in :func:`wait_for`: their mail travels behind their announcement."""
+    """Listener for ranks that wait in :func:`wait_for`: their mail travels behind their announcement."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._told: SimpleQueue[int] = SimpleQueue()

@@ -138,7 +138,8 @@ def withdrawn() -> tuple[str, list[int]]:
 
 
 def refused_in_a_group() -> list[int]:
-    """Of those before the one that is refused each is withdrawn; the one that was refused has only raised."""
+    """Check that of those before the one that is refused each is withdrawn; the one that was refused has only
+    raised."""
     first, twin = Calls(), Calls()
     with pytest.raises(DuplicateNameError):
         context.engine().submit_group([request("a", first), request("a", twin)])
@@ -210,7 +211,8 @@ def chained(length: int) -> tuple[float, int]:
 
 
 def others_go_on_meanwhile() -> list[float]:
-    """While a hook does not return, other threads ask and submit. Only the executor's next work may have to wait for it."""
+    """Check that while a hook does not return, other threads ask and submit. Only the executor's next work may have to
+    wait for it."""
     inside, leave = threading.Event(), threading.Event()
     engine = context.engine()
 

@@ -62,7 +62,8 @@ def _places(code: CodeType) -> frozenset[int]:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the first place in the engine that this thread comes to and none was raised at before.
+    """Tracer that raises KeyboardInterrupt at the first place in the engine that this thread comes to and none was
+    raised at before.
 
     Args:
         tried: The places where one was raised.
@@ -109,7 +110,7 @@ class Interrupt:
 
 
 def reduce_once() -> None:
-    """One collective; those before may have left an end of their epoch behind."""
+    """Run one collective; those before may have left an end of their epoch behind."""
     while True:
         try:
             total = hvd.allreduce(np.ones(4), op=hvd.Sum)

@@ -95,7 +95,7 @@ def reachable(*roots: object) -> int:
 
 
 def one_round(simulation: Simulation, number: int) -> None:
-    """Everything that leaves traces, with names that never come again."""
+    """Run every operation that leaves traces, with names that never come again."""
     cell = f"cell {number}"
     simulation.start_cell(cell, (0, 1, 2))
     simulation.run()

@@ -63,7 +63,7 @@ def recorded(*names: str) -> list[tuple[str, bool, bool, bool]]:
 
 
 def quiet() -> None:
-    """Nothing is sent from now on, so that the test finds all in the recorder."""
+    """Send nothing from now on, so that the test finds all in the recorder."""
     context.engine()._spans.claim_flush = lambda: False  # type: ignore[method-assign]
 
 
@@ -140,7 +140,7 @@ def lost_within_a_reduction(two: Ranks) -> bool:
 
 
 class Mail:
-    """Knows of the ranks that :func:`keep_reducing`."""
+    """Mail of the ranks in :func:`keep_reducing`, to wait for."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._told = threading.Event()

@@ -63,7 +63,7 @@ def push_all() -> None:
 
 
 def settle(name: str) -> None:
-    """All that was pushed before on any worker has been applied."""
+    """Wait until all that was pushed before on any worker has been applied."""
     _kv.pull(list(KEYS), out=[np.zeros(shape) for shape in KEYS.values()])
     _kv._workers.largest([0], name)
 

@@ -150,7 +150,7 @@ class Worker:
 
 
 class World:
-    """A server and its workers."""
+    """Server and its workers."""
 
     def __init__(self, size: int, steps: Steps, *, remote: tuple[int, ...] = ()) -> None:
         self.remote = remote
@@ -190,11 +190,11 @@ class World:
         return int(self.workers[0].files[STORE].array(8, np.dtype(np.uint64), (1,))[0])
 
     def tell(self, rank: int, message: Any) -> None:
-        """A message that has no answer."""
+        """Send a message that has no answer."""
         self.handle(ServerReceived(self.workers[rank].peer, message))
 
     def restart(self) -> None:
-        """A successor takes the server's place; every connection is gone."""
+        """Replace the server by a successor; every connection is gone."""
         self.kills += 1
         self.steps.left = -1
         self.server = ParameterServerState()
@@ -212,7 +212,7 @@ class World:
                 worker.deliver_up()
 
     def drain(self) -> None:
-        """Everything arrives now."""
+        """Deliver all messages."""
         while any(w.alive and (w.peer < 0 or w.up or w.down) for w in self.workers):
             for worker in self.workers:
                 if worker.alive:
@@ -261,7 +261,7 @@ ACTIONS = ("push", "pull", "up", "up", "up", "down", "down", "cut", "connect", "
 
 
 def play(data: st.DataObject, world: World, each: int, make: Callable[[int, int], Any], like: Any) -> None:
-    """Random steps, faults among them; every worker makes ``each`` pushes in the end."""
+    """Play random steps, faults among them; every worker makes ``each`` pushes in the end."""
     made = [0] * len(world.workers)
     pulls: list[tuple[int, int, int, Any]] = []
     for _ in range(data.draw(st.integers(0, 60))):
@@ -767,7 +767,7 @@ def test_an_optimizer_that_a_successor_cannot_make_refuses_pushes_alone(
 
 
 class Full(Outbox):
-    """An outbox on a server that has no memory left for it."""
+    """Outbox on a server that has no memory left for it."""
 
     def write(self, offset: int, data: bytes) -> None:
         raise MemoryError

@@ -47,7 +47,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def start_servers() -> None:
-    """They live as long as the ranks, so a fixture's have to come before its first test."""
+    """Start the servers. They live as long as the ranks, so a fixture's have to come before its first test."""
     kvstore.create("dist_async")
 
 

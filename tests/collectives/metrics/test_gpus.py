@@ -20,7 +20,7 @@ class NvmlError(Exception):
 
 
 class Nvml:
-    """The used part of ``pynvml``, with GPUs whose utilisation is 10 times their number. Handles are numbers."""
+    """Used part of ``pynvml``, with GPUs whose utilisation is 10 times their number. Handles are numbers."""
 
     NVMLError = NvmlError
 

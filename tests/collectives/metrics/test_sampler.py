@@ -106,7 +106,7 @@ def test_slow_change_adds_up() -> None:
 
 
 class Counting:
-    """A source whose value is the number of the sample."""
+    """Source whose value is the number of the sample."""
 
     def __init__(self, name: str = "count", fails_at: int = -1) -> None:
         self.name, self.fails_at = name, fails_at
@@ -124,7 +124,7 @@ class Counting:
 
 
 class Sampling:
-    """A sampler whose records are waited for."""
+    """Sampler whose records are waited for."""
 
     def __init__(self, *sources: Source, interval: float = 0.02) -> None:
         self.records: queue.SimpleQueue[Recorded] = queue.SimpleQueue()

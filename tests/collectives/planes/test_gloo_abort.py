@@ -26,7 +26,7 @@ COUNT = 1 << 20
 
 
 class Shared(KeyValue):
-    """The store of planes within one process."""
+    """Store of planes within one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -348,7 +348,7 @@ def test_what_a_member_publishes_is_read_as_it_was() -> None:
 
 
 class HeldPlane:
-    """A plane whose allreduce of one member begins once it may."""
+    """Plane whose allreduce of one member begins once it may."""
 
     def __init__(self, context: PlaneContext) -> None:
         self.context, self.may_go = context, threading.Event()

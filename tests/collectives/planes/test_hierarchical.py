@@ -24,7 +24,7 @@ HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 
 
 class OneStore(KeyValue):
-    """A store in this process."""
+    """Store in this process."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -17,7 +17,7 @@ PATIENCE = 30.0
 
 
 class Inner:
-    """The plane of a host whose other member has only zeros; it counts its reductions."""
+    """Plane of a host whose other member has only zeros; it counts its reductions."""
 
     def __init__(self, fails_at: int = -1) -> None:
         self.reduced = [threading.Event() for _ in range(16)]
@@ -37,7 +37,8 @@ class Inner:
 
 
 class Outer:
-    """The plane between hosts: each reduction goes on until the next block was reduced within the host, or it is aborted."""
+    """Plane between hosts: each reduction goes on until the next block was reduced within the host, or it is
+    aborted."""
 
     def __init__(self, inner: Inner, blocks: int) -> None:
         self.calls: list[str] = []

@@ -32,7 +32,7 @@ class NvmlError(Exception):
 
 
 class Nvml:
-    """The used part of ``pynvml``: by GPU its answers to the two questions about the way to it; a handle is a UUID."""
+    """Used part of ``pynvml``: by GPU its answers to the two questions about the way to it; a handle is a UUID."""
 
     NVMLError = NvmlError
     NVML_P2P_STATUS_OK, NVML_P2P_STATUS_UNKNOWN = OK, STATUS_UNKNOWN

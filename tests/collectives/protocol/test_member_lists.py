@@ -21,7 +21,7 @@ def configure(*members: m.Member) -> m.Configure:
 
 
 class Wire:
-    """A connection between the two sides."""
+    """Connection between the two sides."""
 
     def __init__(self, sent: SentMembers) -> None:
         self.sent, self.known, self.told, self.bytes = sent, KnownMembers(), 0, 0

@@ -117,7 +117,7 @@ def places(size: int, plane: str = "shm") -> list[str]:
 
 
 def nothing_left(env: Mapping[str, str]) -> None:
-    """No secret, socket or directory stays behind."""
+    """Check that no secret, socket or directory stays behind."""
     directory = Path(env["TMPDIR"])
     left = [entry for entry in directory.rglob("*") if "hvdlab" in str(entry.relative_to(directory))]
     assert left == []

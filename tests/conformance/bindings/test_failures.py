@@ -199,7 +199,7 @@ def test_an_interrupt_frees_all_ranks(three: World, form: str) -> None:
 
 
 def interrupted_handle(name: str) -> list[str]:
-    """A handle whose wait was interrupted stays valid, and gives the reason of its end."""
+    """Check that a handle whose wait was interrupted stays valid, and gives the reason of its end."""
     under_test, problems = binding(name), Problems()
     hvd = under_test.hvd
     handle = hvd.allreduce_async_(under_test.tensor(np.ones(3), DType.F32), name="kept")

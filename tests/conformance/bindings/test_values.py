@@ -255,7 +255,7 @@ def alltoall(name: str) -> list[str]:
 
 
 def scalars(name: str) -> list[str]:
-    """Where rows are divided a 0-d tensor is one row, or refused."""
+    """Check that where rows are divided a 0-d tensor is one row, or refused."""
     under_test, problems = binding(name), Problems()
     hvd = under_test.hvd
     given = under_test.tensor(np.array(2.0), DType.F32)

@@ -58,7 +58,7 @@ class ProgramRanks:
             self._changed.notify_all()
 
     def returned(self, rank: int, data: bytes) -> None:
-        """A program returns nothing."""
+        """Check that a program returns nothing."""
         raise AssertionError((rank, data))
 
     # -- tests ----------------------------------------------------------------------------------------------------

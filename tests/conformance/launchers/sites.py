@@ -21,7 +21,7 @@ from popen_launcher import offer
 
 @dataclass(frozen=True)
 class Site:
-    """A launcher, and a place for its ranks.
+    """Launcher, and a place for its ranks.
 
     Attributes:
         name: The launcher's name.

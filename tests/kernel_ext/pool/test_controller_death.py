@@ -27,7 +27,7 @@ WITHIN = 60
 
 
 class News:
-    """The lines of a pool's companion."""
+    """Lines of a pool's companion."""
 
     def __init__(self, pool: Pool) -> None:
         self.lines: list[str] = []

@@ -51,7 +51,7 @@ def train(state):
 
 
 class Watching(NullSink):
-    """Calls back once a rank has written something."""
+    """Sink that calls back once a rank has written something."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback: Callable[[], None] | None = callback

@@ -25,7 +25,7 @@ KINDS = (zmq.DEALER, zmq.REQ, zmq.SUB, zmq.PUSH, zmq.ROUTER, zmq.PUB)
 
 
 class Executes:
-    """Creates a file where it is unpickled."""
+    """Object that creates a file where it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)

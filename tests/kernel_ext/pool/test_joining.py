@@ -171,7 +171,7 @@ class Schedules(RuleBasedStateMachine):
             assert self.member_of[self.ranks[rank]] == self.up
 
     def teardown(self) -> None:
-        """Once all is quiet, everybody has joined."""
+        """Check that all ranks have joined once all is quiet."""
         if not self.up:
             self.controller_starts()
         for _ in range(1000):

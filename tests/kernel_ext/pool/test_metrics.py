@@ -33,7 +33,7 @@ def values(pool: Pool, name: str) -> dict[int, list[float]]:
 
 
 def wait_for(pool: Pool, name: str, count: int) -> None:
-    """Until each rank's series has so many points."""
+    """Wait until each rank's series has so many points."""
     recording, deadline = pool.client.recording, Deadline(PATIENCE)
     while True:
         version = recording.version

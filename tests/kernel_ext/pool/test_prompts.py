@@ -19,7 +19,7 @@ LONG = 60.0
 
 
 class User:
-    """Does these things when asked, one after the other; the last one again and again."""
+    """User that does these things when asked, one after the other; the last one again and again."""
 
     shows_beside = False
 

@@ -45,7 +45,7 @@ INTACT = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(
 
 
 class Watched:
-    """A pool whose ranks' memory is known."""
+    """Pool whose ranks' memory is known."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

@@ -47,7 +47,7 @@ class Link:
         self.sent.done(CellDone(CELL, None, 0.0))
 
     def deliver(self, count: int) -> None:
-        """The pool gets this many messages."""
+        """Deliver this many messages to the pool."""
         for _ in range(min(count, len(self.to_pool))):
             message = decode_to_pool(self.to_pool.popleft())
             if isinstance(message, Output):

@@ -67,7 +67,7 @@ def names(heading: str) -> set[str]:
 
 @dataclass
 class Training:
-    """A pool with all that may be open beside it, which trains until :meth:`end`."""
+    """Pool with all that may be open beside it, which trains until :meth:`end`."""
 
     pool: Pool
     mark: str

@@ -38,7 +38,7 @@ def pool(surroundings: Path) -> Iterator[Pool]:
 
 
 def wait_for_rows(pool: Pool, name: str, count: int) -> None:
-    """Until the notebook has this many rows of a tensor: ranks send their records at intervals."""
+    """Wait until the notebook has this many rows of a tensor: ranks send their records at intervals."""
     recording, deadline = pool.client.recording, Deadline(PATIENCE)
     while True:
         version = recording.version

@@ -26,7 +26,7 @@ class Coordinator:
 
 
 class Queue:
-    """A starter whose ranks wait for room; a thread of the test's lets them go on."""
+    """Starter whose ranks wait for room; a thread of the test's lets them go on."""
 
     def __init__(self, group: RankLifecycle) -> None:
         self.group = group

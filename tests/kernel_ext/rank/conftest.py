@@ -136,7 +136,7 @@ class FakeEngine:
 
 @dataclass
 class Ran:
-    """A cell as the pool saw it."""
+    """Cell as the pool saw it."""
 
     done: CellDone
     chunks: list[Any] = field(default_factory=list)
@@ -227,7 +227,7 @@ class Pool:
 
 
 class Rank:
-    """A rank whose main thread is the test's: :meth:`play` runs its loop while a script plays the pool."""
+    """Rank whose main thread is the test's: :meth:`play` runs its loop while a script plays the pool."""
 
     def __init__(self, shell: InteractiveShell, *, capture_fds: bool) -> None:
         self.shell = shell

@@ -106,7 +106,7 @@ def show(mail: int, pipes: ChildPipes) -> str:
 
 
 def main() -> None:
-    """One line for each step at which something is lost or comes twice; the last line counts the steps."""
+    """Print one line for each step at which something is lost or comes twice; the last line counts the steps."""
     died = 0
     while True:
         status, expected, shown = live_and_die(died + 1)

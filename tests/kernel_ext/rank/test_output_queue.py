@@ -37,7 +37,7 @@ PATIENCE = 20.0
 
 
 class Sent:
-    """The messages that an OutputQueue posted."""
+    """Messages that an OutputQueue posted."""
 
     def __init__(self) -> None:
         self.outputs: list[Output] = []

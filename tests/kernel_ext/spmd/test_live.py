@@ -21,7 +21,8 @@ needs_a_thread_for_messages = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Processes come and go in the kernel that all these tests share; test_lifetime.py sees them end with it."""
+    """Skip the check for leaks: processes come and go in the kernel that all these tests share; test_lifetime.py sees
+    them end with it."""
 
 
 @pytest.fixture(scope="module")

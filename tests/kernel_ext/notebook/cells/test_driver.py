@@ -233,7 +233,8 @@ def test_two_threads_may_wait() -> None:
 
 
 class InterruptingUser:
-    """Interrupts the cell instead of answering, while another thread, which drives it meanwhile, is about to sleep."""
+    """User that interrupts the cell instead of answering, while another thread, which drives it meanwhile, is about to
+    sleep."""
 
     shows_beside = True
 

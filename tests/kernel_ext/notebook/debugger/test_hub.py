@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class KernelsDebugger:
-    """As ipykernel's. Its first connections lose their messages."""
+    """Debugger like ipykernel's. Its first connections lose their messages."""
 
     def __init__(self, lost: int) -> None:
         self.lost, self.is_started, self.just_my_code = lost, False, True

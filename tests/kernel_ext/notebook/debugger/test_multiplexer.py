@@ -37,7 +37,7 @@ LOCAL_THREAD = 1
 
 
 class Room:
-    """A frontend, a kernel and ranks whose debug servers answer as debugpy's do."""
+    """Frontend, a kernel and ranks whose debug servers answer as debugpy's do."""
 
     def __init__(self) -> None:
         self.mux = Multiplexer({"justMyCode": False}, CELLS, lambda path: path == CELL)

@@ -218,7 +218,7 @@ def test_a_newline_may_come_apart_from_its_return() -> None:
 
 
 class Writes(io.StringIO):
-    """A stream that keeps each write as a chunk of its own."""
+    """Stream that keeps each write as a chunk of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Writes(io.StringIO):
 
 
 class Bar(tqdm):
-    """A bar without a thread that watches it."""
+    """Bar without a thread that watches it."""
 
     monitor_interval = 0
     order = 1  # in which tqdm erases and draws its bars again when a line is written above them
@@ -240,7 +240,7 @@ class Bar(tqdm):
 
 
 class InnerBar(Bar):
-    """A bar inside another one."""
+    """Bar inside another one."""
 
     order = 2
 

@@ -24,7 +24,7 @@ from typing import Any
 from jupyter_client.manager import KernelManager
 
 OURS, THEIRS = "%%hvd_run", "%%px"
-LINES = 20_000
+LINES = 20_000  # lines that each rank prints
 PRINTING = {
     "alike": f"for i in range({LINES}): print('line', i)",
     "different": f"for i in range({LINES}): print('rank', os.getpid(), 'line', i)",

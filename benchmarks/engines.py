@@ -40,8 +40,8 @@ from pages import conditions, publish
 
 RANKS = 4
 WIDTH, BATCH = 1000, 8
-ROWS = 200_000
-NBYTES = 16 << 20
+ROWS = 200_000  # rows of Parquet in an epoch
+NBYTES = 16 << 20  # bytes of an allreduce
 CACHE = ROOT / "out/engines"
 PREPARE = f"""
 import torch, hvdlab.torch as hvd

@@ -40,14 +40,14 @@ from pages import conditions, publish
 
 WIDTH = 5000
 """A layer of so many squared weights is 100 MB."""
-BATCH = 4
+BATCH = 4  # rows of a batch
 COMMIT_EVERY = 5
 """Steps between two commits to memory, or two checkpoints."""
 BEFORE, ALL = 3, 4
 """Ranks before and after the fourth one appears."""
 STEPS_BETWEEN = 2 * COMMIT_EVERY
 """Steps that all ranks have done before anything happens to them."""
-PATIENCE = 180.0
+PATIENCE = 180.0  # seconds until a system counts as stuck
 CHECKPOINT = "checkpoint.pt"
 FIGURES = {
     "start_s": f"from the start to {STEPS_BETWEEN} steps of three ranks",

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-SETS = 64
-IN_FLIGHT = 2000
+SETS = 64  # process sets, in members that overlap
+IN_FLIGHT = 2000  # submissions of a rank before it waits for any
 
 
 def step_of_training() -> Callable[[int], None]:

@@ -30,8 +30,8 @@ import hvdlab.numpy as core
 SIZES = {"4 KiB": 1 << 10, "1 MiB": 1 << 18, "16 MiB": 1 << 22, "64 MiB": 1 << 24}
 """Elements of float32."""
 
-GRADIENTS = 161
-STEP_BYTES = 72 << 20
+GRADIENTS = 161  # of a ResNet-50
+STEP_BYTES = 72 << 20  # bytes of all gradients of a step
 BATCH = 16
 STEPS = 8
 """Of a round of ``fit``."""

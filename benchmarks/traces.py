@@ -32,8 +32,8 @@ from hvdlab.collectives.tracing.trace_file import read_events, save_recording
 from perfetto_ui import perfetto_ui  # from tests
 from timeline_traces import steps
 
-LAYERS = 40
-LOAD_MS = 600_000
+LAYERS = 40  # spans of a rank in one step
+LOAD_MS = 600_000  # limit for the UI to load a trace of a million spans, in ms
 FORMATS = ("json", "json.gz")
 ARGUMENTS = [
     "--headless",

@@ -20,7 +20,7 @@ from bare_kernel import BareKernel, bare_kernel
 
 from lab_page import LabPage, lab_page
 
-WAIT_MS = 600_000
+WAIT_MS = 600_000  # limit of each wait for the page, in ms
 LOAD, INIT, VIEW, MEASURE = range(4)
 
 START = """\

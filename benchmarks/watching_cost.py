@@ -21,7 +21,7 @@ from typing import Any
 
 from watched import MEASURE, WAIT_MS, wait_for, watched, watched_unseen
 
-SPANS = 161
+SPANS = 161  # of a step: the gradients of a ResNet-50
 Block = tuple[
     str, bool, float, float
 ]  # which tensors, whether recorded, seconds and processor seconds of a step

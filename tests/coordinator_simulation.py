@@ -24,7 +24,7 @@ from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
-CLIENT = 1_000_000
+CLIENT = 1_000_000  # number of the client's connection, above every rank's
 
 
 def signature(

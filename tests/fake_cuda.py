@@ -34,7 +34,7 @@ from hvdlab.collectives.reduce.fold import make_fold
 from hvdlab.collectives.system import create_memory
 from hvdlab.collectives.types import DType, ReduceOp
 
-_ALIGNED = 1 << 63
+_ALIGNED = 1 << 63  # flag in an element count: all addresses of the job are multiples of 16
 
 
 def word(address: int) -> Any:

@@ -14,7 +14,7 @@ from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED
 from joint_ranks import Scope, SimEntry, SimRank
 
-_NEVER = 1 << 62
+_NEVER = 1 << 62  # above every number of a post: the member has not retired
 
 
 class Words:

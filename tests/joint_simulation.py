@@ -38,8 +38,8 @@ from joint_boards import AtBoard, Boards
 from joint_planes import Planes
 from joint_ranks import Scope, SimEntry, SimRank
 
-CLIENT = 1
-_FIRST_PEER = 100
+CLIENT = 1  # number of the client's connection
+_FIRST_PEER = 100  # ranks' connections and processes are numbered from here, apart from the client's
 _NOBODY = SimRank.nobody(0)
 _PATIENCE = 5.0
 """Seconds ahead that the clock is put forward for what the coordinator has said it waits for."""

@@ -26,7 +26,7 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 from chromium import chromium
 from cut_wire import CutWire
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 # The Python of another environment, to try another version of JupyterLab; its kernels need hvdlab, too.
 JUPYTER = os.environ.get("HVDLAB_TEST_JUPYTER") or sys.executable
 

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-NOBODY = 65534
+NOBODY = 65534  # uid and gid without any rights of their own
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:

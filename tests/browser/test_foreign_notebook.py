@@ -111,7 +111,7 @@ def test_a_foreign_notebook_runs_nothing_when_it_is_opened(tmp_path: Path) -> No
     own = new_notebook(cells=[new_code_cell("1")], metadata={"kernelspec": KERNEL})
     with lab_page(tmp_path, own, many=True) as lab:
         work = (tmp_path / "work").resolve()
-        # Written by hand: nbformat refuses such ids of cells.
+        # Written as JSON: libraries that write notebooks refuse such ids of cells.
         (work / FILE).write_text(json.dumps(foreign_notebook()))
         execute = "([command, options]) => void window.jupyterapp.commands.execute(command, options)"
         lab.page.evaluate(execute, ["docmanager:open", {"path": f"{work.name}/{FILE}"}])

@@ -27,9 +27,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 PRESS_AGAIN = 3.0  # seconds after which a user who sees nothing saved presses the key once more
-LATE = 0.2
+LATE = 0.2  # seconds for which rank 2 sleeps before each allreduce
 ROUNDS = 8
 LOAD, INIT, VIEW, RANKS, TRAIN, CLOCKS, TABLE = range(7)
 

@@ -20,7 +20,7 @@ from hvdlab.collectives.tracing.trace_file import save_recording
 from perfetto_ui import installed, perfetto_ui
 from timeline_traces import steps
 
-LOAD_MS = 180_000
+LOAD_MS = 180_000  # limit for the UI to load a trace, in ms
 RANKS = 4
 
 QUERY = """async (sql) => {

@@ -32,7 +32,7 @@ context.init()
 for _ in range(20): hvd.allreduce(np.ones(8), name='loss')"""
 VIEW = ".jp-HvdlabTimeline .hvd-timeline"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-WAIT = 60.0
+WAIT = 60.0  # seconds until a wait for the notebook's file fails
 PRESS_AGAIN = 3.0  # seconds after which a user who sees nothing saved presses the key once more
 
 

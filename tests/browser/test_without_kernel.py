@@ -23,9 +23,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 MAKE, TIMELINE, RANKS, END = range(4)
-MOST_BYTES = 100_000
+MOST_BYTES = 100_000  # of all outputs in the saved notebook
 
 RECORDING = """\
 import hvdlab

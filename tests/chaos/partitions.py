@@ -30,7 +30,7 @@ ENV = {
     "HVDLAB_DEAD_AFTER": str(DEAD_AFTER),
     "HVDLAB_REATTACH": "2",
 }
-HANG = 60.0
+HANG = 60.0  # seconds after which an unfinished step counts as hanging
 LIMIT = DEAD_AFTER + 1.5
 """Seconds after which all that are left must know who is lost."""
 SOONEST = DEAD_AFTER - PING_AFTER - 0.5

@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from pool_probe import PoolProbe
 
-FOREVER = 10**9
+FOREVER = 10**9  # more steps than any trial lasts: only the fault ends the training
 
 
 def names(text: str, rank: int) -> bool:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-EVERY = 0.1
+EVERY = 0.1  # seconds between two readings of the clock
 LEAST = 0.5
 """Seconds that are no standstill yet."""
 

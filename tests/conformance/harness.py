@@ -43,10 +43,10 @@ from ranks import Process
 
 TESTS = Path(__file__).resolve().parent.parent
 WORKER = TESTS / "conformance" / "worker.py"
-CALL_TIMEOUT = 60.0
+CALL_TIMEOUT = 60.0  # seconds after which the group is killed as hung
 CONFIGURE_TIMEOUT = 60.0
 """Seconds for connecting; the first time every worker imports what its plane stands on."""
-START_TIMEOUT = 120.0
+START_TIMEOUT = 120.0  # seconds until all workers have connected
 END_TIMEOUT = 40.0
 """Seconds for the interpreter of a worker to end, with torch and MPI loaded, on a busy machine."""
 PATIENCE = 3.0

@@ -18,7 +18,7 @@ from patience import GONE, HOUR, PATIENCE
 from ranks import RankFailed
 from ranks_on_hosts import RanksOnHosts
 
-DEAD_AFTER = 2.0
+DEAD_AFTER = 2.0  # seconds of silence after which a host is lost: short, for a short test
 HEARTBEAT = {"HVDLAB_PING_AFTER": "0.5", "HVDLAB_DEAD_AFTER": str(DEAD_AFTER)}
 
 

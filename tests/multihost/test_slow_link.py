@@ -18,7 +18,7 @@ if hosts.slow_missing():
     pytest.skip(hosts.slow_missing(), allow_module_level=True)
 
 DELAY, RATE = 0.02, 10e6
-DEAD_AFTER = 3.0
+DEAD_AFTER = 3.0  # seconds of silence after which a host is lost: shorter than one transfer
 
 
 pytestmark = pytest.mark.alone  # a delay is only visible where it is the only one

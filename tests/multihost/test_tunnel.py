@@ -19,7 +19,7 @@ from patience import PATIENCE
 
 TESTS = Path(__file__).parents[1]
 PORT = "29640"
-GRADIENT = 1.23456789
+GRADIENT = 1.23456789  # its bytes, four times over, are searched for on the wire
 #: Four elements of the gradient of a rank, as they lie in memory.
 PATTERN = (struct.pack("<d", GRADIENT) * 4).hex()
 TRAIN = f"""\

@@ -17,7 +17,7 @@ from ranks import Ranks
 
 Tensors = list[torch.Tensor]
 Call = Callable[[Tensors, dict[str, Any]], Sequence[torch.Tensor]]
-STEP = 1e-6
+STEP = 1e-6  # of the central difference
 SCALES: dict[str, Any] = {"prescale_factor": 0.5, "postscale_factor": -3.0}
 OPERATORS = {
     "average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product, "adasum": hvd.Adasum,

@@ -7,7 +7,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 
-DELAY = 0.005
+DELAY = 0.005  # seconds of the simulated clock
 
 
 def simulate(**options: float) -> Simulation:

@@ -28,7 +28,7 @@ from hvdlab.collectives.time_limits import Deadline
 from protocol_fuzz import KINDS, make, spoil
 
 DOORS = ("unix", "tls")
-SECONDS = 30
+SECONDS = 30  # until a wait for the coordinator fails
 
 
 @pytest.fixture

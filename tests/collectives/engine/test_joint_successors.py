@@ -13,7 +13,7 @@ from hvdlab.collectives.types import OpKind
 from joint_ranks import SimEntry
 from joint_simulation import Simulation, allreduce
 
-GENERATION = 1 << 20
+GENERATION = 1 << 20  # the epochs of a successor are above this
 
 
 def pool(size: int, seed: int) -> Simulation:

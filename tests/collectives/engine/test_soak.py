@@ -17,7 +17,7 @@ from ranks import Ranks
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 STEPS = 10_000
-GROWTH_BYTES = 8 << 20
+GROWTH_BYTES = 8 << 20  # of resident memory over STEPS steps
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContex
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 from hvdlab.collectives.types import DType, ReduceOp
 
-BLOCK = 4096
-PATIENCE = 30.0
+BLOCK = 4096  # bytes of a block
+PATIENCE = 30.0  # seconds until a wait for the other plane fails
 
 
 class Inner:

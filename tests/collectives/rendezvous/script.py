@@ -15,7 +15,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 
-WHILE_OTHERS_WAIT = 1.0
+WHILE_OTHERS_WAIT = 1.0  # seconds: the others have to be in their wait by then
 
 
 def total(value: float = 1.0) -> float:

@@ -16,7 +16,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.tracing.check import check, load
 from ranks import Ranks
 
-LATE = 0.08
+LATE = 0.08  # seconds for which one rank sleeps before each step
 STEPS = 6
 
 

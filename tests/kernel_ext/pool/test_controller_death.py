@@ -23,7 +23,7 @@ from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 
-WITHIN = 60
+WITHIN = 60  # seconds until a wait fails
 
 
 class News:

@@ -15,7 +15,7 @@ from pool_probe import PoolProbe
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
-LONG = 60.0
+LONG = 60.0  # seconds of a wait that an event has to end
 
 
 class User:

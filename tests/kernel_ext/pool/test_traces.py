@@ -124,7 +124,7 @@ def test_what_was_recorded_is_saved_afterwards(pool: Pool, tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(("run", ".run"))) == names
 
 
-LATE = 0.08
+LATE = 0.08  # seconds for which rank 2 sleeps in each round
 ROUNDS = 6
 TRUTH = f"""\
 import time

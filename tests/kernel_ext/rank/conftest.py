@@ -41,7 +41,7 @@ from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK
 
 T = TypeVar("T", bound=Payload)
-PATIENCE = 20.0
+PATIENCE = 20.0  # seconds until a wait for the other thread fails
 
 
 class FakeEngine:

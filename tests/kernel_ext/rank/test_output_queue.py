@@ -33,7 +33,7 @@ from hvdlab.kernel_ext.wire.cells import (
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
 
-PATIENCE = 20.0
+PATIENCE = 20.0  # seconds until a wait for the other thread fails
 
 
 class Sent:

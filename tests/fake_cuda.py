@@ -86,8 +86,9 @@ class Stream:
 class FakeCuda:
     """See :class:`hvdlab.collectives.planes.gpu.device.Device`.
 
-    Attributes: open_to_others: Whether other processes can open the memory of :meth:`allocate`, by default; as with
-        `cuMemCreate` they can't.
+    Attributes:
+        open_to_others: Whether other processes can open the memory of :meth:`allocate`, by default; as with
+            `cuMemCreate` they can't.
     """
 
     identity = "GPU-fake"

@@ -169,8 +169,9 @@ class TimedJob:
     def kill(self, rank: int) -> tuple[Passage, float]:
         """Kill a rank while all others wait for it.
 
-        Returns: Its cost, with the time after which all knew of it, and how many seconds passed until all had begun a
-            new epoch.
+        Returns:
+            Its cost, with the time after which all knew of it, and how many seconds passed until all had begun a new
+            epoch.
         """
         victim, others = self.ranks[rank], [me for me in self.ranks if me.alive and me.rank != rank]
         for me in others:

@@ -85,7 +85,7 @@ def check_pictures(lab: LabPage) -> None:
     assert "rank 15" in lab.output(TIMELINE)
     assert lab.page.evaluate("image => image.naturalWidth", picture.element_handle()) > 100
     assert "held others up" in lab.output(RANKS)
-    # Parts that can't live without a kernel are not there at all, and does not complain.
+    # Parts that can't live without a kernel are not there at all, and do not complain.
     lab.page.wait_for_timeout(1500)
     assert picture.is_visible()
     for cell in (TIMELINE, RANKS):

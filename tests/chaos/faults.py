@@ -35,8 +35,7 @@ class Fault:
         weight: How often it is drawn, compared with the others.
         says: Word that the report must have.
         loop: The ranks' program: ``training`` (:mod:`chaos.victim`), or ``wrapped``, which trains a model that is
-            wrapped in
-            ``DistributedDataParallel`` (:mod:`chaos.wrapped`).
+            wrapped in ``DistributedDataParallel`` (:mod:`chaos.wrapped`).
     """
 
     name: str

@@ -103,9 +103,8 @@ class PlaneUnderTest:
         memory: Bytes of the memfd for a context of ``size`` members, or ``None`` if the plane needs none.
         options: ``PlaneContext.options``.
         lacks: Abilities that the plane does not have: ``abort`` (end a waiting operation), ``survive`` (go on after a
-            member's
-            death with the processes that are left), ``ragged`` (reducescatter by any counts but Horovod's rule),
-            ``messages`` (from one member to another: those of a device's tensors are the host plane's).
+            member's death with the processes that are left), ``ragged`` (reducescatter by any counts but Horovod's
+            rule), ``messages`` (from one member to another: those of a device's tensors are the host plane's).
         environment: Extra variables of the workers.
         actor: ``module:function`` that makes the actor from ``target`` and the context, for targets that are no plane.
         service: Starts what a group of this size needs beside its workers.

@@ -437,7 +437,7 @@ def test_positions_of_ranks_that_stay_never_change_among_each_other(changes: lis
 def come_back(
     sim: Simulation, lost: SimulatedRank, *, training: bool = True, **fields: object
 ) -> SimulatedRank:
-    """Connect the process of a rank whose connection was lost again; it reports its state."""
+    """Reconnect the process of a rank whose connection was lost; it reports its state."""
     again = {"pid": 1000 * lost.peer + lost.rank, "generation": 0, "returns": True} | fields
     back = sim.connect(lost.rank, tracked=lost.tracked, **again)
     if back.peer in sim._by_peer:

@@ -37,7 +37,8 @@ def cut() -> None:
 def train(cut_rank: int) -> tuple[list[tuple[int, int]], int, float]:
     """Train until the rank that was cut off takes part again.
 
-    Returns: The step and the number of ranks at the beginning of each attempt, the step at the end, and the sum of all
+    Returns:
+        The step and the number of ranks at the beginning of each attempt, the step at the end, and the sum of all
         trained steps.
     """
     begun: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
 """``kernels.cu`` against the host's folds: compiled for the host, with one thread for each block, as a GPU would run it.
 
-Behaviour of GPUs only (threads side by side, its own conversion of halves) is for ``tests/gpu``.
+Behaviour that only GPUs have (threads side by side, its own conversion of halves) is for ``tests/gpu``.
 """
 
 from __future__ import annotations

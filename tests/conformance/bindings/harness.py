@@ -43,8 +43,7 @@ class BindingUnderTest(ABC):
     Attributes:
         module: Name of the module that users import as ``hvd``.
         lacks: Features that it does not have, of ``average`` and ``compression`` (the arguments), ``adasum``,
-            ``gradients``, ``async`` and
-            ``in place`` (the forms).
+            ``gradients``, ``async`` and ``in place`` (the forms).
         scalars_are_rows: Whether a 0-d tensor counts as one row in reducescatter and alltoall, instead of being refused.
         dtypes: Element types that its tensors have.
         not_a_tensor: A value that it does not accept, and the text of the refusal after the name of the collective.

@@ -43,6 +43,7 @@ class CutWire:
             self._whole = False
             ended = list(self._open)
         for one in ended:
+            # Its end may have closed the connection first.
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
@@ -71,6 +72,7 @@ class CutWire:
             self._go(self._pass, far, near)
 
     def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        # Either end may reset the connection, and a cut shuts it down under this thread.
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 sink.sendall(data)

@@ -146,6 +146,7 @@ class Host:
         assert namespace != os.readlink("/proc/self/ns/pid")
         while found := [pid for pid in _processes_in(namespace) if pid != self.pid]:
             for pid in found:
+                # It can end by itself between the listing and the kill.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -279,6 +280,7 @@ def _processes_in(namespace: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         # One that has ended has no namespace any more, nor one that may not be looked at.
+        # A process can end between the listing and the reading.
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == namespace:
                 found.append(int(entry.name))

@@ -30,11 +30,13 @@ def listeners(pids: Iterable[int]) -> set[Listener]:
     unix = _unix_listeners()
     found: dict[str, int] = {}
     for pid in sorted(pids, reverse=True):
+        # A process can end between the listing and the reading.
         with contextlib.suppress(psutil.Error, OSError):
             for connection in psutil.Process(pid).net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     found[f"{connection.laddr.ip}:{connection.laddr.port}"] = pid
             for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                # A descriptor can be closed between the listing and the reading.
                 with contextlib.suppress(OSError):
                     path = unix.get(os.readlink(descriptor.path))
                     if path is not None:

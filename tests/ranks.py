@@ -72,6 +72,7 @@ class Running:
             if not ready:
                 missing = [r for r in self.numbers if r not in found]
                 for rank in missing:
+                    # A rank that has died shows no stack; the others' stacks are of use all the same.
                     with contextlib.suppress(ProcessLookupError):
                         self._ranks.processes[rank].send_signal(
                             signal.SIGUSR1

@@ -128,6 +128,7 @@ class SlurmCluster:
 
     def __exit__(self, *error: object) -> None:
         # Steps end with their jobs: their daemons are not children of a slurmd, and must not be left.
+        # As far as it goes: the daemons are ended below in any case, also where Slurm does not answer any more.
         with contextlib.suppress(OSError, subprocess.SubprocessError, AssertionError):
             for job in self.jobs():
                 self.run("scancel", job)
@@ -135,6 +136,7 @@ class SlurmCluster:
         for name in list(self._daemons):
             self.stop(name)
         for process in self.steps():
+            # It can end by itself between the listing and the kill.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -190,6 +192,7 @@ class SlurmCluster:
 
     def _steps(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter(["name", "cmdline"]):
+            # Processes of the whole machine end while they are listed.
             with contextlib.suppress(psutil.Error):
                 found: dict[str, Any] = process.info
                 if (found["name"] or "").startswith("slurmstepd") and self._is_ours(process):

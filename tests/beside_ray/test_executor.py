@@ -61,6 +61,7 @@ def everything_is_free(pids: list[int]) -> None:
     """No worker is there any more, and its room can be had by others."""
     living = []
     for pid in pids:
+        # Those that have ended already need no wait.
         with contextlib.suppress(psutil.NoSuchProcess):
             living.append(psutil.Process(pid))
     _, left = psutil.wait_procs(living, timeout=PATIENCE)

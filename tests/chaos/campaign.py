@@ -307,6 +307,7 @@ class Campaign:
         if not census.settled(lambda: bool(census.marked(self.mark)), SETTLE):
             for pid, name in census.marked(self.mark).items():
                 left.append(f"process {pid} {name}")
+                # It can end by itself between the listing and the kill.
                 with contextlib.suppress(OSError):
                     os.kill(pid, 9)
         if not census.settled(lambda: bool(census.files(self.temporary)), SETTLE):

@@ -58,6 +58,7 @@ class Parts(Pieces):
             unix.settimeout(self.campaign.hang_after)
             unix.connect(path)
             unix.sendall(len(garbage := self.rng.randbytes(200)).to_bytes(4, "little") + garbage)
+            # A connection that is closed with unread bytes is reset.
             with contextlib.suppress(ConnectionResetError):
                 while unix.recv(4096):
                     pass
@@ -68,6 +69,7 @@ class Parts(Pieces):
             for port in theirs:
                 tcp = strangers.enter_context(socket.socket())
                 tcp.settimeout(0.2)  # a port that lets no stranger in does not answer
+                # A port may refuse it, or close the connection before all is sent.
                 with contextlib.suppress(OSError):
                     tcp.connect(("127.0.0.1", port))
                     tcp.sendall(self.rng.randbytes(self.rng.choice((1, 64, 5000))))
@@ -77,6 +79,7 @@ class Parts(Pieces):
         """Return where processes of the pool listen on the loopback interface."""
         found: set[int] = set()
         for pid in census.marked(self.campaign.mark):
+            # Processes of the pool can end while they are listed.
             with contextlib.suppress(psutil.Error):
                 listening = psutil.Process(pid).net_connections("tcp4")
                 found |= {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}

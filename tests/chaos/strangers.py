@@ -50,6 +50,7 @@ def visit(sockets: contextlib.ExitStack, port: int) -> None:
     for stranger in STRANGERS:
         sock = sockets.enter_context(socket.socket())
         sock.settimeout(0.2)  # a port that lets no stranger in does not answer, nor read
+        # A port may refuse it, or close the connection before all is sent.
         with contextlib.suppress(OSError):
             sock.connect(("127.0.0.1", port))
             stranger(sock)

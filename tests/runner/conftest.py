@@ -118,6 +118,7 @@ class Launcher:
         """Return those among them that have this in their command line."""
         found = []
         for pid in self.descendants():
+            # A process can end between the listing and the reading.
             with contextlib.suppress(OSError):
                 if text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)

@@ -181,6 +181,7 @@ def test_garbage_of_strangers_who_stay(coordinator: CoordinatorProcess, job: Job
     for number, data in enumerate(garbage(chance)):
         sock = secure(coordinator) if door == "within tls" else stranger(coordinator, door)
         opened.append(sock)
+        # The coordinator closes the connection as soon as it has read enough to refuse it, often before all is sent.
         with contextlib.suppress(OSError):
             for start in range(0, len(data), 1000):
                 sock.sendall(data[start : start + 1000])
@@ -212,6 +213,7 @@ def test_a_flood_over_tls_is_not_held(coordinator: CoordinatorProcess, job: Job)
     try:
         for sock in floods:
             sock.settimeout(0.05)
+            # The send ends by its time limit once the buffers of a stopped process are full.
             with contextlib.suppress(OSError):
                 sock.sendall(struct.pack("<I", HELLO_LIMIT) + bytes(32 << 20))
     finally:
@@ -231,6 +233,7 @@ def test_who_says_one_byte_at_a_time_holds_nobody_up(coordinator: CoordinatorPro
     slow = [stranger(coordinator, DOORS[number % 2]) for number in range(50)]
     for byte in hello[:20]:
         for sock in slow:
+            # The coordinator may have closed some of them by now.
             with contextlib.suppress(OSError):
                 sock.sendall(bytes([byte]))
         job.works()

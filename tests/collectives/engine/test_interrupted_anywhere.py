@@ -291,6 +291,7 @@ def interrupt_twice(change: str, every_pair: bool) -> int:
         again = True
         while again:
             rank, first = InterruptedRank(), Interrupt(set(before))
+            # ``where`` stays empty once all places have been tried, and nothing is raised then.
             with contextlib.suppress(KeyboardInterrupt), first:
                 rank.change(change)
             if not first.where:

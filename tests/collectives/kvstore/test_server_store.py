@@ -441,12 +441,14 @@ def floods_within_tls(pid: int, at: tuple[str, int]) -> None:
     try:
         for sock in floods:
             sock.settimeout(0.05)
+            # The send ends by its time limit once the buffers of a stopped process are full.
             with contextlib.suppress(OSError):
                 sock.sendall(struct.pack("<I", 64 << 10) + bytes(32 << 20))
     finally:
         os.kill(pid, signal.SIGCONT)
     for sock in floods:
         sock.settimeout(60)
+        # A connection that is closed with unread bytes is reset, which is as good an end.
         with contextlib.suppress(OSError):
             assert sock.recv(1) == b""
         sock.close()

@@ -83,6 +83,7 @@ CELLS = {
 
 def let_go(pool: Pool) -> None:
     """Let the last rank go, which does not come to a commit."""
+    # The call gives up by its time limit; the rank is to be let go all the same.
     with contextlib.suppress(StartError):
         pool.resize(pool.size - 1, timeout=0.1)
 

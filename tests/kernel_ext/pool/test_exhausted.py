@@ -205,6 +205,7 @@ def group() -> Iterator[Path]:
     """Yield a control group that limits processes."""
     found = None
     for parent in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")):
+        # The next place is tried where this one can't be written.
         with contextlib.suppress(OSError):
             candidate = parent / f"hvdlab-test-{uuid.uuid4().hex[:8]}"
             candidate.mkdir()

@@ -48,6 +48,7 @@ def doors() -> dict[tuple[str, int], int]:
     """Return the addresses on which the pool's processes listen, with the process of each."""
     found = {}
     for process in psutil.Process().children(recursive=True):
+        # Processes of the pool can end while they are listed.
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
@@ -90,6 +91,7 @@ def test_strangers_at_every_port(start_pool: StartPool, tmp_path: Path) -> None:
     opened: list[socket.socket] = []
     for door in found:
         for noise in noises(chance, attack):
+            # A port may refuse it, or close the connection before all is sent.
             with contextlib.suppress(OSError):
                 sock = socket.create_connection(door, 5)
                 opened.append(sock)

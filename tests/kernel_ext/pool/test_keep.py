@@ -63,6 +63,7 @@ def ours(runtime: Path) -> list[psutil.Process]:
     """Return processes that were started with this runtime directory, also those that have no owner now."""
     found = []
     for process in psutil.process_iter():
+        # Processes of the whole machine end while they are listed, and some of other users can't be read.
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
                 found.append(process)

@@ -191,6 +191,7 @@ def tried(pids: list[int], sockets: list[str], files: list[str], ports: list[int
     reached = []
     for pid in pids:
         for name in ("environ", "mem", "maps", "fd/1"):
+            # A refusal is right: only successes are collected.
             with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
                 file.read(1)
                 reached.append(file.name)

@@ -115,7 +115,7 @@ class BareKernel:
         while not self._ending.is_set():
             try:
                 message = self.client.get_iopub_msg(timeout=0.2)
-            except queue.Empty:
+            except queue.Empty:  # a chance to see the end
                 continue
             content, kind = message["content"], message["msg_type"]
             if kind == "comm_open":

@@ -52,7 +52,7 @@ def record(rank: Endpoint, stop: threading.Event) -> None:
                 for message in map(decode_to_peer, rank.receive())
             ):
                 pass
-    except ConnectionLost:
+    except ConnectionLost:  # the end of the measurement
         pass
 
 

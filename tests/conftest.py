@@ -76,7 +76,7 @@ def _children() -> set[int]:
             try:
                 with open(f"{tasks}/{thread}/children", "rb", buffering=0) as listing:
                     pids = {int(pid) for pid in listing.read().split()}
-            except OSError:
+            except OSError:  # the thread has ended since the listing
                 continue
             pids -= browser
             todo += pids - found
@@ -87,7 +87,7 @@ def _children() -> set[int]:
 def _entries(directory: str) -> list[str]:
     try:
         return os.listdir(directory)
-    except OSError:
+    except OSError:  # the process has ended
         return []
 
 
@@ -95,7 +95,7 @@ def _is_tracker(pid: int) -> bool:
     """The resource tracker of multiprocessing belongs to the interpreter, not to the test that needed it first."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+    except OSError:  # it has ended, so it is no leak
         return True
 
 
@@ -109,7 +109,7 @@ def _fds() -> dict[int, str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
+        except OSError:  # the descriptor of the listing itself
             continue
         if target.startswith(_COUNTED_FDS):
             found[int(name)] = target

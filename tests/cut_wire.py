@@ -60,7 +60,7 @@ class CutWire:
         while True:
             try:
                 near, _ = listener.accept()
-            except OSError:
+            except OSError:  # the listener was closed
                 return
             with self._changing:
                 if not self._whole:

@@ -69,7 +69,7 @@ class Turns:
         try:
             if not self._killed:
                 self._main()
-        except Killed:
+        except Killed:  # raised where the program waited, to unwind its stack
             pass
         finally:
             self.ended = True

@@ -130,7 +130,7 @@ class LabPage:
         """Return the outputs of a cell in a notebook's file; none while the server is writing it."""
         try:
             found: list[Any] = nbformat.read(path, 4).cells[cell].get("outputs", [])
-        except nbformat.reader.NotJSONError:
+        except nbformat.reader.NotJSONError:  # half written
             return []
         return found
 

@@ -67,7 +67,7 @@ def main() -> None:
     while True:
         try:
             file, module, name, args = connection.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError):  # the test's end of the job
             break
         outcome = call(interrupts, file, module, name, args)
         try:

@@ -14,7 +14,7 @@ MOMENTS = 3.0
 def entries() -> set[str]:
     try:
         return set(os.listdir("/dev/shm"))
-    except OSError:
+    except OSError:  # there is no shared memory on this machine
         return set()
 
 
@@ -38,7 +38,7 @@ def _mapped(names: Collection[str], own: Collection[int]) -> set[str]:
         if names and int(place.name) not in own:
             try:
                 maps = (place / "maps").read_text()
-            except OSError:
+            except OSError:  # it has ended since the listing, or belongs to another user
                 continue
             found |= {name for name in names if f"/dev/shm/{name}" in maps}
     return found

@@ -29,7 +29,7 @@ def marked(value: str) -> dict[int, str]:
             status = Path(f"/proc/{entry}/stat").read_text()
             if status.rpartition(")")[2].split()[0] != "Z":
                 found[int(entry)] = command(int(entry))
-        except OSError:
+        except OSError:  # it has ended since the listing, or belongs to another user
             continue
     return found
 
@@ -51,10 +51,10 @@ def holdings(pid: int) -> Count:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             try:
                 count[_kind(os.readlink(f"/proc/{pid}/fd/{fd}"))] += 1
-            except OSError:
+            except OSError:  # closed since the listing
                 continue
         count["threads"] = len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
+    except OSError:  # the process has ended
         return {}
     return dict(count)
 

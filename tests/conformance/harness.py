@@ -407,7 +407,7 @@ class WorkerGroup:
 def _kill_quietly(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+    except ProcessLookupError:  # it has ended by itself
         return
 
 

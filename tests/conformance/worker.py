@@ -37,7 +37,7 @@ class Worker:
         while True:
             try:
                 verb, *arguments = self.connection.recv()
-            except EOFError:
+            except EOFError:  # the test process has ended
                 return
             if verb == "close":
                 self.reset()
@@ -105,7 +105,7 @@ def open_fds() -> dict[str, str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if target.startswith(("socket:", "pipe:", "/memfd:")):
             found[name] = target

@@ -110,7 +110,7 @@ class Launcher:
             try:
                 if self.mark.encode() in (place / "environ").read_bytes().split(b"\0"):
                     found.append(int(place.name))
-            except OSError:
+            except OSError:  # it has ended since the listing, or belongs to another user
                 continue
         return found
 

@@ -47,7 +47,7 @@ class Ranks:
         self._sampled = 0
 
     def batches(self, seconds: float) -> Iterator[Batches]:
-        """Return the batches of each tenth of a second."""
+        """Yield the batches of each tenth of a second."""
         end, due = self.now + round(seconds * SECOND), self.now + SECOND // 10
         while self.now < end:
             self._step()

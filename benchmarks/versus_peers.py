@@ -250,7 +250,7 @@ class Notebook:
         return self.text()
 
     def _reply(self) -> None:
-        """Return the answer to a cell, since some kernels report an error only there."""
+        """Record the error in a cell's answer, since some kernels report it only there."""
         with contextlib.suppress(queue.Empty):
             while True:
                 reply = self._client.get_shell_msg(timeout=0.1)

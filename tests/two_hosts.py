@@ -27,7 +27,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def shell(network: Network, tmp_path: Path) -> Iterator[RemoteShell]:
-    """Return the replacement of ssh between them."""
+    """Yield the replacement of ssh between them."""
     with RemoteShell(network, tmp_path) as made:
         yield made
 

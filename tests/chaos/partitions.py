@@ -223,7 +223,7 @@ class Partitions:
         cut: float,
         gone: range,
     ) -> None:
-        """Return the error that a remaining rank received, and when."""
+        """Check the error that a remaining rank received, and its time."""
         _, why, culprits, at = ended
         if why != CauseKind.RANK_DIED.value or not set(culprits) <= set(gone):
             outcome.wrong.append(f"rank {rank} was told of {why} and ranks {culprits}")

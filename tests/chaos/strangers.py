@@ -12,7 +12,7 @@ FLOOD = 8 << 20
 
 
 def web_page(sock: socket.socket) -> None:
-    """Return the bytes that a page has the user's browser send to any port."""
+    """Send the bytes that a page has the user's browser send to any port."""
     body = b'{"type": "request"}'
     head = f"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://evil.example\r\nContent-Length: {len(body)}\r\n\r\n"
     sock.sendall(head.encode() + body)

@@ -49,7 +49,7 @@ def real_horovod(tmp_path: Path) -> str:
 
 @pytest.fixture
 def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Return a world of this process alone, with any launcher's variables in the environment."""
+    """Yield a world of this process alone, with any launcher's variables in the environment."""
     for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
         monkeypatch.delenv(name)
     hvd.init()

@@ -54,7 +54,7 @@ def total_of_survivors() -> float:
 
 
 def reduce_until_it_fails() -> None:
-    """Return the error that ends a rank that reduces all the time."""
+    """Reduce all the time, until an error ends it."""
     while True:
         total(1.0, 200_000)
 

@@ -29,7 +29,7 @@ REFERENCES: dict[ReduceOp, Callable[..., Values]] = {
 def forms(
     hvd: Any, kind: str, make: Make, *arguments: Any, **keywords: Any
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Return each form of a collective with its result for the tensors that ``make`` makes."""
+    """Yield each form of a collective with its result for the tensors that ``make`` makes."""
     given = make()
     call, start = getattr(hvd, kind), getattr(hvd, f"{kind}_async", None)
     yield "sync", [call(tensor, *arguments, **keywords) for tensor in given]
@@ -47,7 +47,7 @@ def forms(
 def forms_in_place(
     hvd: Any, kind: str, make: Make, *arguments: Any, **keywords: Any
 ) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Return each form in place, with its result and its argument."""
+    """Yield each form in place, with its result and its argument."""
     given = make()
     yield "in place", [getattr(hvd, f"{kind}_")(t, *arguments, **keywords) for t in given], given
     if hasattr(hvd, f"grouped_{kind}_"):

@@ -57,7 +57,7 @@ def doors() -> dict[tuple[str, int], int]:
 
 
 def noises(chance: random.Random, attack: bytes) -> Iterator[bytes]:
-    """Return bytes of a peer without any protocol, and of one that speaks ZeroMQ's."""
+    """Yield bytes of a peer without any protocol, and of one that speaks ZeroMQ's."""
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     yield from (b"", b"x", b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(5000), attack)
     yield from (GREETING[:30], GREETING, GREETING + chance.randbytes(3000))

@@ -317,7 +317,7 @@ def _rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capture_fds:
 
 @pytest.fixture
 def rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    """Return a rank that captures the output of Python code."""
+    """Yield a rank that captures the output of Python code."""
     yield from _rank(shell, monkeypatch, False)
 
 

@@ -28,7 +28,7 @@ IN_FLIGHT = 2000  # submissions of a rank before it waits for any
 
 
 def step_of_training() -> Callable[[int], None]:
-    """Run named, anonymous, small, large and ragged operations."""
+    """Return a step of named, anonymous, small, large and ragged operations."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 
@@ -48,7 +48,7 @@ def step_of_training() -> Callable[[int], None]:
 
 
 def step_with_a_new_name() -> Callable[[int], None]:
-    """Reduce one tensor of a name that never was."""
+    """Return a step of one tensor of a name that never was."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 
@@ -62,7 +62,7 @@ def step_with_a_new_name() -> Callable[[int], None]:
 
 
 def step_of_many_sets() -> Callable[[int], None]:
-    """Reduce tensors of many process sets, all in flight at once, each rank in an order of its own."""
+    """Return a step of tensors of many process sets, all in flight at once, each rank in an order of its own."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 

@@ -77,7 +77,7 @@ SLEEPS_ON_B_AT_FIRST = """
 
 @pytest.fixture
 def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
-    """Run the script with a discovery script that prints a file."""
+    """Return a function that runs the script with a discovery script that prints a file."""
     shell = tmp_path / "shell"
     shell.write_text(SHELL)
     shell.chmod(0o755)

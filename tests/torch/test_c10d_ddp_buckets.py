@@ -291,8 +291,8 @@ def test_errors_name_the_bucket_on_all_ranks(world: Ranks) -> None:
 
 
 def _waits_for_a_future() -> tuple[bool, bool]:
-    """Check that an error that a future of torch's has raised is known as hvdlab's, and that the kept copy holds no
-    frames."""
+    """Return whether an error that a future of torch's has raised is known as hvdlab's, and whether the kept copy holds
+    no frames."""
     if dist.get_rank() == 1:
         with pytest.raises(MismatchError):
             dist.broadcast(torch.zeros(3), 0)

@@ -61,7 +61,7 @@ def layer(case: str, kind: type[Any]) -> nn.Module:
 
 
 def use_layer(case: str, made: nn.Module, batches: list[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """Run one forward and backward pass over these ranks' batches together; their outputs and input gradients."""
+    """Run one forward and backward pass over these ranks' batches together; return their outputs and input gradients."""
     use = CASES[case][2]
     made.train(step < use.get("eval_from", STEPS))
     whole = torch.cat(batches)

@@ -193,7 +193,7 @@ def agreed() -> int:
 
 
 def agreed_by_turns(count: int) -> tuple[list[float], int]:
-    """Run blocking collectives of both classes, and how many of them the members agreed on in memory."""
+    """Run blocking collectives of both classes; return how many of them the members agreed on in memory."""
     before = agreed()
     sums = [total(device, float(i)) for i in range(count) for device in (fake_device.DEVICE, "cpu")]
     return sums, agreed() - before

@@ -4,7 +4,7 @@
 
 hvdlab's figures include the negotiation (Gloo and MPI have none) and, unless ``--no-record``, the recording of spans. Ranks of MPI
 spin while they wait; those of Intel MPI are in an environment of their own, which ``make intel-mpi`` makes.
-Every round measures each system in turn, so that whatever else the machine does hits all of them. Printed are medians
+Every round measures each system in turn, so that the machine's other load hits all of them. Printed are medians
 over all rounds in microseconds, and hvdlab's ratio to each.
 """
 
@@ -33,7 +33,8 @@ Samples = dict[str, list[float]]
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """Shapes of ResNet-50's 161 parameters, 25,557,032 elements, in the order in which torchvision defines them."""
+    """Return shapes of ResNet-50's 161 parameters, 25,557,032 elements, in the order in which torchvision defines
+    them."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -47,12 +48,12 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def iterations(nbytes: int) -> int:
-    """How often a size is measured per round."""
+    """Return how often a size is measured per round."""
     return 200 if nbytes <= 4096 else max(3, min(40, (64 << 20) // nbytes))
 
 
 def sample(call: Callable[[], object], times: int) -> list[float]:
-    """Microseconds of each call, after a few that are not counted."""
+    """Return microseconds of each call, after a few that are not counted."""
     for _ in range(max(2, times // 10)):
         call()
     found = []
@@ -125,7 +126,7 @@ def measure_gloo(small_only: bool) -> Samples:
 
 
 def in_buckets(counts: list[int], limit: int) -> list[list[int]]:
-    """Indices of consecutive tensors, as many together as stay within ``limit`` elements."""
+    """Return indices of consecutive tensors, as many together as stay within ``limit`` elements."""
     buckets: list[list[int]] = [[]]
     filled = 0
     for index, count in enumerate(counts):
@@ -170,7 +171,7 @@ def measure_memcpy(small_only: bool) -> Samples:
 
 
 def rank_main(port: int, small_only: bool) -> None:
-    """A rank: measures what its standard input names; rank 0 answers with the samples."""
+    """Measure as a rank the cases that standard input names; rank 0 answers with the samples."""
     import torch
     import torch.distributed as dist
 
@@ -226,7 +227,7 @@ def installed_mpi() -> dict[str, MpiPrograms]:
 
 
 class World:
-    """The rank processes of one run."""
+    """Rank processes of one run."""
 
     def __init__(self, ranks: int, small_only: bool, record: bool) -> None:
         from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -295,7 +296,7 @@ def rounds(world: World, count: int, mpi: dict[str, MpiPrograms]) -> Iterator[tu
 def measure(
     ranks: int, count: int, *, small_only: bool, record: bool, mpi: dict[str, MpiPrograms]
 ) -> dict[str, Any]:
-    """All systems' samples at one number of ranks, as medians in microseconds per case."""
+    """Return all systems' samples at one number of ranks, as medians in microseconds per case."""
     gathered: dict[str, Samples] = {}
     world = World(ranks, small_only, record)
     try:

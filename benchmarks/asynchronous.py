@@ -1,4 +1,4 @@
-"""What of a step of asynchronous allreduces is the coordinator's part, what Python's, and what the data plane's.
+"""Shares of the coordinator, of Python and of the data plane in a step of asynchronous allreduces.
 
     python benchmarks/asynchronous.py --ranks 2 --ranks 4     # about two minutes
 

@@ -1,4 +1,4 @@
-"""What HOROVOD_AUTOTUNE gains: steps with default settings beside steps of a world that has tuned itself, alternating.
+"""Gain of HOROVOD_AUTOTUNE: steps with default settings beside steps of a world that has tuned itself, alternating.
 
     python benchmarks/autotune.py --json benchmarks/results/autotune.json   # about a minute and a half
 
@@ -28,7 +28,7 @@ STREAMS = ("ResNet-50 gradients", "1,000 tensors of 4 KiB")
 
 
 def rank_main() -> None:
-    """A rank: its standard input names a stream and a number of steps; rank 0 answers with milliseconds."""
+    """Run as a rank whose standard input names a stream and a number of steps; rank 0 answers with milliseconds."""
     import numpy as np
 
     import hvdlab.numpy as hvd
@@ -56,7 +56,7 @@ def rank_main() -> None:
 
 
 class World:
-    """The rank processes of one world, tuned or not."""
+    """Rank processes of one world, tuned or not."""
 
     def __init__(self, ranks: int, log: Path | None, samples: int) -> None:
         from hvdlab.collectives.coordinator.process import CoordinatorProcess

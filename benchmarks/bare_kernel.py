@@ -1,5 +1,5 @@
-"""A kernel without a browser, and a small client that takes what views get as a page would: for measurements that are long,
-or in which the drawing must not use the processors of those who are measured."""
+"""A kernel without a browser, and a small client that receives the views' messages as a page would: for measurements
+that are long, or in which the drawing must not use the processors of the measured processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER = 120.0
 
 @dataclass
 class View:
-    """What has come of one widget.
+    """Messages of one widget.
 
     Attributes:
         kind: ``timeline`` or ``metrics``.
@@ -58,7 +58,7 @@ class View:
 
 @dataclass
 class BareKernel:
-    """A running kernel.
+    """Running kernel.
 
     Attributes:
         process: The kernel.
@@ -74,12 +74,12 @@ class BareKernel:
     _said: list[str] = field(default_factory=list)
 
     def start(self, cell: str) -> str:
-        """Begin to run a cell; returns what :meth:`finish` waits for."""
+        """Begin to run a cell; returns the id for :meth:`finish`."""
         request: str = self.client.execute(cell)
         return request
 
     def finish(self, cell: str, seconds: float = ANSWER) -> None:
-        """Run a cell to its end. Raises ``TimeoutError``, or ``RuntimeError`` with what it said."""
+        """Run a cell to its end. Raises ``TimeoutError``, or ``RuntimeError`` with its output."""
         self.wait(self.start(cell), seconds)
 
     def wait(self, request: str, seconds: float = ANSWER) -> None:
@@ -96,12 +96,12 @@ class BareKernel:
             raise RuntimeError("\n".join(reply["content"].get("traceback", self._said[-20:])))
 
     def say(self, view: View, content: dict[str, Any]) -> None:
-        """Say something to a widget, as its view does."""
+        """Send a message to a widget, as its view does."""
         body = {"comm_id": view.comm, "data": {"method": "custom", "content": content}}
         self.client.shell_channel.send(self.client.session.msg("comm_msg", body))
 
     def look(self, count: int, seconds: float = ANSWER) -> None:
-        """Wait until so many widgets are there, and begin to take what they send."""
+        """Wait until so many widgets are there, and begin to receive their messages."""
         deadline = time.monotonic() + seconds
         while len(self.views) < count:
             if time.monotonic() > deadline:
@@ -111,11 +111,11 @@ class BareKernel:
             self.say(view, {"type": "hello", "since": 0, "points": 0})
 
     def listen(self) -> None:
-        """Take in what comes, until :meth:`end`; on a thread."""
+        """Receive messages until :meth:`end`; on a thread."""
         while not self._ending.is_set():
             try:
                 message = self.client.get_iopub_msg(timeout=0.2)
-            except queue.Empty:
+            except queue.Empty:  # a chance to see the end
                 continue
             content, kind = message["content"], message["msg_type"]
             if kind == "comm_open":
@@ -136,7 +136,7 @@ class BareKernel:
 
 @contextmanager
 def bare_kernel(directory: Path) -> Iterator[BareKernel]:
-    """A kernel with its working directory here; it and all that it has started are gone afterwards."""
+    """Yield a kernel with its working directory here; it and all that it has started are gone afterwards."""
     directory.mkdir(parents=True, exist_ok=True)
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(directory))
@@ -162,7 +162,7 @@ def bare_kernel(directory: Path) -> Iterator[BareKernel]:
 
 
 def prefer(nice: int) -> None:
-    """Let this process and what it starts go before others. Does nothing without the right to."""
+    """Give this process and its children a higher priority than others. Does nothing without the right to."""
     with contextlib.suppress(PermissionError):
         os.nice(nice)
     with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""What the hierarchical plane gains over flat Gloo where a network is the bottleneck: two hosts with slow cables.
+"""Gain of the hierarchical plane over flat Gloo where a network is the bottleneck: two hosts with slow cables.
 
     python benchmarks/between_hosts.py --rate 200M --delay 0.001 --json benchmarks/results/between_hosts.json
 
 The hosts are network namespaces on this machine (``tests/hosts.py``; needs root), their cables carry ``--rate`` bits per
-second and delay each frame: slow enough that the machine's cores are not what is measured. Both worlds are there at the same
+second and delay each frame: so slow that the machine's cores are not the limit. Both worlds are there at the same
 time and take turns. A figure is the median over the rounds of the slowest rank's time for one negotiated allreduce.
 """
 
@@ -30,7 +30,7 @@ UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def measure(nbytes: int, rounds: int) -> list[float]:
-    """On a rank: seconds of each round."""
+    """Return on a rank the seconds of each round."""
     source = np.ones(max(1, nbytes // 4), np.float32)
     times = []
     for _ in range(rounds):

@@ -3,10 +3,11 @@
     hvdlab run -np 2 python benchmarks/c10d.py --json c10d-2.json          # two minutes
     hvdlab run -np 2 python benchmarks/c10d.py --only all_reduce           # rows with this in their name
 
-The same ranks have a group of each backend, and these take turns in blocks of calls, so that whatever else the machine does
+The same ranks have a group of each backend, and these take turns in blocks of calls, so that the machine's other load
 hits both. Printed, by rank 0, are minimum, lower quartile and median over all calls in microseconds, and the median over
 blocks of hvdlab's time by Gloo's (below 1 hvdlab is quicker). Of the rows *above local* the time of the same step without a group
-is taken off both. The last line is what the entry point, by which torch finds the backend, adds to ``import torch``.
+is taken off both. The last line is the time that the entry point, by which torch finds the backend, adds to ``import
+torch``.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _reduce_scatter(nbytes: int) -> Call:
 
 
 class Tensors(nn.Module):
-    """A model of some parameters, whose forward and backward passes cost next to nothing.
+    """Model of some parameters, whose forward and backward passes cost next to nothing.
 
     Args:
         shapes: Of the parameters.
@@ -154,7 +155,7 @@ def _sharded(_: int) -> Call:
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """One measured operation.
 
     Attributes:
         make: Makes the call, from ``number``.
@@ -184,7 +185,7 @@ CASES = {
 
 
 def measure(case: Case, groups: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """Microseconds of each call, in blocks that take turns, and what is printed of them."""
+    """Return microseconds of each call, in blocks that take turns, and the printed figures."""
     call = case.make(case.number)
     if case.above_local:
         groups = {**groups, LOCAL: None}
@@ -213,7 +214,7 @@ def measure(case: Case, groups: dict[str, Any], blocks: int) -> dict[str, Any]:
 
 
 def entry_point_us(times: int = 5) -> float:
-    """What the entry point adds to ``import torch``, in microseconds; the median of new processes."""
+    """Return the time that the entry point adds to ``import torch``, in microseconds; the median of new processes."""
     found = []
     for _ in range(times):
         done = subprocess.run([sys.executable, "-c", ENTRY_POINT], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What a cell on ranks costs in a notebook, beside ipyparallel's ``%%px``.
+"""Costs of a cell on ranks in a notebook, beside ipyparallel's ``%%px``.
 
     python benchmarks/cells.py                      # both figures, about two minutes
     python benchmarks/cells.py --json cells.json --rounds 20 --only empty
@@ -24,7 +24,7 @@ from typing import Any
 from jupyter_client.manager import KernelManager
 
 OURS, THEIRS = "%%hvd_run", "%%px"
-LINES = 20_000
+LINES = 20_000  # lines that each rank prints
 PRINTING = {
     "alike": f"for i in range({LINES}): print('line', i)",
     "different": f"for i in range({LINES}): print('rank', os.getpid(), 'line', i)",
@@ -33,7 +33,7 @@ PRINTING = {
 
 @dataclass
 class Sent:
-    """What the kernel sent about one cell."""
+    """Messages of the kernel about one cell."""
 
     seconds: float
     lines: int
@@ -41,7 +41,7 @@ class Sent:
 
 
 class Kernel:
-    """A Jupyter kernel and its client."""
+    """Jupyter kernel and its client."""
 
     def __init__(self) -> None:
         self._manager = KernelManager(kernel_name="python3")
@@ -84,7 +84,7 @@ class Kernel:
 
 
 def start(ranks: int) -> Kernel:
-    """A kernel with a pool of each kind."""
+    """Return a kernel with a pool of each kind."""
     kernel = Kernel()
     kernel.run(
         f"import ipyparallel; cluster = ipyparallel.Cluster(n={ranks}); view = cluster.start_and_connect_sync()[:]"

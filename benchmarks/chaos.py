@@ -4,14 +4,14 @@
     python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json
     python benchmarks/chaos.py --seed 4 --plane gloo --first 17 --count 1 -v      # one trial again, with its story
     python benchmarks/chaos.py --shared-memory 64                               # with 64 MiB of it, as in a container
-    python benchmarks/chaos.py --fault DDP                                      # only what befalls wrapped models
+    python benchmarks/chaos.py --fault DDP                                      # only faults of wrapped models
     python benchmarks/chaos.py --partitions 30                                  # hosts that are cut off, instead of pools
     python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
     python benchmarks/chaos.py --elastic 100 --hosts                            # whole hosts that do (needs root)
     python benchmarks/chaos.py --gpu 200                                        # ranks that share a GPU
 
-Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
-strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
+Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. The faults, their places and the
+checks afterwards are in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
 was wrong; times above their limits are counted, and matter on a quiet machine only.
 """
 
@@ -56,7 +56,7 @@ EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES, *WRAPPED)
 
 
 def chosen(words: list[str], among: Sequence[Fault]) -> list[Fault]:
-    """The faults whose name has one of these words; all without words."""
+    """Return the faults whose name has one of these words; all without words."""
     found = [fault for fault in among if not words or any(word in fault.name for word in words)]
     if not found:
         sys.exit(f"no fault has {' or '.join(words)} in its name: {', '.join(f.name for f in among)}")
@@ -64,7 +64,7 @@ def chosen(words: list[str], among: Sequence[Fault]) -> list[Fault]:
 
 
 def tell(outcome: Outcome, began: float, *, verbose: bool) -> None:
-    """A line for a trial that was played, and its story if it is wanted or needed."""
+    """Print a line for a trial that was played, and its story if asked for or needed."""
     seconds = "never" if outcome.report is None else f"{outcome.report:6.3f} s"
     verdict = "" if outcome.ok else "   WRONG"
     late = "   late" if outcome.report is None or outcome.report > outcome.limit else ""
@@ -78,7 +78,7 @@ def tell(outcome: Outcome, began: float, *, verbose: bool) -> None:
 
 
 class Played(Protocol):
-    """A campaign that is under way.
+    """Campaign that is under way.
 
     Attributes:
         started: How many pools, or jobs, there were.
@@ -97,7 +97,7 @@ P = TypeVar("P", bound=Played)
 
 
 class Kind(abc.ABC, Generic[P]):
-    """A kind of campaign, with what the command line says of it. This is the one on pools, unless something else is said.
+    """Kind of campaign, with its part of the command line. The defaults are those of the one on pools.
 
     Args:
         given: The command line.
@@ -119,18 +119,18 @@ class Kind(abc.ABC, Generic[P]):
 
     @abc.abstractmethod
     def start(self, plane: str) -> P:
-        """A campaign on one plane."""
+        """Return a campaign on one plane."""
 
     def break_off(self, played: P) -> list[str]:
-        """The time is over. Returns what is not as it should be of what is under way."""
+        """End the trial under way when the time is over. Returns its errors."""
         return []
 
     @abc.abstractmethod
     def stop(self, played: P) -> list[str]:
-        """End the campaign. Returns what it left behind."""
+        """End the campaign. Returns its leftovers."""
 
     def drive(self, plane: str) -> tuple[list[Outcome], dict[str, Any]]:
-        """Play one plane's share. Returns the outcomes, and what the result file has of the campaign."""
+        """Play one plane's share. Returns the outcomes, and the campaign's entries of the result file."""
         outcomes: list[Outcome] = []
         began = time.monotonic()
         with self.start(plane) as played:
@@ -247,7 +247,7 @@ class HostCuts(OnHosts[Partitions]):
 
 
 def kind_of(given: argparse.Namespace) -> Kind[Any]:
-    """The campaign that the command line asks for."""
+    """Return the campaign that the command line asks for."""
     if given.hosts:
         return HostChanges(given)
     if given.partitions:
@@ -267,7 +267,7 @@ def publish(result: dict[str, Any], page: Path | None) -> None:
 
 
 def with_shared_memory(mebibytes: int) -> None:
-    """Begin anew with a ``/dev/shm`` of this size; does nothing if it has that size."""
+    """Start again with a ``/dev/shm`` of this size; does nothing if it has that size."""
     found = os.statvfs("/dev/shm")
     if found.f_frsize * found.f_blocks == mebibytes << 20:
         return

@@ -1,9 +1,9 @@
-"""What the coordinator costs per announcement, without and with its sockets.
+"""Costs of the coordinator per announcement, without and with its sockets.
 
     python benchmarks/coordinator.py            # some seconds
     python benchmarks/coordinator.py --profile  # and where the time goes
 
-``core`` decodes announcements, runs the state machine and encodes what it says. ``server`` adds the selector and the
+``core`` decodes announcements, runs the state machine and encodes its messages. ``server`` adds the selector and the
 sockets; the ranks are socket pairs in this process, whose own sends and receives are not counted. Each round, every
 rank announces one 4-byte allreduce, and one ``Execute`` goes to all. A figure is the median over rounds.
 """
@@ -37,7 +37,7 @@ def hello(rank: int) -> m.Hello:
 
 
 def core(ranks: int) -> Callable[[], float]:
-    """A function that runs one round and returns its seconds."""
+    """Return a function that runs one round and returns its seconds."""
     state = CoordinatorState(CoordinatorOptions(size=ranks))
     for rank in range(ranks):
         state.handle(PeerConnected(rank, hello(rank)), 0.0)
@@ -59,7 +59,7 @@ def core(ranks: int) -> Callable[[], float]:
 
 
 def server(ranks: int) -> Callable[[], float]:
-    """The same over sockets: every rank's message arrives by itself, as in the worst case."""
+    """Return the same over sockets: every rank's message arrives by itself, as in the worst case."""
     serving = CoordinatorServer(ServerOptions("token", state=CoordinatorOptions(size=ranks)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # an abstract address that the kernel chooses

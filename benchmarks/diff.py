@@ -1,4 +1,4 @@
-"""What ``%hvd_diff`` takes for a large model, from the call to the table.
+"""Costs of ``%hvd_diff`` for a large model, from the call to the table.
 
     python benchmarks/diff.py                       # 1 GB of float32 parameters on each of 4 ranks, about a minute
     python benchmarks/diff.py --ranks 8 --megabytes 500 --json diff.json
@@ -45,7 +45,7 @@ CASES = {
 
 
 def measure(ranks: int, megabytes: int, rounds: int) -> dict[str, Any]:
-    """Seconds by case."""
+    """Return seconds by case."""
     found: dict[str, Any] = {}
     with Pool.start(ranks, timeout=120) as pool:
         results = pool.run(SETUP.format(elements=megabytes * 1_000_000 // 4))
@@ -54,7 +54,7 @@ def measure(ranks: int, megabytes: int, rounds: int) -> dict[str, Any]:
         for case, change in CASES.items():
             if change:
                 assert pool.run(change).ok
-            pool.diff("rank")  # what is done once
+            pool.diff("rank")  # one-time work
             times = []
             for _ in range(rounds):
                 begin = time.perf_counter()
@@ -66,7 +66,7 @@ def measure(ranks: int, megabytes: int, rounds: int) -> dict[str, Any]:
 
 
 def hashes() -> dict[str, float]:
-    """GB/s of one core."""
+    """Return GB/s of one core."""
     data = os.urandom(4 << 20) * 16
     speeds = {}
     for name in ("sha1", "sha256", "blake2b", "md5"):

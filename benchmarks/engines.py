@@ -1,11 +1,12 @@
-"""What ranks on engines that people have cost: their start beside that of the engines' own trainers, an estimator's epoch, an allreduce.
+"""Costs of ranks on engines in common use: their start beside that of the engines' own trainers, an estimator's epoch,
+an allreduce.
 
 ::
 
     make engines   # once: it makes out/engines
     out/engines/bin/python benchmarks/engines.py --json benchmarks/results/engines.json --page docs/how-to/planes-and-launchers.md   # half an hour
 
-Each part runs on one real engine on this machine, and what is compared takes turns on it:
+Each part runs on one real engine on this machine, and the contenders take turns on it:
 
 * ``ray``: a pool of four on a cluster of two nodes, from nothing to the first step of a training, beside Ray Train's TorchTrainer from ``fit()``
   to its first step; and the pool's next cell, which has no peer;
@@ -14,7 +15,7 @@ Each part runs on one real engine on this machine, and what is compared takes tu
 * ``allreduce``: 16 MiB between two ranks of one host under Ray, Slurm, ssh and Spark, each beside two ranks of the launcher ``local``.
 
 A step is one of a linear layer of 1,000 inputs and outputs; all ranks use one thread. Figures are medians over the rounds. Slurm and sshd come from Debian's packages and
-need root; what can't be had is left out, with the reason.
+need root; unavailable engines are left out, with the reason.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from pages import conditions, publish
 
 RANKS = 4
 WIDTH, BATCH = 1000, 8
-ROWS = 200_000
-NBYTES = 16 << 20
+ROWS = 200_000  # rows of Parquet in an epoch
+NBYTES = 16 << 20  # bytes of an allreduce
 CACHE = ROOT / "out/engines"
 PREPARE = f"""
 import torch, hvdlab.torch as hvd
@@ -106,7 +107,7 @@ def peer_step(directory: str) -> None:
 
 
 def spark_peer(directory: str) -> None:
-    """What TorchDistributor runs."""
+    """Run as TorchDistributor's function."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -115,7 +116,7 @@ def spark_peer(directory: str) -> None:
 
 
 def last_step(directory: str) -> float:
-    """When the last worker had done its step. Raises ``RuntimeError`` if one has not."""
+    """Return when the last worker had done its step. Raises ``RuntimeError`` if one has not."""
     ends = [float(path.read_text()) for path in Path(directory).glob("*.step")]
     if len(ends) != RANKS:
         raise RuntimeError(f"{len(ends)} of {RANKS} workers of the peer did a step")
@@ -123,7 +124,7 @@ def last_step(directory: str) -> float:
 
 
 def timed_peer(run: Callable[[str], object]) -> float:
-    """Seconds from a call to the last worker's first step."""
+    """Return seconds from a call to the last worker's first step."""
     with tempfile.TemporaryDirectory() as directory:
         begin = time.monotonic()
         run(directory)
@@ -131,7 +132,7 @@ def timed_peer(run: Callable[[str], object]) -> float:
 
 
 def timed_pool(launcher: str, options: Mapping[str, str]) -> tuple[float, float]:
-    """Seconds from nothing to the first step of a pool, and those of its next cell."""
+    """Return seconds from nothing to the first step of a pool, and those of its next cell."""
     from hvdlab.kernel_ext.notebook.pool import Pool
 
     begin = time.monotonic()
@@ -143,7 +144,7 @@ def timed_pool(launcher: str, options: Mapping[str, str]) -> tuple[float, float]
 
 
 def checked(pool: Any, source: str) -> Any:
-    """What a cell gave. Raises ``RuntimeError`` if it failed."""
+    """Return a cell's result. Raises ``RuntimeError`` if it failed."""
     results = pool.run(source)
     if results.errors:
         raise RuntimeError(str(results.errors))
@@ -327,14 +328,14 @@ def in_turns(
     environment: Mapping[str, str],
     wrapped: Callable[[Sequence[str]], list[str]] = list,
 ) -> Times:
-    """What a process of its own finds, which has a pool of this launcher and a local one."""
+    """Return the findings of a separate process, which has a pool of this launcher and a local one."""
     words = [sys.executable, str(Path(__file__).resolve()), "--pool-of", launcher, "--rounds", str(rounds)]
     more = ["--hosts", on, "--options", json.dumps(dict(options or {}))]
     return found_by([*wrapped([*words, *more])], environment)
 
 
 def two_pools(launcher: str, on: str, options: Mapping[str, str], rounds: int) -> Times:
-    """Seconds of each round of two pools of two ranks, the slower rank's."""
+    """Return seconds of each round of two pools of two ranks, the slower rank's."""
     from hvdlab.kernel_ext.notebook.pool import Pool
 
     found: Times = {"hvdlab": [], "local": []}
@@ -357,7 +358,7 @@ def two_pools(launcher: str, on: str, options: Mapping[str, str], rounds: int) -
     return found
 
 
-# -- what is said -----------------------------------------------------------------------------------------------------
+# -- report -----------------------------------------------------------------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -365,8 +366,8 @@ def say(text: str) -> None:
 
 
 def found_by(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Any:
-    """The last line of a process's output, as JSON."""
-    # Workers of peers import what they run by its name.
+    """Return the last line of a process's output, as JSON."""
+    # Workers of peers import their function by its name.
     path = os.pathsep.join(
         filter(None, (str(ROOT / "benchmarks"), str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
     )
@@ -381,7 +382,7 @@ def found_by(command: Sequence[str], environment: Mapping[str, str] | None = Non
 
 
 def summary(found: Mapping[str, Times]) -> dict[str, Any]:
-    """Medians, and hvdlab's by its peer's beside what is asked."""
+    """Return medians, and the ratio of hvdlab's to its peer's beside its limit."""
     result: dict[str, Any] = {}
     for name, times in found.items():
         medians = {who: round(statistics.median(each), 4) for who, each in times.items()}
@@ -395,7 +396,7 @@ def summary(found: Mapping[str, Times]) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The table of a result file, for a page."""
+    """Return the table of a result file, for a page."""
     lines = [["", "hvdlab", "beside it", "ratio", "asked"], ["---", "---:", "---:", "---:", "---:"]]
     for name, found in result["figures"].items():
         seconds = dict(found["seconds"])

@@ -1,10 +1,10 @@
-"""What the notebook's process pays for each span that comes: taking it in, deriving series from it, sending it to a view.
+"""Costs of each arriving span for the notebook's process: taking it in, deriving series from it, sending it to a view.
 
     python benchmarks/feeding.py [--seconds 30] [--json FILE]
 
 Batches are made as ranks make them (8 ranks, 161 gradients per step in fused operations, 20,000 spans per second, ten batches
 per rank and second) but without waiting for the time to pass. Figures are processor time of the quickest of several rounds.
-``memory`` is what the process has more after the given number of seconds of such a stream.
+``memory`` is the growth of the process after the given number of seconds of such a stream.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import DType, OpKind
 from hvdlab.widgets.recording_feed import SeriesNews, pack_rows, rank_rows
 
-SECOND = 1_000_000_000
-GRADIENTS = 161
-METRICS = 5
+SECOND = 1_000_000_000  # in nanoseconds, the unit of spans
+GRADIENTS = 161  # of a ResNet-50
+METRICS = 5  # points of each sample
 
 Batches = list[tuple[int, bytes]]
 
@@ -47,7 +47,7 @@ class Ranks:
         self._sampled = 0
 
     def batches(self, seconds: float) -> Iterator[Batches]:
-        """What comes in each tenth of a second."""
+        """Yield the batches of each tenth of a second."""
         end, due = self.now + round(seconds * SECOND), self.now + SECOND // 10
         while self.now < end:
             self._step()
@@ -91,7 +91,7 @@ def rss() -> float:
 
 
 def fed(size: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Microseconds of the processor per row."""
+    """Return microseconds of the processor per row."""
     before = rss()
     recording, ranks = Recording(), Ranks(size, 20_000)
     for tenth in ranks.batches(seconds):

@@ -1,4 +1,4 @@
-"""What a pool of ranks that nobody uses holds: processes, memory and listening ports, without and with ipyparallel's controller.
+"""Resources of a pool of idle ranks: processes, memory and listening ports, without and with ipyparallel's controller.
 
     python benchmarks/idle_pool.py                  # 4 ranks, 3 rounds
     python benchmarks/idle_pool.py --ranks 8 --rounds 5 --json idle.json
@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 
 
 def held() -> dict[str, float]:
-    """What the processes that this one has started hold now."""
+    """Return the resources of the processes that this one has started."""
     family = psutil.Process().children(recursive=True)
     return {
         "processes": len(family),

@@ -48,7 +48,7 @@ class Hvdlab:
         self.array: Any = partial(np.ones, dtype=np.float32)  # as MXNet's arrays are
 
     def wait(self, array: Any) -> None:
-        """What was pulled is there."""
+        """Wait until the pulled values are there."""
 
 
 class Mxnet:
@@ -64,12 +64,12 @@ class Mxnet:
         self.array = mx.nd.ones
 
     def wait(self, array: Any) -> None:
-        """What was pulled is there."""
+        """Wait until the pulled values are there."""
         array.wait_to_read()
 
 
 def time_pushpulls(library: Hvdlab | Mxnet, label: str, *, optimizer: bool) -> dict[str, float]:
-    """Median milliseconds of a ``pushpull`` of each size."""
+    """Return median milliseconds of a ``pushpull`` of each size."""
     store = library.create("dist_sync")
     if optimizer:
         store.set_optimizer(library.sgd(learning_rate=0.1, momentum=MOMENTUM))
@@ -91,7 +91,7 @@ def time_pushpulls(library: Hvdlab | Mxnet, label: str, *, optimizer: bool) -> d
 
 
 def time_pushes(library: Hvdlab | Mxnet) -> dict[str, float]:
-    """Pushes per second of all workers, until all are applied."""
+    """Return pushes per second of all workers, until all are applied."""
     store = library.create("dist_async")
     store.set_optimizer(library.sgd(learning_rate=0.1, momentum=MOMENTUM))
     keys = list(range(KEYS))
@@ -114,7 +114,8 @@ def time_pushes(library: Hvdlab | Mxnet) -> dict[str, float]:
 
 
 def time_one_process(library: Hvdlab | Mxnet) -> dict[str, float]:
-    """Median milliseconds of a push of four arrays and a pull into them; and with compression the gigabytes of gradients per second."""
+    """Return median milliseconds of a push of four arrays and a pull into them; and with compression the gigabytes of
+    gradients per second."""
     found = {}
     shape = (ARRAY_BYTES // 4,)
     arrays, outs = ([library.array(shape) for _ in range(ARRAYS)] for _ in range(2))
@@ -143,7 +144,7 @@ def time_one_process(library: Hvdlab | Mxnet) -> dict[str, float]:
 
 
 def work(name: str, what: str) -> None:
-    """A worker's part; the one of rank 0 prints what it measured."""
+    """Run a worker's part; rank 0's prints its measurements."""
     library = Hvdlab() if name == "hvdlab" else Mxnet()
     # One store for each job: MXNet's servers end with the first that is given up.
     if what == "one process":
@@ -163,12 +164,12 @@ def work(name: str, what: str) -> None:
 
 
 def command(name: str, what: str) -> list[str]:
-    """How a worker is started."""
+    """Return how a worker is started."""
     return [sys.executable, str(Path(__file__).resolve()), "--work", name, "--what", what]
 
 
 def result_of(output: str) -> dict[str, float]:
-    """What rank 0 printed."""
+    """Return rank 0's output."""
     for line in output.splitlines():
         _, mark, text = line.partition("RESULT ")
         if mark:
@@ -178,7 +179,7 @@ def result_of(output: str) -> dict[str, float]:
 
 
 def run_hvdlab(workers: int, what: str) -> dict[str, float]:
-    """One job of hvdlab's."""
+    """Run one job of hvdlab's."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "hvdlab", "run", "-np", str(workers), *command("hvdlab", what)]
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, check=True, timeout=90)
@@ -186,7 +187,7 @@ def run_hvdlab(workers: int, what: str) -> dict[str, float]:
 
 
 def run_mxnet(workers: int, servers: int, what: str) -> dict[str, float]:
-    """One job of MXNet's: a scheduler, servers, workers."""
+    """Run one job of MXNet's: a scheduler, servers, workers."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -223,7 +224,7 @@ def run_mxnet(workers: int, servers: int, what: str) -> dict[str, float]:
 
 
 def run_alone(name: str) -> dict[str, float]:
-    """One process without others."""
+    """Run one process without others."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command(name, "one process"), env=environment, capture_output=True, text=True, check=True, timeout=90
@@ -232,7 +233,7 @@ def run_alone(name: str) -> dict[str, float]:
 
 
 def copy_times() -> dict[str, float]:
-    """Milliseconds of one copy of each size."""
+    """Return milliseconds of one copy of each size."""
     found = {}
     for size, nbytes in SIZES.items():
         source, target = np.ones(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
@@ -246,7 +247,7 @@ def copy_times() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and write a file if wanted."""
+    """Measure, print, and write a file if one is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What it costs to start ranks: a function and a script by hvdlab, torchrun and multiprocessing, taking turns.
+"""Costs of starting ranks: a function and a script by hvdlab, torchrun and multiprocessing, taking turns.
 
 Run it as ``python benchmarks/launching.py``; it prints one JSON object with the median seconds of each.
 """
@@ -25,7 +25,7 @@ LINES = 20_000
 
 
 def function(number: int) -> int:
-    """What ranks do."""
+    """Run as the ranks' function."""
     return number + int(os.environ.get("HVDLAB_RANK", "0"))
 
 
@@ -40,7 +40,7 @@ def by_multiprocessing(np: int) -> None:
 
 
 def by_command(*command: str) -> Callable[[int], None]:
-    """A launcher that runs an empty script."""
+    """Return a launcher that runs an empty script."""
 
     def launch(np: int) -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
@@ -51,7 +51,7 @@ def by_command(*command: str) -> Callable[[int], None]:
 
 
 def flood() -> float:
-    """Seconds that 80,000 lines of 4 ranks take, start and end included."""
+    """Return seconds that 80,000 lines of 4 ranks take, start and end included."""
 
     def speak() -> None:
         for number in range(LINES):

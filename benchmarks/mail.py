@@ -5,7 +5,7 @@
 
 One rank records as fast as the coordinator takes it in (batches of 64 KiB). The client spends a given time on each
 batch, as one does that draws, so that events wait for it. Another rank posts mail, as cells do with their output; its
-delay is what a user waits for a line. Both ranks are in this process.
+delay is a user's wait for a line. Both ranks are in this process.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def record(rank: Endpoint, stop: threading.Event) -> None:
                 for message in map(decode_to_peer, rank.receive())
             ):
                 pass
-    except ConnectionLost:
+    except ConnectionLost:  # the end of the measurement
         pass
 
 
 def measure(letters: int, work: float) -> dict[str, float]:
-    """Delays of mail in milliseconds, with a client that works so many seconds on a batch."""
+    """Return delays of mail in milliseconds, with a client that works so many seconds on a batch."""
     delays: list[float] = []
     batches = [0]
     stop, arrived = threading.Event(), threading.Event()

@@ -1,11 +1,11 @@
-"""What a pool costs as it grows: its start, a cell, a collective, the death of a rank, its repair, memory.
+"""Costs of a pool as it grows: its start, a cell, a collective, the death of a rank, its repair, memory.
 
     python benchmarks/many_ranks.py                              # 4, 16 and 64 ranks on this machine, some two minutes
     python benchmarks/many_ranks.py --ranks 128 --json many.json
 
 A real Jupyter kernel has the pool; times are those from a cell's sending to the kernel's last message about it. The time of a
 death is that from just before the rank sends itself SIGKILL, while all others wait for it, to the end of the cell with its report.
-Medians of the rounds; the first death of a pool is given by itself, as ranks then import what they need to report.
+Medians of the rounds; the first death of a pool is given by itself, as ranks then import the modules of the report.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ hvd.allreduce(np.ones(4))
 
 
 class Kernel:
-    """A Jupyter kernel with hvdlab."""
+    """Jupyter kernel with hvdlab."""
 
     def __init__(self, folder: str) -> None:
         self.manager = KernelManager(kernel_name="python3")
@@ -71,7 +71,7 @@ class Kernel:
         return time.perf_counter() - begin, "".join(texts)
 
     def memory(self) -> float:
-        """Bytes that the kernel and all its processes take, shared ones divided among those that share them."""
+        """Return bytes that the kernel and all its processes take, shared ones divided among those that share them."""
         kernel = next(
             child for child in psutil.Process().children() if "ipykernel" in " ".join(child.cmdline())
         )
@@ -96,7 +96,7 @@ def started() -> Iterator[Kernel]:
 
 
 def number(text: str, word: str) -> float:
-    """The number behind a word that a rank has printed."""
+    """Return the number behind a word that a rank has printed."""
     found = re.search(rf"{word} ([0-9.e+-]+)", text)
     if found is None:
         raise SystemExit(f"a cell did not print {word!r}:\n{text}")
@@ -104,7 +104,7 @@ def number(text: str, word: str) -> float:
 
 
 def measure(ranks: int, rounds: int) -> dict[str, float]:
-    """The figures of one pool."""
+    """Return the figures of one pool."""
     with started() as kernel:
         kernel.run("%load_ext hvdlab")
         start, _ = kernel.run(f"%%hvd_run -np {ranks}\npass")

@@ -1,4 +1,4 @@
-"""What metrics cost on a rank: where they are recorded, and on the threads that see to the rest.
+"""Costs of metrics on a rank: where they are recorded, and on the threads that do the rest.
 
 Run it as ``python benchmarks/metrics.py [--json FILE]``; it prints one JSON object. It makes a world of one. Times are those of the
 quickest of several rounds: other processes only add to them.
@@ -27,7 +27,7 @@ NARROW, WIDE = 64, 2048
 
 
 def per_item(action: Callable[[int], object], items: int, rounds: int) -> float:
-    """Nanoseconds per item of the quickest round of ``action``, which is told to do ``items`` of them."""
+    """Return nanoseconds per item of the quickest round of ``action``, which is asked to do ``items`` of them."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter_ns()
@@ -38,7 +38,7 @@ def per_item(action: Callable[[int], object], items: int, rounds: int) -> float:
 
 
 def like_resnet_50() -> list[torch.Tensor]:
-    """161 parameters with gradients, 25.6 million numbers in all, most of them in few tensors."""
+    """Return 161 parameters with gradients, 25.6 million numbers in all, most of them in few tensors."""
     sizes = [64] * 53 + [512] * 53 + [160_000] * 43 + [1_550_000] * 12
     parameters = [torch.zeros(size, requires_grad=True) for size in sizes]
     for parameter in parameters:
@@ -62,7 +62,7 @@ def of_calls(count: int, rounds: int) -> dict[str, float]:
             nothing("loss", scalar, step)
 
     def nothing(name: str, value: float, step: int) -> None:
-        """What the loop and a call with as many arguments cost by themselves."""
+        """Do nothing: the cost of the loop and of a call with as many arguments."""
 
     def off(count: int) -> None:
         context.engine().recorder.enabled = False
@@ -88,14 +88,14 @@ def of_sampling(rounds: int) -> dict[str, float]:
 
 
 def of_steps(count: int, rounds: int) -> dict[str, float]:
-    """An optimizer that does nothing, so that what is left are the hooks."""
+    """Measure an optimizer that does nothing, so that only the hooks are left."""
 
     class Still(torch.optim.Optimizer):
         def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
             super().__init__(parameters, {"lr": 0.1})
 
         def step(self, closure: object = None) -> None:  # type: ignore[override]
-            """Nothing."""
+            """Do nothing."""
 
     model = torch.nn.Linear(4, 4)
 
@@ -117,7 +117,7 @@ def of_steps(count: int, rounds: int) -> dict[str, float]:
 
 
 def of_exporting(count: int, rounds: int) -> dict[str, float]:
-    """What the control thread does to find metrics in a batch; the exporter has a thread of its own."""
+    """Measure the control thread's search for metrics in a batch; the exporter has a thread of its own."""
     recorder = context.engine().recorder
     for step in range(count):
         hvd.metric("loss", 0.5, step)
@@ -135,7 +135,7 @@ def of_exporting(count: int, rounds: int) -> dict[str, float]:
 
 
 def of_threads(seconds: float, intervals: Sequence[float]) -> dict[str, float]:
-    """Processor time of an idle rank's process, in percent of a core, by the seconds between samples."""
+    """Return processor time of an idle rank's process, in percent of a core, by the seconds between samples."""
     result = {}
     for interval in intervals:
         hvd.shutdown()

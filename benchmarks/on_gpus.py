@@ -1,13 +1,14 @@
-"""What collectives of ranks that share one GPU cost, beside staging through the host and beside one copy on the GPU.
+"""Costs of collectives of ranks that share one GPU, beside staging through the host and beside one copy on the GPU.
 
     python benchmarks/on_gpus.py                                   # 2, 4 and 8 ranks, 4 KiB to 256 MiB
     python benchmarks/on_gpus.py --ranks 4 --sizes 1M,64M --json benchmarks/results/on_gpus.json
 
-The contenders take turns within one run: ``plane`` (`cuda/ipc`, in place), ``staged`` (the same call without the plane, as
-``HVDLAB_CUDA=0`` has it) and ``copy`` (one copy of as many bytes on the GPU, by all ranks at once). A figure is the median over the
-rounds of the slowest rank's time, in milliseconds. ``resnet50`` are the 161 gradients of a ResNet-50 as one group. ``step`` is a training step
-of a small transformer, beside one process with the batch of all ranks; what it costs is mostly to launch small kernels, of which a GPU that processes share by turns
-gets less done. ``large step`` is one that keeps the GPU busy, and ``recording`` the same with its spans recorded and not.
+The contenders take turns within one run: ``plane`` (`cuda/ipc`, in place), ``staged`` (the same call without the plane,
+as ``HVDLAB_CUDA=0`` has it) and ``copy`` (one copy of as many bytes on the GPU, by all ranks at once). A figure is the
+median over the rounds of the slowest rank's time, in milliseconds. ``resnet50`` are the 161 gradients of a ResNet-50 as
+one group. ``step`` is a training step of a small transformer, beside one process with the batch of all ranks; its cost
+is mostly to launch small kernels, of which a GPU that processes share by turns gets less done. ``large step`` is one
+that keeps the GPU busy, and ``recording`` the same with its spans recorded and not.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Call = Callable[[], object]
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """The parameters of a ResNet-50, in its order."""
+    """Return the parameters of a ResNet-50, in its order."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     width = 64
     for blocks, inner in ((3, 64), (4, 128), (6, 256), (3, 512)):
@@ -46,7 +47,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def measured(calls: dict[str, Call], rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Milliseconds of each contender in each round, until the GPU has done it; they take turns."""
+    """Return milliseconds of each contender in each round, until the GPU has done it; they take turns."""
     import torch
 
     import hvdlab.torch as hvd
@@ -65,7 +66,7 @@ def measured(calls: dict[str, Call], rounds: int = ROUNDS) -> dict[str, list[flo
 
 
 def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
-    """What one rank measures, by what is reduced."""
+    """Return one rank's measurements, by the reduced data."""
     import torch
 
     import hvdlab.torch as hvd
@@ -108,7 +109,7 @@ def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
 
 
 def recorded_and_not(call: Call) -> dict[str, Call]:
-    """The same with spans recorded, as always, and without."""
+    """Return the same with spans recorded, as always, and without."""
     from hvdlab.collectives import context
 
     recorder = context.engine().recorder
@@ -150,7 +151,7 @@ def steps(width: int, layers: int, tokens: int) -> dict[str, Call]:
 
 
 def medians(each: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Of the slowest rank of each round."""
+    """Return medians of the slowest rank of each round."""
     return {
         name: statistics.median(max(times) for times in zip(*(found[name] for found in each), strict=True))
         for name in each[0]

@@ -1,4 +1,4 @@
-"""What printing costs on a rank.
+"""Costs of printing on a rank.
 
     python benchmarks/output.py                # cost per print, in microseconds
     python benchmarks/output.py --lines 200000 --rounds 7
@@ -39,7 +39,7 @@ LINES: dict[str, Callable[[int, io.TextIOBase], None]] = {
 
 @contextlib.contextmanager
 def rank_stream(fds: FdCapture | None, unsent: CrashRing | None = None) -> Iterator[io.TextIOBase]:
-    """A rank's stdout, whose pool takes everything at once."""
+    """Yield a rank's stdout, whose pool takes everything at once."""
 
     def post(topic: str, body: bytes) -> None:
         output = codec.decode_to_pool(body)
@@ -59,7 +59,7 @@ def rank_stream(fds: FdCapture | None, unsent: CrashRing | None = None) -> Itera
 
 @contextlib.contextmanager
 def kernel_stream() -> Iterator[io.TextIOBase]:
-    """ipykernel's stdout, with a subscriber that takes everything."""
+    """Yield ipykernel's stdout, with a subscriber that takes everything."""
     context = zmq.Context()
     session = Session(key=b"benchmark")
     publisher, subscriber = context.socket(zmq.PUB), context.socket(zmq.SUB)
@@ -81,7 +81,7 @@ def kernel_stream() -> Iterator[io.TextIOBase]:
 def measure(
     lines: int, write: Callable[[int, io.TextIOBase], None], stream: io.TextIOBase
 ) -> tuple[float, float]:
-    """Microseconds per line: wall clock of the loop, CPU until all is sent."""
+    """Return microseconds per line: wall clock of the loop, CPU until all is sent."""
     cpu, wall = time.process_time(), time.perf_counter()
     for i in range(lines):
         write(i, stream)

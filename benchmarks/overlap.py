@@ -1,4 +1,4 @@
-"""What it gains to reduce blocks within hosts while the network works on others, where a network costs the cores nothing.
+"""Gain of reducing blocks within hosts while the network works on others, where a network costs the cores nothing.
 
 ::
 
@@ -37,13 +37,13 @@ COLUMNS = 2
 
 
 def join() -> None:
-    """On a rank: be on a simulated host."""
+    """Put this rank on a simulated host."""
     os.environ[HOST_VARIABLE] = HOSTS[int(os.environ["HVDLAB_RANK"])]
     context.init()
 
 
 def measure(nbytes: int, block_bytes: int, rate: float, delay: float) -> float:
-    """On a rank: seconds of one allreduce."""
+    """Return on a rank the seconds of one allreduce."""
 
     def waits(ins: Any, *_: object) -> None:
         # A ring of two sends each byte of a slice once in each direction.

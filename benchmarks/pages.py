@@ -1,4 +1,5 @@
-"""Results of measurements: their files, and their tables in the documentation, which are written between two marks so that nobody copies figures by hand."""
+"""Results of measurements: their files, and their tables in the documentation, which are written between two marks so
+that figures are not copied by hand."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from typing import Any
 
 
 def marks(name: str) -> tuple[str, str]:
-    """The lines around a table."""
+    """Return the lines around a table."""
     return f"<!-- figures: {name} -->", f"<!-- end of {name} -->"
 
 
 def between(text: str, name: str) -> str:
-    """What a page has in this place. Raises ``ValueError`` if it has no such place."""
+    """Return a page's text in this place. Raises ``ValueError`` if it has no such place."""
     first, last = marks(name)
     return text[text.index(first) + len(first) : text.index(last)].strip()
 
@@ -30,7 +31,7 @@ def write(page: Path, name: str, table: str) -> None:
 
 
 def conditions(benchmark: str, rounds: int) -> dict[str, Any]:
-    """What a result says of a measurement that has just been made, beside its figures."""
+    """Return a result's conditions of a measurement that has just been made, beside its figures."""
     return {
         "benchmark": benchmark,
         "cores": os.cpu_count(),

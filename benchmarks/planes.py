@@ -1,4 +1,4 @@
-"""What a data plane costs by itself, beside others on the same buffers, without negotiation.
+"""Costs of a data plane by itself, beside others on the same buffers, without negotiation.
 
     python benchmarks/planes.py -n 2                      # shm, torch Gloo, one memcpy
     mpiexec -n 2 python benchmarks/planes.py              # the same with MPI
@@ -7,7 +7,8 @@
 
 ``--hosts`` gives each rank a simulated host: the planes ``hierarchical`` (with Gloo between hosts), ``hierarchical-mpi`` and
 ``flat`` (Gloo between all ranks) run beside MPI's own allreduce. All bytes then move within one machine, "between hosts"
-through its loopback device and as fast as its cores copy, so this tells what the steps cost, not what a network gains.
+through its loopback device and as fast as its cores copy, so this measures the cost of the steps, not the gain on a
+network.
 
 The contenders take turns within one run, so that a noisy neighbour hits all of them. A figure is the median over the
 rounds of the slowest rank's time, from a barrier on; in brackets, relative to the memcpy of the same bytes that all
@@ -47,7 +48,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Group:
-    """Where this process stands, and what the ranks share."""
+    """This process's place, and the ranks' shared objects."""
 
     rank: int
     size: int
@@ -81,7 +82,7 @@ class FileStore(KeyValue):
 
 
 def between_hosts(group: Group, name: str, hosts: str, options: dict[str, str]) -> HostPlane:
-    """One of the planes for several hosts, connected."""
+    """Return one of the planes for several hosts, connected."""
     plane, _, outer = name.partition("-")
     cls = plane_class("gloo" if plane == "flat" else plane)
     made = cls(PlaneContext(
@@ -93,7 +94,7 @@ def between_hosts(group: Group, name: str, hosts: str, options: dict[str, str]) 
 
 
 def shm(group: Group, options: dict[str, str]) -> HostPlane:
-    """The plane of one host, connected."""
+    """Return the plane of one host, connected."""
     plane = ShmPlane(PlaneContext(
         0, 1, group.rank, group.size, tuple(range(group.size)), ("here",) * group.size,
         memory_fd=group.memory_fd, options=options,
@@ -103,7 +104,7 @@ def shm(group: Group, options: dict[str, str]) -> HostPlane:
 
 
 def ours(group: Group, plane: HostPlane) -> Callable[[str, Buffers], None]:
-    """How to run one operation on a plane."""
+    """Return how to run one operation on a plane."""
 
     def run(op: str, b: Buffers) -> None:
         n, share = group.size, [len(b.source) // group.size] * group.size
@@ -189,7 +190,7 @@ def memcpy(op: str, b: Buffers) -> None:
 def measure(
     plane: HostPlane, runners: dict[str, Callable[[], None]], rounds: int, size: int
 ) -> dict[str, float]:
-    """Medians in microseconds over the rounds of the slowest rank, by contender."""
+    """Return medians in microseconds over the rounds of the slowest rank, by contender."""
     times: dict[str, list[int]] = {name: [] for name in runners}
     for _ in range(rounds):
         for name, run in runners.items():
@@ -209,7 +210,7 @@ def measure(
 def contenders(
     group: Group, plane: HostPlane, arguments: argparse.Namespace, options: dict[str, str]
 ) -> tuple[dict[str, Callable[[str, Buffers], None]], list[HostPlane]]:
-    """What is measured, by name, and the planes to be closed in the end."""
+    """Return the measured functions, by name, and the planes to be closed in the end."""
     runners: dict[str, Callable[[str, Buffers], None]] = {"shm": ours(group, plane), "memcpy": memcpy}
     opened = [plane]
     if arguments.hosts:

@@ -1,4 +1,4 @@
-"""What it takes to have ranks in a notebook, beside ipyparallel's cluster: time, memory, and processor time while idle.
+"""Costs of ranks in a notebook, beside ipyparallel's cluster: time, memory, and processor time while idle.
 
     python benchmarks/pool.py                       # 8 ranks, 3 rounds, about four minutes
     python benchmarks/pool.py --ranks 4 --rounds 5 --json pool.json
@@ -31,7 +31,7 @@ CELL = "import torch\ntorch.ones(3).sum().item()"
 
 
 class Kernel:
-    """A fresh Jupyter kernel."""
+    """Fresh Jupyter kernel."""
 
     def __init__(self) -> None:
         self._manager = KernelManager(kernel_name="python3")
@@ -62,11 +62,11 @@ class Kernel:
         self._directory.cleanup()
 
     def memory(self) -> float:
-        """Proportional set size in MB of everything that the kernel has started."""
+        """Return proportional set size in MB of everything that the kernel has started."""
         return sum(p.memory_full_info().pss for p in self.process.children(recursive=True)) / 1e6
 
     def idle(self, seconds: float) -> float:
-        """Processor time of the kernel and all that it has started, in percent of one core."""
+        """Return processor time of the kernel and all that it has started, in percent of one core."""
         family = [self.process, *self.process.children(recursive=True)]
         before = sum(sum(p.cpu_times()[:2]) for p in family)
         time.sleep(seconds)
@@ -74,7 +74,7 @@ class Kernel:
 
 
 def ours(kernel: Kernel, ranks: int, pause: float) -> float:
-    """From the cell after ``%load_ext`` (and a pause) to its end on all ranks."""
+    """Return the seconds from the cell after ``%load_ext`` (and a pause) to its end on all ranks."""
     loading = kernel.run("%load_ext hvdlab")
     time.sleep(pause)
     first = kernel.run(f"%%hvd_run -np {ranks}\n{CELL}")
@@ -82,7 +82,7 @@ def ours(kernel: Kernel, ranks: int, pause: float) -> float:
 
 
 def theirs(kernel: Kernel, ranks: int, pause: float) -> float:
-    """From the first cell about ipyparallel to torch being imported on all engines."""
+    """Return the seconds from the first cell about ipyparallel to torch being imported on all engines."""
     return kernel.run(
         "import ipyparallel, logging\n"
         f"rc = ipyparallel.Cluster(n={ranks}, log_level=logging.ERROR).start_and_connect_sync()\n"

@@ -1,4 +1,5 @@
-"""What priorities gain: steps of a network whose last layers are large, with and without them, over a slow network or on one host.
+"""Gain by priorities: steps of a network whose last layers are large, with and without them, over a slow network or on
+one host.
 
     python benchmarks/priorities.py --rate 400M --json benchmarks/results/priorities.json    # two hosts; needs root
     python benchmarks/priorities.py --here                                                   # two ranks of this host
@@ -10,9 +11,10 @@ busy when those come that the next forward pass needs first. Three ways to make 
 * ``in order``: each layer waits for its own gradient right before its forward pass; gradients are summed in the order of the backward pass;
 * ``urgent first``: the same, with ``byteps``'s parts and priorities, so that those of the first layers go first.
 
-A figure is the median over the rounds of the slowest rank's time for a step. ``first back`` is when the first layer's gradient is there after a backward
-pass, by when all are: a share that depends less on what else the machine does. All three must end with the same weights, to the bit. The hosts are network
-namespaces on this machine (``tests/hosts.py``), so the ranks share its cores.
+A figure is the median over the rounds of the slowest rank's time for a step. ``first back`` is when the first layer's
+gradient is there after a backward pass, by when all are: a share that depends less on the machine's other load. All
+three must end with the same weights, to the bit. The hosts are network namespaces on this machine (``tests/hosts.py``),
+so the ranks share its cores.
 """
 
 from __future__ import annotations
@@ -40,13 +42,14 @@ from ranks_on_hosts import PORT, RanksOnHosts
 WIDTHS = (256,) * 8 + (1024, 1024, 1024, 1024, 16)
 BATCH = 256
 LEARNING_RATE = 1e-3
-#: What a world without priorities is started with: the coordinator orders what is ready, and nothing has parts.
+#: Environment of a world without priorities: the coordinator orders entries as they are ready, and none has parts.
 PLAIN = {"HVDLAB_SCHEDULING_CREDIT": "0", "BYTEPS_PARTITION_BYTES": str(1 << 40)}
 WAYS = ("all at once", "in order", "urgent first")
 
 
 class Trained:
-    """On a rank: a network whose layers push their gradients in the backward pass and wait for them as ``way`` says."""
+    """On a rank: a network whose layers push their gradients in the backward pass and wait for them by the method
+    ``way``."""
 
     def __init__(self, way: str) -> None:
         import torch
@@ -89,7 +92,7 @@ class Trained:
         hidden.square().mean().backward()
 
     def step(self) -> float:
-        """One step; returns its seconds."""
+        """Run one step; return its seconds."""
         start = perf_counter()
         self._backward()
         if self.way == "all at once":
@@ -97,7 +100,7 @@ class Trained:
         return perf_counter() - start
 
     def first_back(self) -> float:
-        """One step; returns when the first layer's gradient was there after the backward pass, by when all were."""
+        """Run one step; return when the first layer's gradient was there after the backward pass, by when all were."""
         self._backward()
         start = perf_counter()
         self._update(0)
@@ -118,14 +121,15 @@ MODELS: dict[str, Trained] = {}
 
 
 def steps(way: str, count: int) -> tuple[list[float], float]:
-    """On a rank: seconds of each step, and ``first back``. What is on its way when the steps begin and end is that of one step."""
+    """Return on a rank the seconds of each step, and ``first back``. At the beginning and at the end of the steps,
+    operations of one step are in flight."""
     model = MODELS.get(way) or MODELS.setdefault(way, Trained(way))
     hvd.barrier()
     return [model.step() for _ in range(count)], model.first_back()
 
 
 def weights(way: str) -> tuple[list[bytes], str]:
-    """On a rank: the weights at the end, and the data plane."""
+    """Return on a rank the weights at the end, and the data plane."""
     return MODELS[way].weights(), context.engine().plane()
 
 
@@ -175,7 +179,7 @@ def report(
     plane: str,
     arguments: argparse.Namespace,
 ) -> None:
-    """Print the medians, and write them to a file if wanted."""
+    """Print the medians, and write them to a file if one is given."""
     medians = {way: round(1e3 * statistics.median(taken), 1) for way, taken in times.items()}
     first = {way: round(statistics.median(found), 2) for way, found in shares.items()}
     load = round(os.getloadavg()[0], 1)

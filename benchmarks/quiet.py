@@ -1,10 +1,10 @@
-"""All figures of the views and of inspection, one after the other: on a machine that does nothing else, a quarter of an hour.
+"""All figures of the views and of inspection, one after the other: on an otherwise idle machine, a quarter of an hour.
 
     python benchmarks/quiet.py                    # all; results go to benchmarks/results
     python benchmarks/quiet.py cost drawing       # some
     python benchmarks/quiet.py --list
 
-What takes longer than it should is ended and told, and the others go on. The soak of an hour is not among them.
+A measurement that takes too long is ended and reported, and the others continue. The soak of an hour is not among them.
 """
 
 from __future__ import annotations

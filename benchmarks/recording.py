@@ -1,10 +1,10 @@
-"""What ``hvd.record()`` and ``hvd.watch_divergence()`` add to a step, on one rank.
+"""Costs of ``hvd.record()`` and ``hvd.watch_divergence()`` per step, on one rank.
 
     python benchmarks/recording.py                  # half a minute
     python benchmarks/recording.py --json recording.json
 
-``record`` is measured for the inputs of a small and of a large batch; ``sample`` is what ``watch_divergence`` does at each
-step, ``comparison`` what it does every so many, without the collective. Figures are medians.
+``record`` is measured for the inputs of a small and of a large batch; ``sample`` is the work of ``watch_divergence``
+at each step, ``comparison`` its work every so many, without the collective. Figures are medians.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import hvdlab.torch as hvd
 
 
 def median(work: Callable[[], object], rounds: int) -> float:
-    """Microseconds."""
+    """Return the median in microseconds."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter()

@@ -6,7 +6,7 @@
     python benchmarks/recovery.py --torchft out/torchft/bin/python --json benchmarks/results/recovery.json   # ten minutes
 
 A model of 100 MB trains on three ranks; a fourth one appears, trains with them, and then one of the four gets SIGKILL. In each round
-every system is started anew and plays this once:
+every system is started again and plays this once:
 
 * ``hvdlab``: ``hvdlab run`` with a discovery script, whose answer changes from three slots to four; state is committed to memory;
 * ``hvdlab, preloaded``: the same with ``--preload torch``, so that ranks are forked from a process that has imported it;
@@ -40,14 +40,14 @@ from pages import conditions, publish
 
 WIDTH = 5000
 """A layer of so many squared weights is 100 MB."""
-BATCH = 4
+BATCH = 4  # rows of a batch
 COMMIT_EVERY = 5
 """Steps between two commits to memory, or two checkpoints."""
 BEFORE, ALL = 3, 4
 """Ranks before and after the fourth one appears."""
 STEPS_BETWEEN = 2 * COMMIT_EVERY
 """Steps that all ranks have done before anything happens to them."""
-PATIENCE = 180.0
+PATIENCE = 180.0  # seconds until a system counts as stuck
 CHECKPOINT = "checkpoint.pt"
 FIGURES = {
     "start_s": f"from the start to {STEPS_BETWEEN} steps of three ranks",
@@ -62,7 +62,7 @@ FIGURES = {
 
 
 class Steps:
-    """The record of a rank's steps, a line for each: when it began and ended by the clock of this machine.
+    """Record of a rank's steps, a line for each: when it began and ended by the clock of this machine.
 
     Args:
         directory: Where the ranks' files are.
@@ -174,7 +174,7 @@ def train_with_torchft(directory: Path) -> None:
         for parameter in model.parameters():
             manager.allreduce(parameter.grad).wait()
         optimizer.step()
-        if manager.current_step() > before:  # else it was not committed
+        if manager.current_step() > before:  # otherwise it was not committed
             steps.completed(begin)
 
 
@@ -197,11 +197,11 @@ def free_port() -> int:
 
 
 class System:
-    """A job that trains.
+    """Job that trains.
 
     Args:
         directory: Where its ranks write down their steps.
-        ended: What ends the job's processes.
+        ended: Context that ends the job's processes.
         python: The interpreter of its ranks.
     """
 
@@ -235,7 +235,7 @@ class System:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher by SIGTERM, so that it ends its ranks, and what is left of its session after ten seconds."""
+    """End a launcher by SIGTERM, so that it ends its ranks, and the rest of its session after ten seconds."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(10)
@@ -296,7 +296,8 @@ class Torchelastic(System):
             "--nnodes", "1:2", "--nproc-per-node", str(workers), "--max-restarts", "100",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}", "--rdzv-conf", "last_call_timeout=1",
             *self.script(),
-            # With a shared store, PyTorch 2.13's first agent tells later ones of it only once, and an agent that joins waits in vain.
+            # With a shared store, PyTorch 2.13's first agent announces it to later ones only once, and an agent that
+            # joins waits in vain.
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )  # fmt: skip
 
@@ -322,11 +323,11 @@ SYSTEMS: dict[str, type[System]] = {each.name: each for each in (Hvdlab, Preload
 OURS = (Hvdlab.name, Preloaded.name)
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
+# -- measurement ------------------------------------------------------------------------------------------------------
 
 
 def steps_after(directory: Path, since: float) -> dict[int, list[float]]:
-    """When each rank completed its steps that began after an instant, by the rank's process id."""
+    """Return when each rank completed its steps that began after an instant, by the rank's process id."""
     found = {}
     for path in directory.glob("*.steps"):
         pairs = [line.split() for line in path.read_text().splitlines()]
@@ -355,7 +356,7 @@ def wait_for(directory: Path, ranks: int, steps: int, since: float) -> tuple[flo
 
 
 def play(kind: type[System], python: str) -> dict[str, float]:
-    """One round of one system. Returns its seconds."""
+    """Play one round of one system. Return its seconds."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as ended:
         system = kind(Path(name), ended, python)
         begin = time.monotonic()
@@ -384,7 +385,7 @@ def play(kind: type[System], python: str) -> dict[str, float]:
 
 
 def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians and worst of each figure by system, and hvdlab's medians by the best peer's."""
+    """Return medians and worst of each figure by system, and hvdlab's medians by the best peer's."""
     found: dict[str, Any] = {
         name: {
             figure: {
@@ -407,7 +408,7 @@ def summary(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of a result file, for a page."""
+    """Return the table of a result file, for a page."""
     found = result["seconds"]
     names = [name for name in SYSTEMS if name in found]
     ratios = [f"{name}, by the best peer" for name in names if f"{name}, by the best peer" in found]

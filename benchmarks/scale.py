@@ -1,4 +1,5 @@
-"""What agreement costs with up to 16,384 ranks: frames, bytes, time and memory, of the real state machines on a modelled network.
+"""Costs of agreement with up to 16,384 ranks: frames, bytes, time and memory, of the real state machines on a modelled
+network.
 
     python benchmarks/scale.py --ranks 8 --ranks 1024        # some seconds, and a table
     python benchmarks/scale.py --write                       # 8 to 4,096: the table and plot of docs/design/scale.md
@@ -46,7 +47,7 @@ def figures(passage: Passage) -> dict[str, float]:
 
 
 def simulate(size: int) -> dict[str, Any]:
-    """The figures of one size."""
+    """Return the figures of one size."""
     found: dict[str, Any] = {"root_memory": memory_of_root(size, GRADIENTS)}
     job = TimedJob(size)
     found["form"] = figures(job.form())
@@ -80,7 +81,7 @@ def bytes_text(count: float) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of a result."""
+    """Return the table of a result."""
     head = (
         "| ranks | one tensor is agreed after | a step: frames at the root | bytes at the root, at a leaf | all know of a death after | "
         "all go on after | bytes of that at the root, at a leaf | the world is formed after | memory of the root |"

@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-SETS = 64
-IN_FLIGHT = 2000
+SETS = 64  # process sets, in members that overlap
+IN_FLIGHT = 2000  # submissions of a rank before it waits for any
 
 
 def step_of_training() -> Callable[[int], None]:
-    """Named, anonymous, small, large and ragged operations."""
+    """Return a step of named, anonymous, small, large and ragged operations."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 
@@ -48,7 +48,7 @@ def step_of_training() -> Callable[[int], None]:
 
 
 def step_with_a_new_name() -> Callable[[int], None]:
-    """One tensor of a name that never was."""
+    """Return a step of one tensor of a name that never was."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 
@@ -62,7 +62,7 @@ def step_with_a_new_name() -> Callable[[int], None]:
 
 
 def step_of_many_sets() -> Callable[[int], None]:
-    """Tensors of many process sets, all in flight at once, each rank in an order of its own."""
+    """Return a step of tensors of many process sets, all in flight at once, each rank in an order of its own."""
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
 
@@ -88,7 +88,7 @@ LOADS = {"training": step_of_training, "names": step_with_a_new_name, "sets": st
 
 
 def rank_main() -> None:
-    """A rank: runs as many steps as its standard input says each time, and answers."""
+    """Run as a rank as many steps as its standard input asks for each time, and answers."""
     from hvdlab.collectives import context
 
     context.init()

@@ -1,4 +1,5 @@
-"""``TorchEstimator.fit`` on rows of Parquet against a plain loop over pyarrow: what an epoch takes. One rank each, in alternation.
+"""``TorchEstimator.fit`` on rows of Parquet compared with a plain loop over pyarrow: time of an epoch. One rank each,
+in alternation.
 
     out/engines/bin/python benchmarks/spark_estimator.py
 
@@ -44,7 +45,7 @@ def module() -> torch.nn.Module:
 
 
 def plain(place: str, batch_size: int, epochs: int) -> list[float]:
-    """Seconds of each epoch of a loop without hvdlab."""
+    """Return seconds of each epoch of a loop without hvdlab."""
     model = module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     dataset = ds.dataset(f"{place}/intermediate_train_data")
@@ -62,7 +63,7 @@ def plain(place: str, batch_size: int, epochs: int) -> list[float]:
 
 
 class Clock:
-    """A callback; the first epoch has no beginning that it sees."""
+    """Callback; the first epoch has no beginning that it sees."""
 
     def __init__(self, place: str) -> None:
         self.place = place

@@ -1,4 +1,4 @@
-"""What strangers at all ports of a pool cost its training: steps with them and without, by turns.
+"""Costs of strangers at all ports of a pool for its training: steps with them and without, by turns.
 
     python benchmarks/strangers.py --json benchmarks/results/strangers.json            # four minutes
     python benchmarks/strangers.py --plane gloo --seconds 60
@@ -76,7 +76,7 @@ KEPT = 200
 
 
 def attack(rate: float) -> None:
-    """Visit the ports on the last line of standard input, until it ends; then tell what was done."""
+    """Visit the ports on the last line of standard input, until it ends; then print the acts."""
     os.nice(19)
     ports: list[int] = []
     held: deque[socket.socket] = deque()
@@ -118,7 +118,7 @@ def attack(rate: float) -> None:
 
 
 def decoy(count: int) -> None:
-    """As many ports, at which everybody is turned away at once, until standard input ends."""
+    """Open as many ports, at which all clients are refused at once, until standard input ends."""
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     print(*(one.getsockname()[1] for one in listening), flush=True)
 
@@ -134,7 +134,7 @@ def decoy(count: int) -> None:
 
 @contextlib.contextmanager
 def helper(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """This file as a process of its own."""
+    """Run this file as a process of its own."""
     command = [sys.executable, __file__, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -205,7 +205,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(blocks: list[tuple[str, float, float]], ends: list[float]) -> dict[str, Any]:
-    """Times of steps by kind of block, and their ratios round by round."""
+    """Return times of steps by kind of block, and their ratios round by round."""
     steps: list[tuple[str, list[float]]] = []
     for kind, begin, end in blocks:
         inside = [one for one in ends if begin <= one <= end]

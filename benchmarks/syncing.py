@@ -1,4 +1,4 @@
-"""What it takes to bring a gigabyte of variables to two new ranks, beside one broadcast of as many bytes.
+"""Costs of bringing a gigabyte of variables to two new ranks, beside one broadcast of as many bytes.
 
     python benchmarks/syncing.py --json benchmarks/results/syncing.json      # two minutes, needs 8 GB of memory
 

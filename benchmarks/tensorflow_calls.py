@@ -1,12 +1,12 @@
-"""What a collective costs in TensorFlow above the core: CPU time of a call and wall time of a step, on two ranks.
+"""Costs of a collective in TensorFlow above the core: CPU time of a call and wall time of a step, on two ranks.
 
 ::
 
     python -m hvdlab run -np 2 python benchmarks/tensorflow_calls.py [--json FILE]
 
-Each figure is a median. Forms alternate within one run, so that what else the machine does falls on all of them. In a function a
-collective is asynchronous, so what it costs above the core is its CPU time of the process less that of ``core, called back``; of that
-``a function without a collective`` is TensorFlow's part.
+Each figure is a median. Forms alternate within one run, so that the machine's other load falls on all of them. In a
+function a collective is asynchronous, so its cost above the core is its CPU time of the process less that of ``core,
+called back``; of that ``a function without a collective`` is TensorFlow's part.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ SIZES = {"4 KiB": 1 << 10, "1 MiB": 1 << 18, "16 MiB": 1 << 22, "64 MiB": 1 << 2
 IN_A_ROW = 20
 """Small calls of one form that are measured together, so that what they leave to other threads counts as theirs."""
 
-GRADIENTS = 161
-STEP_BYTES = 72 << 20
+GRADIENTS = 161  # of a ResNet-50
+STEP_BYTES = 72 << 20  # bytes of all gradients of a step
 
 
 def measured(
     calls: dict[str, Callable[[], Any]], repeats: int, in_a_row: int = 1
 ) -> dict[str, dict[str, float]]:
-    """Median times in microseconds of each call; they take turns: wall time, CPU time of the calling thread and of the process."""
+    """Return median times in microseconds of each call; they take turns: wall time, CPU time of the calling thread and
+    of the process."""
     clocks = {
         "wall_us": time.perf_counter,
         "thread_cpu_us": time.thread_time,
@@ -65,14 +66,14 @@ def measured(
 
 
 def called_back(array: Any) -> None:
-    """The core's collective as a kernel uses it: somebody else waits, and a callback says when it has ended."""
+    """Run the core's collective as a kernel uses it: another thread waits, and a callback reports its end."""
     ended = threading.Event()
     core.allreduce_async(array, op=core.Sum, name="called back").add_done_callback(lambda _: ended.set())
     ended.wait()
 
 
 def step(repeats: int) -> dict[str, dict[str, float]]:
-    """The gradients of a step, as one group."""
+    """Return the gradients of a step, as one group."""
     gradients = [tf.ones(STEP_BYTES // 4 // GRADIENTS) for _ in range(GRADIENTS)]
     arrays = [np.ones(STEP_BYTES // 4 // GRADIENTS, np.float32) for _ in range(GRADIENTS)]
     grouped = tf.function(lambda t: hvd.grouped_allreduce(t, op=hvd.Sum, name="step"), autograph=False)

@@ -4,9 +4,10 @@
 
     python -m hvdlab run -np 2 python benchmarks/tensorflow_steps.py [--json FILE] [--only reductions|step|fit]
 
-Both work in the same two processes, one after the other in each round, so that what else the machine does falls on both. The
-strategy uses its rings, which is what it has for CPUs. Each figure is a median; a ratio is hvdlab's time over the strategy's,
-of steps per second the other way round. A step of gradients is compared with ``hvdlab.torch``, too, where PyTorch is installed.
+Both work in the same two processes, one after the other in each round, so that the machine's other load falls on both.
+The strategy uses its rings, its means for CPUs. Each figure is a median; a ratio is hvdlab's time over the strategy's,
+of steps per second the other way round. A step of gradients is compared with ``hvdlab.torch``, too, where PyTorch is
+installed.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ import hvdlab.numpy as core
 SIZES = {"4 KiB": 1 << 10, "1 MiB": 1 << 18, "16 MiB": 1 << 22, "64 MiB": 1 << 24}
 """Elements of float32."""
 
-GRADIENTS = 161
-STEP_BYTES = 72 << 20
+GRADIENTS = 161  # of a ResNet-50
+STEP_BYTES = 72 << 20  # bytes of all gradients of a step
 BATCH = 16
 STEPS = 8
 """Of a round of ``fit``."""
 
 
 def strategy() -> Any:
-    """A strategy over the ranks; TensorFlow must not have computed anything before."""
+    """Return a strategy over the ranks; TensorFlow must not have computed anything before."""
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         places = core.allgather_object(f"127.0.0.1:{own.getsockname()[1]}")
@@ -51,7 +52,7 @@ def strategy() -> Any:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each call in milliseconds; two rounds come first that do not count."""
+    """Return the median time of each call in milliseconds; two rounds come first that do not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         for name, call in calls.items():

@@ -166,11 +166,11 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(PAGE.encode())
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not wanted."""
+        """Log nothing, so that requests do not mix with the figures."""
 
 
 def memory_of_tab(pid: int) -> float:
-    """MB of the renderer's own share of memory: the largest among the browser's processes."""
+    """Return MB of the renderer's own share of memory: the largest among the browser's processes."""
     found = [0.0]
     for child in psutil.Process(pid).children(recursive=True):
         if "--type=renderer" in child.cmdline():
@@ -184,7 +184,7 @@ def browser_pid() -> int:
 
 
 def measured(page: Page, lanes: int, frames: int, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Figures of each way to move, without and with spans that come meanwhile."""
+    """Yield figures of each way to move, without and with spans that come meanwhile."""
     for rate in (0, 20_000):
         for what in ("pan, everything", "pan, a hundredth", "zoom", "search, everything", "follow"):
             if what == "follow" and not rate:

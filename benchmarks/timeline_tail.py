@@ -1,4 +1,4 @@
-"""How soon a timeline file that is being written holds an operation: what somebody who tails it waits for.
+"""How soon a timeline file that is being written holds an operation: the delay for a reader that tails it.
 
     python benchmarks/timeline_tail.py --json benchmarks/results/timeline_tail.json
 
@@ -30,7 +30,7 @@ hvd.allreduce(np.ones(4), "warm")
 
 
 def delays(pool: Pool, path: Path, count: int) -> list[float]:
-    """Seconds from each operation's end to its place in the file."""
+    """Return seconds from each operation's end to its place in the file."""
     found = []
     for number in range(count):
         run = pool.start_run(

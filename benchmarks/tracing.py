@@ -1,4 +1,4 @@
-"""What recording costs: nanoseconds per span where it happens, and what follows later on other threads.
+"""Costs of recording: nanoseconds per span where it happens, and the later work on other threads.
 
 Run it as ``python benchmarks/tracing.py [--json FILE]``; it prints one JSON object. Every figure is the median of several rounds.
 """
@@ -28,7 +28,7 @@ TENSORS = 161
 
 
 def per_item(action: Callable[[], object], items: int, rounds: int) -> float:
-    """Median nanoseconds per item of ``action``, which does ``items`` of them."""
+    """Return median nanoseconds per item of ``action``, which does ``items`` of them."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter_ns()
@@ -51,7 +51,7 @@ def measure(spans: int, rounds: int) -> dict[str, float | int | str]:
         record_with(nothing)
 
     def nothing(*arguments: object) -> None:
-        """What the loop and a call with as many arguments cost by themselves."""
+        """Do nothing: the cost of the loop and of a call with as many arguments."""
 
     def record_with(record: Callable[..., None]) -> None:
         name = names[0]

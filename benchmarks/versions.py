@@ -1,4 +1,5 @@
-"""Two checkouts of hvdlab beside each other: the same programs of ``benchmarks/`` in turn, and what became of their figures.
+"""Two checkouts of hvdlab beside each other: the same programs of ``benchmarks/`` in turn, and the change of their
+figures.
 
     python benchmarks/versions.py --before ../old --after . --json benchmarks/results/versions.json
 
@@ -26,7 +27,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 
 def leaves(found: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in a result, each with the path to it."""
+    """Yield the numbers in a result, each with the path to it."""
     if isinstance(found, dict):
         for key, value in found.items():
             yield from leaves(value, f"{name} {key}".strip())
@@ -35,7 +36,7 @@ def leaves(found: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def run(checkout: Path, program: tuple[str, ...], rounds: int) -> dict[str, float]:
-    """The figures of one run of a program in a checkout."""
+    """Return the figures of one run of a program in a checkout."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = [word.format(rounds=rounds, file=file) for word in program[1:]]

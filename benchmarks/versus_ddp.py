@@ -3,7 +3,7 @@
     python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json   # about two minutes
 
 Both train the same residual network from the same start in the same processes, one thread per rank. They take turns in
-blocks of steps, in changing order, so that whatever else the machine does hits both. Printed are medians over all
+blocks of steps, in changing order, so that the machine's other load hits both. Printed are medians over all
 steps in milliseconds, the median over turns of DistributedDataParallel's time by hvdlab's (above 1 hvdlab is quicker),
 and the processor time of rank 0 (with hvdlab's coordinator's) per step, which other load on the machine hardly changes.
 "alone" is the step without any reduction.
@@ -36,7 +36,7 @@ CASES = {
 
 
 def resnet18(width: int) -> Any:
-    """A ResNet-18 for small images; ``width`` 64 gives its 11 million parameters."""
+    """Return a ResNet-18 for small images; ``width`` 64 gives its 11 million parameters."""
     import torch
     from torch import nn
 
@@ -83,7 +83,7 @@ def make_step(model: Any, optimizer: Any, images: Any, labels: Any) -> Step:
 
 
 def steps_of(case: str, rank: int, options: dict[str, Any]) -> dict[str, Step]:
-    """A training step of each system."""
+    """Return a training step of each system."""
     import torch
 
     import hvdlab.torch as hvd
@@ -110,7 +110,7 @@ def steps_of(case: str, rank: int, options: dict[str, Any]) -> dict[str, Step]:
 
 
 def rank_main(port: int) -> None:
-    """A rank: measures what its standard input names; rank 0 answers with the milliseconds of each step."""
+    """Measure as a rank the cases that standard input names; rank 0 answers with the milliseconds of each step."""
     import torch
     import torch.distributed as dist
 
@@ -142,7 +142,7 @@ def rank_main(port: int) -> None:
 
 
 class World:
-    """The rank processes of one run."""
+    """Rank processes of one run."""
 
     def __init__(self, ranks: int) -> None:
         from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -168,7 +168,7 @@ class World:
     def measure(
         self, case: str, system: str, count: int, options: dict[str, Any]
     ) -> tuple[list[float], float]:
-        """Milliseconds of each step, and of processor time of all."""
+        """Return milliseconds of each step, and of processor time of all."""
         before = self._coordinator_milliseconds()
         for process in self.processes:
             assert process.stdin is not None

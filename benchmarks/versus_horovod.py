@@ -39,7 +39,7 @@ Samples = dict[str, list[float]]
 
 
 def operations(hvd: Any) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is measured, and how often in one turn, with either library."""
+    """Return the measured operations, and how often in one turn, with either library."""
     import torch
 
     found: dict[str, tuple[Callable[[], object], int]] = {}
@@ -69,7 +69,7 @@ def operations(hvd: Any) -> dict[str, tuple[Callable[[], object], int]]:
 
 
 def rank_main(library: str) -> None:
-    """A rank: measures what its standard input names; rank 0 answers with milliseconds."""
+    """Measure as a rank the cases that standard input names; rank 0 answers with milliseconds."""
     import torch
 
     torch.set_num_threads(1)
@@ -98,7 +98,7 @@ def rank_main(library: str) -> None:
 
 
 class World:
-    """The ranks of one library; they wait idle while the others' are measured."""
+    """Ranks of one library; they wait idle while the others' are measured."""
 
     def __init__(self, library: str, ranks: int) -> None:
         self._coordinator: Any = None
@@ -117,7 +117,7 @@ class World:
         return {"HVDLAB_COORDINATOR": self._coordinator.address, "HVDLAB_TOKEN": self._coordinator.token}
 
     def _for_horovod(self, ranks: int) -> dict[str, str]:
-        """Horovod's own rendezvous server for Gloo, as ``horovodrun`` starts it."""
+        """Return Horovod's own rendezvous server for Gloo, as ``horovodrun`` starts it."""
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
         from horovod.runner.http.http_server import RendezvousServer
 
@@ -174,7 +174,7 @@ def places(library: str, rank: int, ranks: int) -> dict[str, str]:
 
 
 def real_horovod() -> str | None:
-    """The version of an installed Horovod that can be imported, hvdlab's stand-in not counted."""
+    """Return the version of an installed Horovod that can be imported, hvdlab's stand-in not counted."""
     try:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def rows(samples: dict[str, Samples], operation: str, ranks: int) -> dict[str, Any]:
-    """Medians and ratios of one operation."""
+    """Return medians and ratios of one operation."""
     ours = statistics.median(samples["hvdlab"][operation])
     found: dict[str, Any] = {"hvdlab_ms": round(ours, 4)}
     if "horovod" in samples:

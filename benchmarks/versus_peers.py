@@ -1,4 +1,4 @@
-"""What users of notebooks with several processes see when something goes wrong: hvdlab beside its peers.
+"""Faults as users of notebooks with several processes see them: hvdlab beside its peers.
 
     python benchmarks/versus_peers.py --json benchmarks/results/versus_peers.json   # some 20 minutes, needs a package index
     python benchmarks/versus_peers.py --only hvdlab --case kill
@@ -17,10 +17,10 @@ The cases, on four ranks:
 ``kill``       all train (an allreduce in a loop), and rank 1 gets SIGKILL
 =============  ==================================================================================================
 
-Measured in each: after how long the cell ended; after how long the user was told of rank 1 (by any message that names
+Measured in each: after how long the cell ended; after how long the user learnt of rank 1 (by any message that names
 it, other than as one of several labels of output); whether a cell that follows sees a variable that the other ranks
-had before; and whether an allreduce in the cell after it gives the right sum on all ranks that live. What takes longer
-than the limit is given as such, and the button is pressed before the next cell is tried. Evidence is kept in the
+had before; and whether an allreduce in the cell after it gives the right sum on all ranks that live. A cell that takes
+longer than the limit is given as such, and the button is pressed before the next cell is tried. Evidence is kept in the
 result file: the text that the user saw.
 """
 
@@ -65,7 +65,7 @@ _TAGS = re.compile(r"<style.*?</style>|<[^>]*>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Peer:
-    """A contender, and how its user says things.
+    """Contender, with its syntax.
 
     Attributes:
         name, version: Of the package.
@@ -76,7 +76,7 @@ class Peer:
         join: Code on each rank that makes a group of them; ``{port}`` is free.
         allreduce: Statement that sums ``x`` over the ranks.
         proxy: Module of the kernel, if it is not ipykernel's.
-        label: Pattern of the text that says whose output follows, which names nobody.
+        label: Pattern of the text that introduces a rank's output, which does not count as naming a rank.
     """
 
     name: str
@@ -146,7 +146,7 @@ PEERS = (
 
 
 def environment(peer: Peer, directory: Path) -> Path:
-    """The Python of an environment that has the peer; made if it is not there."""
+    """Return the Python of an environment that has the peer; made if it is not there."""
     if peer.name == "hvdlab":
         return Path(sys.executable)
     place = directory / peer.name
@@ -164,7 +164,7 @@ def environment(peer: Peer, directory: Path) -> Path:
 
 
 class Notebook:
-    """A kernel, the cells that are sent to it, and all that comes back, with the time.
+    """Kernel, the cells that are sent to it, and all that comes back, with the time.
 
     Args:
         python: The interpreter.
@@ -239,7 +239,7 @@ class Notebook:
             self.said.append((time.time(), _ANSI.sub("", text)))
 
     def run(self, code: str, seconds: float) -> str:
-        """Run a cell; returns what it said. Presses the button if it takes longer."""
+        """Run a cell and return its output. Presses the button if it takes longer."""
         self.send(code)
         if not self.listen(lambda: self.ended is not None, seconds):
             self.interrupt()
@@ -250,7 +250,7 @@ class Notebook:
         return self.text()
 
     def _reply(self) -> None:
-        """Some kernels tell an error only in their answer."""
+        """Record the error in a cell's answer, since some kernels report it only there."""
         with contextlib.suppress(queue.Empty):
             while True:
                 reply = self._client.get_shell_msg(timeout=0.1)
@@ -290,7 +290,7 @@ def _environ(**values: str) -> Iterator[None]:
 
 @dataclass
 class Found:
-    """What a user of one peer saw in one case; times in seconds from the fault, None if the limit was reached.
+    """Observations of one peer's user in one case; times in seconds from the fault, None if the limit was reached.
 
     Attributes:
         ended: Until the cell ended.
@@ -376,7 +376,7 @@ class Case:
         self.found = Found()
 
     def play(self) -> Found:
-        """Play it; what goes wrong before the fault is in ``trouble``."""
+        """Play it; errors before the fault are in ``trouble``."""
         with tempfile.TemporaryDirectory(prefix="peer-", ignore_cleanup_errors=True) as directory:
             self.directory = Path(directory)
             notebook = Notebook(self.python, self.peer, self.directory)
@@ -406,7 +406,7 @@ class Case:
             allreduce=self.peer.allreduce,
         )
         ready: list[int] = []
-        for _ in range(3):  # a peer's ranks may still be starting when it says that they have
+        for _ in range(3):  # a peer's ranks may still be starting when it reports that they have
             said.append(notebook.run(setup.lstrip("\n"), 120))
             ready = [rank for rank in range(RANKS) if self._is_marked("ready", rank)]
             if len(ready) == RANKS:
@@ -481,7 +481,7 @@ class Case:
         self.found.next_saw = [_clipped(said), _clipped(summed)]
 
     def _sweep(self) -> None:
-        """End what the peer may have left: the processes that have told their id."""
+        """End leftovers of the peer: the processes that have reported their id."""
         for pid in getattr(self, "pids", {}).values():
             with contextlib.suppress(OSError):
                 if str(self.directory) in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace"):
@@ -503,7 +503,7 @@ TITLES = {
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The table for a page, from a result file."""
+    """Return the table for a page, from a result file."""
     peers = list(report["peers"])
     heads = [f"{name} {report['peers'][name]['version']}" for name in peers]
     machine = f"{report['ranks']} ranks on {report['cores']} cores, Python {report['python']}, PyTorch {report['torch']}."
@@ -512,7 +512,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(f"| **{TITLES[case]}** |" + " |" * len(peers))
         for title, show in ROWS:
             if case == "interrupt" and show is _named:
-                continue  # nobody is to blame
+                continue  # no rank is to blame
             cells = [_cell(report["peers"][name]["cases"].get(case), show, report["limit"]) for name in peers]
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -592,7 +592,7 @@ def main() -> None:
 
 
 def measure(given: argparse.Namespace, venvs: Path) -> dict[str, Any]:
-    """All cases of all peers."""
+    """Measure all cases of all peers."""
     report: dict[str, Any] = {
         "benchmark": "versus_peers",
         "cores": os.cpu_count(),

@@ -20,7 +20,7 @@ from bare_kernel import BareKernel, bare_kernel
 
 from lab_page import LabPage, lab_page
 
-WAIT_MS = 600_000
+WAIT_MS = 600_000  # limit of each wait for the page, in ms
 LOAD, INIT, VIEW, MEASURE = range(4)
 
 START = """\
@@ -71,7 +71,7 @@ for k in range(10**9):
 
 @contextmanager
 def watched(ranks: int, measure: str) -> Iterator[tuple[LabPage, Path]]:
-    """A notebook whose ranks are up and whose timeline is open; the last cell is ``measure``."""
+    """Yield a notebook whose ranks are up and whose timeline is open; the last cell is ``measure``."""
     cells = [
         "%load_ext hvdlab\nimport hvdlab, os\nopen('kernel.pid', 'w').write(str(os.getpid()))",
         START.format(ranks=ranks),
@@ -94,7 +94,7 @@ def watched(ranks: int, measure: str) -> Iterator[tuple[LabPage, Path]]:
 
 @contextmanager
 def watched_unseen(ranks: int) -> Iterator[BareKernel]:
-    """A kernel whose ranks are up and whose timeline and charts a client takes, which draws nothing."""
+    """Yield a kernel whose ranks are up and whose timeline and charts a client takes, which draws nothing."""
     with tempfile.TemporaryDirectory() as directory, bare_kernel(Path(directory)) as kernel:
         kernel.finish("%load_ext hvdlab\nimport hvdlab")
         kernel.finish(START.format(ranks=ranks))
@@ -104,7 +104,7 @@ def watched_unseen(ranks: int) -> Iterator[BareKernel]:
 
 
 def wait_for(path: Path) -> Any:
-    """What a file has, once the ranks have written it."""
+    """Return a file's contents, once the ranks have written it."""
     deadline = time.monotonic() + WAIT_MS / 1000
     while not path.exists() or not path.stat().st_size:
         if time.monotonic() > deadline:

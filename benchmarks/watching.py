@@ -1,4 +1,4 @@
-"""What watching costs, and how soon one sees: ranks in JupyterLab, the timeline open in headless Chromium.
+"""Costs and latency of watching: ranks in JupyterLab, the timeline open in headless Chromium.
 
     python benchmarks/watching.py latency                  # event on a rank to pixels, a minute
     python benchmarks/watching.py cost                     # ResNet-50's 161 gradients, recorded or not, three minutes
@@ -10,11 +10,13 @@ the drawing without a GPU included; on a real one the browser is elsewhere.
 
 ``latency``: the time is taken by each rank's program when its collective has returned, and in the page at the frame
 after the one in which the pixel in the middle of that collective has got its colour. The two clocks (``CLOCK_MONOTONIC`` and
-``performance.now()``) are compared by questions and answers; half the quickest round trip is the error, told as ``clock``.
+``performance.now()``) are compared by questions and answers; half the quickest round trip is the error, given as
+``clock``.
 
 ``cost``: see ``watching_cost.py``. With ``--browser`` also with the timeline drawn on the same processors.
 
-``soak``: with ``--no-browser`` a small client takes what the timeline and the charts get, in the page's place.
+``soak``: with ``--no-browser`` a small client receives the messages of the timeline and the charts, in the page's
+place.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ LOOK = """() => {
 
 
 def clock_of(lab: LabPage, rounds: int = 100) -> tuple[float, float]:
-    """What to add to ``performance.now()`` for ``time.monotonic()``, and by how much it may be off; ms."""
+    """Return the offset from ``performance.now()`` to ``time.monotonic()``, and its error; ms."""
     best = (float("inf"), 0.0)
     for _ in range(rounds):
         before = time.monotonic_ns()
@@ -156,7 +158,7 @@ def unseen_soak(options: argparse.Namespace, measure: str) -> list[dict[str, flo
 def sampled(
     options: argparse.Namespace, kernel: psutil.Process, told: Callable[[], dict[str, float]]
 ) -> list[dict[str, float]]:
-    """Everybody's memory every so often, and what the view has been told by then."""
+    """Return the memory of all processes at intervals, and the counts of the view's messages by then."""
     samples: list[dict[str, float]] = []
     begun = time.monotonic()
     while time.monotonic() < begun + 60 * options.minutes:
@@ -167,7 +169,7 @@ def sampled(
 
 
 def tab() -> float:
-    """Megabytes of the page's process: the largest of the browser's renderers, of which some are spare."""
+    """Return megabytes of the page's process: the largest of the browser's renderers, of which some are spare."""
     found = [0.0]
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -177,7 +179,7 @@ def tab() -> float:
 
 
 def memory(kernel: psutil.Process) -> dict[str, float]:
-    """Megabytes and processor time of those who watch, and of those who are watched."""
+    """Return megabytes and processor time of the watching processes, and of the watched ones."""
     coordinator, ranks = 0.0, []
     for child in kernel.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -202,7 +204,7 @@ MEMORY = ("kernel_mb", "kernel_pss_mb", "coordinator_mb", "largest_rank_mb", "ra
 
 
 def by_minute(samples: list[dict[str, float]]) -> list[dict[str, float]]:
-    """One sample of each minute, the first of it, with the rate since the one before."""
+    """Return one sample of each minute, the first of it, with the rate since the one before."""
     chosen: dict[int, dict[str, float]] = {}
     for one in samples:
         chosen.setdefault(int(one["seconds"] // 60), one)
@@ -216,7 +218,8 @@ def by_minute(samples: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, Any]:
-    """How fast spans came, and the slope of a straight line through the second half, when all histories are full."""
+    """Return how fast spans came, and the slope of a straight line through the second half, when all histories are
+    full."""
     later = samples[len(samples) // 2 :]
     seconds = later[-1]["seconds"] - later[0]["seconds"] or 1
     at = [one["seconds"] / 60 for one in later]

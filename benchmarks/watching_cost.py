@@ -1,15 +1,15 @@
-"""What recording and streaming cost the ranks; a part of ``watching.py``.
+"""Costs of recording and streaming on the ranks; a part of ``watching.py``.
 
 A shared machine is noisy: one block of steps differs from the next by a tenth and more. So ranks do many short blocks with
 their recorder on and off by turns, in the order on, off, off, on and the other way round, and each four of them gives one
-ratio: what else happens hits both. A figure is the median ratio, with the interval in which that median lies with 95 %
-(bootstrap). ``step`` is time, ``cpu_of_step`` what the ranks' threads used of the processors, which others disturb less.
+ratio: other load hits both. A figure is the median ratio, with the interval in which that median lies with 95 %
+(bootstrap). ``step`` is time, ``cpu_of_step`` the processor time of the ranks' threads, which other load disturbs less.
 
 A block ends when all that it has recorded is sent, so that the sending is paid by the block that recorded it; that wait is
 in ``cpu_of_step`` and not in ``step``.
 
-``direct`` does the same with 161 tensors of 64 bytes, of which recording is a much greater share: what it takes for a span,
-in ns, does not depend on the tensors' size, so that this over the time of a real step says the same more precisely.
+``direct`` does the same with 161 tensors of 64 bytes, of which recording is a much greater share: its ns per span do
+not depend on the tensors' size, so that their ratio to the time of a real step gives the same more precisely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from watched import MEASURE, WAIT_MS, wait_for, watched, watched_unseen
 
-SPANS = 161
+SPANS = 161  # of a step: the gradients of a ResNet-50
 Block = tuple[
     str, bool, float, float
 ]  # which tensors, whether recorded, seconds and processor seconds of a step
@@ -105,7 +105,7 @@ def compared(of_ranks: list[list[Block]]) -> dict[str, Any]:
 
 
 def against(real: list[tuple[float, float]], direct: list[tuple[float, float]]) -> dict[str, Any]:
-    """Figures of times in seconds, recorded and not."""
+    """Return figures of times in seconds, recorded and not."""
     off = statistics.median(without for _, without in real)
     ratios = [100 * (recorded / without - 1) for recorded, without in real]
     more = [recorded - without for recorded, without in direct]
@@ -125,7 +125,7 @@ def against(real: list[tuple[float, float]], direct: list[tuple[float, float]]) 
 
 
 def interval(values: list[float], rounds: int = 4000) -> tuple[float, float]:
-    """Where the median lies with 95 %."""
+    """Return where the median lies with 95 %."""
     chance = random.Random(7)
     found = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(rounds))
     return found[int(0.025 * rounds)], found[int(0.975 * rounds)]

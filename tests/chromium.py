@@ -29,7 +29,8 @@ _processes: set[int] = set()
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """The browser of :func:`shared_chromium`, or one that ends with this. Contexts that were opened in it are closed."""
+    """Yield the browser of :func:`shared_chromium`, or one that ends with this. Contexts that were opened in it are
+    closed."""
     if not _shared:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
@@ -48,11 +49,12 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def shared_chromium() -> Iterator[None]:
-    """Within this, :func:`chromium` gives one browser to all."""
+    """Let :func:`chromium` give one browser to all."""
     before = _children()
     with chromium() as browser:
-        # The driver's threads for files are made when they are first needed, which would be in the middle of a test: a second one
-        # when it has two files to write before the first thread says that it is idle. So there is one, from now on.
+        # The driver's threads for files are made when they are first needed, which would be in the middle of a test: a
+        # second one when it has two files to write before the first thread reports that it is idle. So there is one,
+        # from now on.
         browser._loop.set_default_executor(ThreadPoolExecutor(1))
         page = browser.new_page()
         page.screenshot(path=os.devnull, type="png")
@@ -67,7 +69,7 @@ def shared_chromium() -> Iterator[None]:
 
 
 def shared_processes() -> set[int]:
-    """Those of our child processes that are the shared browser: its descendants come and go when it likes."""
+    """Return those of our child processes that are the shared browser: its descendants come and go when it likes."""
     return set(_processes)
 
 
@@ -76,7 +78,7 @@ def _children() -> set[int]:
 
 
 def page_errors(page: Page) -> list[str]:
-    """Errors that nothing on the page catches from now on, with where they come from."""
+    """Return errors that nothing on the page catches from now on, with where they come from."""
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(f"{error}\n{error.stack or ''}"))
     return errors

@@ -1,10 +1,10 @@
 """Leak checks for every test: threads, child processes, shared memory, sockets, pipes, memfds and signal handlers.
 
-A test that leaves something behind fails at teardown, with the stack of each leaked thread and the command line of
-each leaked process. What a session-, package- or module-scoped fixture started before the test is not a leak.
+A test that leaks fails at teardown, with the stack of each leaked thread and the command line of each leaked process.
+Processes and threads that a session-, package- or module-scoped fixture started before the test are no leak.
 
-Kernels, ranks and networks that tests share are made anew after a test that failed with them, so that what it left running
-does not make the next ones fail, too.
+Kernels, ranks and networks that tests share are created again after a test that failed with them, so that its
+leftovers do not make the next ones fail, too.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _COUNTED_FDS = (
 hypothesis.settings.register_profile("hvdlab", deadline=None)
 hypothesis.settings.load_profile("hvdlab")
 
-# In every notebook that a test starts, lines wait longer for those of other ranks than users would want: a rank that a
-# busy machine keeps waiting must not change which lines are shown as one, and in which order.
+# In every notebook that a test starts, lines wait longer for those of other ranks than users would accept: a rank that
+# a busy machine keeps waiting must not change which lines are shown as one, and in which order.
 os.environ.setdefault("HVDLAB_OUTPUT_HOLD", "2")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Shells start what they put into the background so, and every process that a test interrupts would inherit it.
+    # Shells start background processes so, and every process that a test interrupts would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -63,7 +63,7 @@ def _threads() -> set[threading.Thread]:
 
 
 def _children() -> set[int]:
-    """Process ids of all descendants. From the kernel's lists, since psutil would read the whole process table.
+    """Return process ids of all descendants. From the kernel's lists, since psutil would read the whole process table.
 
     A browser that tests share starts and ends processes when it likes: they are not counted.
     """
@@ -76,7 +76,7 @@ def _children() -> set[int]:
             try:
                 with open(f"{tasks}/{thread}/children", "rb", buffering=0) as listing:
                     pids = {int(pid) for pid in listing.read().split()}
-            except OSError:
+            except OSError:  # the thread has ended since the listing
                 continue
             pids -= browser
             todo += pids - found
@@ -87,7 +87,7 @@ def _children() -> set[int]:
 def _entries(directory: str) -> list[str]:
     try:
         return os.listdir(directory)
-    except OSError:
+    except OSError:  # the process has ended
         return []
 
 
@@ -95,7 +95,7 @@ def _is_tracker(pid: int) -> bool:
     """The resource tracker of multiprocessing belongs to the interpreter, not to the test that needed it first."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+    except OSError:  # it has ended, so it is no leak
         return True
 
 
@@ -109,7 +109,7 @@ def _fds() -> dict[int, str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
+        except OSError:  # the descriptor of the listing itself
             continue
         if target.startswith(_COUNTED_FDS):
             found[int(name)] = target
@@ -117,7 +117,7 @@ def _fds() -> dict[int, str]:
 
 
 def _handlers() -> dict[signal.Signals, Any]:
-    """What this process does on the signals that programs are ended by."""
+    """Return this process's handlers of the signals that end programs."""
     return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
 
@@ -158,7 +158,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> schedul
 
 @runtime_checkable
 class Renewable(Protocol):
-    """What tests may share; ``closed`` once the last of them has run."""
+    """Resource that tests share; ``closed`` once the last of them has run."""
 
     closed: bool
 
@@ -207,7 +207,7 @@ def leak_check() -> Iterator[None]:
     for number, handler in _handlers().items():
         if handler is not handlers[number]:
             leaks.append(f"{number!r} is handled by {handler}")
-            # Else programs that later tests start might ignore it, too.
+            # Otherwise programs that later tests start could ignore it, too.
             signal.signal(number, handlers[number])
     if leaks:
         pytest.fail("left behind by the test:\n" + "\n".join(leaks), pytrace=False)

@@ -1,7 +1,7 @@
 """A coordinator's state with simulated ranks, for tests without processes, sockets or clocks.
 
-Messages travel in queues, one per direction and rank, so that a test decides what overtakes what. Each simulated
-rank keeps the rules of the protocol and checks that the coordinator does: each submission ends exactly once.
+Messages travel in queues, one per direction and rank, so that a test decides which message overtakes which. Each
+simulated rank keeps the rules of the protocol and checks that the coordinator does: each submission ends exactly once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
-CLIENT = 1_000_000
+CLIENT = 1_000_000  # number of the client's connection, above every rank's
 
 
 def signature(
@@ -59,7 +59,7 @@ def hello(rank: int, *, tracked: bool = False, pid: int | None = None, **fields:
 
 @dataclass(eq=False)
 class Submission:
-    """What a simulated user submitted."""
+    """Submission of a simulated user."""
 
     signature: m.Signature
     extra: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class Submission:
 
 @dataclass
 class SetView:
-    """A process set as a simulated rank knows it."""
+    """Process set as a simulated rank knows it."""
 
     epoch: int
     ranks: tuple[int, ...]
@@ -85,7 +85,7 @@ class SetView:
 
 
 class SimulatedRank:
-    """Keeps a rank's side of the protocol."""
+    """Model of a rank's side of the protocol."""
 
     def __init__(self, rank: int, peer: int, *, tracked: bool, by_seniority: bool = False) -> None:
         self.rank, self.peer, self.tracked, self.by_seniority = rank, peer, tracked, by_seniority
@@ -175,7 +175,7 @@ class SimulatedRank:
     def _abort(self, message: m.Abort) -> None:
         view = self.sets[message.process_set]
         if message.epoch < view.epoch:
-            # It is about what is still executed of an epoch that was changed over from in order.
+            # It concerns operations still executed of an epoch that was changed over from in order.
             assert not any(s.epoch <= message.epoch for s in view.pending)
             return
         assert message.epoch == view.epoch
@@ -217,7 +217,7 @@ class SimulatedRank:
 
 
 class Simulation:
-    """A coordinator with its ranks and one client."""
+    """Coordinator with its ranks and one client."""
 
     def __init__(self, options: CoordinatorOptions | None = None, *, validate: bool = True) -> None:
         self.state = CoordinatorState(options)
@@ -234,7 +234,7 @@ class Simulation:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, *events: Event) -> None:
-        """One round."""
+        """Handle one round."""
         effects = self.state.handle_all(events, self.now)
         if self.validate:
             self.state.validate_state()
@@ -278,7 +278,7 @@ class Simulation:
         self.handle(Received(CLIENT, message))
 
     def kill(self, rank: int, reason: str = "end of file") -> SimulatedRank:
-        """Its connection ends; what it had said is still read."""
+        """End its connection; messages that it had sent are still read."""
         victim = self.ranks.pop(rank)
         self.gone.append(victim)
         while victim.outgoing and victim.peer in self._by_peer:
@@ -300,11 +300,11 @@ class Simulation:
     # -- delivery -------------------------------------------------------------------------------------------------
 
     def deliver_from(self, rank: SimulatedRank) -> None:
-        """The coordinator reads one message of this rank."""
+        """Let the coordinator read one message of this rank."""
         self.handle(Received(rank.peer, rank.outgoing.popleft()))  # type: ignore[arg-type]  # ranks say FromRank
 
     def deliver_to(self, rank: SimulatedRank) -> None:
-        """This rank reads one message of the coordinator."""
+        """Let this rank read one message of the coordinator."""
         rank.take(rank.incoming.popleft())
 
     def drain(self) -> None:
@@ -329,7 +329,7 @@ class Simulation:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def check_order(self) -> None:
-        """All members of an epoch were told the same, as far as they were told."""
+        """Check that all members of an epoch have received the same orders, as far as they go."""
         told: dict[tuple[int, int], list[tuple[object, ...]]] = {}
         for rank in [*self.ranks.values(), *self.gone]:
             for key, done in rank.executed.items():

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 
 class CutWire:
-    """Passes connections on. Those that are open when it is cut end, and new ones are refused until it is mended."""
+    """Proxy that passes connections on. Those that are open when it is cut end, and new ones are refused until it is
+    mended."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -22,7 +23,7 @@ class CutWire:
 
     @contextmanager
     def to(self, address: str) -> Iterator[str]:
-        """The address of this end of a wire to a server."""
+        """Yield the address of this end of a wire to a server."""
         parts = urlsplit(address)
         assert parts.hostname
         assert parts.port
@@ -42,6 +43,7 @@ class CutWire:
             self._whole = False
             ended = list(self._open)
         for one in ended:
+            # Its end may have closed the connection first.
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
@@ -58,7 +60,7 @@ class CutWire:
         while True:
             try:
                 near, _ = listener.accept()
-            except OSError:
+            except OSError:  # the listener was closed
                 return
             with self._changing:
                 if not self._whole:
@@ -70,6 +72,7 @@ class CutWire:
             self._go(self._pass, far, near)
 
     def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        # Either end may reset the connection, and a cut shuts it down under this thread.
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 sink.sendall(data)
@@ -77,7 +80,7 @@ class CutWire:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         with self._changing:
-            # The other direction may be at work with it still; who comes last closes both.
+            # The other direction can still use it; the last of the two closes both.
             if source in self._open:
                 self._open.discard(source)
             if sink not in self._open:

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class DapPort:
-    """Speaks the Debug Adapter Protocol to a port of this host."""
+    """Client of the Debug Adapter Protocol at a port of this host."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)

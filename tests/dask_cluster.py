@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def running(workers: int, threads: int) -> Iterator[Any]:
-    """A cluster, of which this process has a client, until the end of the block."""
+    """Yield a cluster, of which this process has a client, until the end of the block."""
     import distributed
 
     with (

@@ -12,11 +12,11 @@ from patience import PATIENCE
 
 
 class Unavailable(Exception):
-    """They are not to be had here; the text says why."""
+    """The packages cannot be installed here; the text gives the reason."""
 
 
 def unpacked(cache: Path, packages: Sequence[str], proof: str) -> Path:
-    """Where packages are, after they were brought if they were not there.
+    """Return where packages are, after they were brought if they were not there.
 
     Args:
         cache: A directory that keeps them.
@@ -50,7 +50,7 @@ def unpacked(cache: Path, packages: Sequence[str], proof: str) -> Path:
 
 
 def libraries(root: Path) -> Path:
-    """Where their libraries are."""
+    """Return where their libraries are."""
     return root / "usr/lib" / f"{os.uname().machine}-linux-gnu"
 
 

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class Debugging:
-    """The debugger of one kernel."""
+    """Debugger of one kernel."""
 
     def __init__(self, kernel: LiveKernel) -> None:
         self.kernel = kernel
@@ -20,7 +20,7 @@ class Debugging:
         self._read = len(kernel.others)
 
     def ask(self, command: str, **arguments: Any) -> Json:
-        """A request and its answer."""
+        """Send a request and return its answer."""
         return self.answer(self.begin(command, **arguments))
 
     def begin(self, command: str, **arguments: Any) -> str:
@@ -39,7 +39,7 @@ class Debugging:
                 return dict(reply["content"])
 
     def switch_on(self) -> None:
-        """What a click on the bug does."""
+        """Do as a click on the bug does."""
         self.ask("debugInfo")
         assert self.ask("initialize", clientID="test", adapterID="", pathFormat="path")["success"]
         assert self.ask("attach")["success"]
@@ -48,7 +48,7 @@ class Debugging:
         assert self.ask("disconnect", restart=False, terminateDebuggee=False)["success"]
 
     def set_breakpoints(self, code: str, *lines: int) -> str:
-        """What clicks into the gutter of a cell do; returns the cell's file."""
+        """Do as clicks into the gutter of a cell do; return the cell's file."""
         path = str(self.ask("dumpCell", code=code)["body"]["sourcePath"])
         points = [{"line": line} for line in lines]
         reply = self.ask("setBreakpoints", breakpoints=points, source={"path": path}, sourceModified=False)
@@ -58,7 +58,7 @@ class Debugging:
         return path
 
     def wait(self, wanted: Callable[[Json], bool], timeout: float = 60) -> Json:
-        """The next event that is wanted. Each is looked at once."""
+        """Return the next matching event. Each is examined once."""
         deadline = time.monotonic() + timeout
         while True:
             while self._read < len(self.kernel.others):
@@ -82,7 +82,7 @@ class Debugging:
         return list(self.ask("stackTrace", threadId=thread)["body"]["stackFrames"])
 
     def variables(self, frame: int) -> dict[str, str]:
-        """Local variables of a frame, as shown."""
+        """Return local variables of a frame, as shown."""
         scope = self.ask("scopes", frameId=frame)["body"]["scopes"][0]
         found = self.ask("variables", variablesReference=scope["variablesReference"])["body"]["variables"]
         return {one["name"]: one["value"] for one in found}

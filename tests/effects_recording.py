@@ -5,7 +5,8 @@
     PYTHONHASHSEED=0 python tests/effects_recording.py --rounds 20000 --to before.txt
     PYTHONHASHSEED=0 python tests/effects_recording.py --rounds 20000 --to after.txt && cmp before.txt after.txt
 
-A line has the schedule, the batch of events in it, and the digest of all effects so far; the first line that differs says where.
+A line has the schedule, the batch of events in it, and the digest of all effects so far; the first line that differs
+gives the place.
 """
 
 from __future__ import annotations

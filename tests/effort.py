@@ -6,5 +6,5 @@ import os
 
 
 def examples(normal: int) -> int:
-    """``normal`` examples, times the effort that is asked for."""
+    """Return ``normal`` examples, times the effort that is asked for."""
     return normal * int(os.environ.get("HVDLAB_TEST_EFFORT", "1"))

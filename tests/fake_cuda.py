@@ -34,7 +34,7 @@ from hvdlab.collectives.reduce.fold import make_fold
 from hvdlab.collectives.system import create_memory
 from hvdlab.collectives.types import DType, ReduceOp
 
-_ALIGNED = 1 << 63
+_ALIGNED = 1 << 63  # flag in an element count: all addresses of the job are multiples of 16
 
 
 def word(address: int) -> Any:
@@ -42,7 +42,7 @@ def word(address: int) -> Any:
 
 
 def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory as an array."""
+    """Return memory as an array."""
     if not nbytes:
         return np.empty(0, np.uint8)
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
@@ -68,7 +68,7 @@ class Stream:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001  # as with a GPU, a later call tells of it
+            except Exception as error:  # noqa: BLE001  # as with a GPU, a later call reports it
                 self.failed = error
             del work
             with self._guard:
@@ -87,7 +87,8 @@ class FakeCuda:
     """See :class:`hvdlab.collectives.planes.gpu.device.Device`.
 
     Attributes:
-        open_to_others: Whether other processes can open what :meth:`allocate` returns, by default; as with `cuMemCreate` they can't.
+        open_to_others: Whether other processes can open the memory of :meth:`allocate`, by default; as with
+            `cuMemCreate` they can't.
     """
 
     identity = "GPU-fake"
@@ -243,7 +244,7 @@ class FakeCuda:
 
 
 def run_kernel(it: KernelLaunch) -> None:
-    """What ``kernels.cu`` does, element by element as the host's folds do it."""
+    """Compute as ``kernels.cu`` does, element by element like the host's folds."""
     times = np.frombuffer((ctypes.c_uint64 * 2).from_address(it.times), np.uint64)
     times[0] = time.monotonic_ns()
     if any(word(it.stopped + 4 * it.stride * member).value for member in range(it.members)):
@@ -302,7 +303,8 @@ class FakeGpus:
 
 
 def install() -> FakeCuda:
-    """Give this process a simulated GPU, which it offers to the coordinator from its next connection on, unless it was told not to."""
+    """Give this process a simulated GPU, which it offers to the coordinator from its next connection on, unless
+    configured not to."""
     os.environ.setdefault(gpu_plane.SWITCH, "1")
     found = FakeGpus()
     gpu_plane.gpus = lambda: found  # type: ignore[assignment]

@@ -89,14 +89,14 @@ class FakeDevicePlane(Plane):
         while (job := self._work.get()) is not None:
             work, pending = job
             error: Exception | None = None
-            while not (GO_ON.wait(0.01) or self._aborted):  # an abort ends what a real device does, too
+            while not (GO_ON.wait(0.01) or self._aborted):  # an abort ends a real device's work, too
                 pass
             try:
                 work()
-            except Exception as raised:  # noqa: BLE001  (whatever it is, the executor is told)
+            except Exception as raised:  # noqa: BLE001  (any error goes to the executor)
                 error = raised
             self._end(pending, error)
-            # The error's traceback leads here, and what was under way has the error: a circle around the memory.
+            # The error's traceback leads here, and the operation under way has the error: a circle around the memory.
             error = job = None
             del work, pending
 

@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 class Parameter:
-    """A parameter, whose gradient is an array, or ``None``."""
+    """Parameter, whose gradient is an array, or ``None``."""
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -36,18 +36,18 @@ class _Registered:
 
 
 class FakeGradients:
-    """A ``GradientAdapter`` of dense gradients."""
+    """``GradientAdapter`` of dense gradients."""
 
     another_loss = "Look for another loss."
     names_twice = "name your optimizers."
 
     def __init__(self) -> None:
-        #: What is to be called at the end of the backward pass that runs; ``None`` outside of one.
+        #: The callbacks due at the end of the backward pass that runs; ``None`` outside of one.
         self.at_its_end: list[Callable[[], None]] | None = None
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass; its end is not reached if it fails."""
+        """Run a backward pass; its end is not reached if it fails."""
         self.at_its_end = callbacks = []
         try:
             yield
@@ -57,7 +57,7 @@ class FakeGradients:
             self.at_its_end = None
 
     def run_backward(self, gradients: Mapping[Parameter, float]) -> None:
-        """A backward pass that adds these numbers to the gradients, in this order."""
+        """Run a backward pass that adds these numbers to the gradients, in this order."""
         with self.backward():
             for parameter, value in gradients.items():
                 added = np.full(parameter.size, value, np.float32)

@@ -17,7 +17,7 @@ GPU = fake_cuda.install()
 
 
 class GpuArray:
-    """An array on the simulated GPU. What it does not have no package needs.
+    """Array on the simulated GPU, with the attributes that packages need.
 
     Args:
         memory: Its elements, in the GPU's memory.
@@ -56,7 +56,7 @@ class GpuArray:
 
 
 class _Owner:
-    """Frees memory of the GPU with this object."""
+    """Owner that frees memory of the GPU with this object."""
 
     def __init__(self, nbytes: int) -> None:
         self.pointer = GPU.allocate(nbytes)
@@ -78,7 +78,7 @@ def on_gpu(array: npt.NDArray[Any]) -> GpuArray:
 
 
 class DlpackArray:
-    """An array on the simulated GPU of a package that has DLPack and nothing else."""
+    """Array on the simulated GPU of a package that has only DLPack."""
 
     def __init__(self, array: GpuArray) -> None:
         self.array = array

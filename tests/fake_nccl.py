@@ -1,7 +1,7 @@
 """A simulated NCCL on the simulated GPU: members are processes, or threads, and their messages are files of one directory.
 
-It is as stubborn as the real one: what is enqueued waits on the stream for the other members, until it is aborted. And it is as strict: a call
-while the last one has not settled fails.
+It is as stubborn as the real one: an enqueued operation waits on the stream for the other members, until it is aborted.
+And it is as strict: a call while the last one has not settled fails.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class FakeCommunicator:
     # -- on the stream --------------------------------------------------------------------------------------------------
 
     def _gathered(self, source: int, nbytes: int) -> list[bytes] | None:
-        """The memory of all members, by position; ``None`` after an abort."""
+        """Return the memory of all members, by position; ``None`` after an abort."""
         own = bytes(bytes_at(source, nbytes))
         others = [other for other in range(self.members) if other != self.index]
         for other in others:

@@ -23,14 +23,14 @@ from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encod
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed, FromServer
 
-PATIENCE = 30.0
+PATIENCE = 30.0  # seconds until a wait for an event of the ranks fails
 
 
 class ForkedRanks:
     """Started by :meth:`fork`; ended by :meth:`close`, which asserts that none is left.
 
     Attributes:
-        news: What the fork server told.
+        news: The fork server's reports.
         losses: Why fork servers died. Each gets a successor, unless ``rebuild`` is off.
     """
 
@@ -69,7 +69,7 @@ class ForkedRanks:
                 self.done[answer.cell] = answer
                 self.changed.notify_all()
 
-    # -- what tests do --------------------------------------------------------------------------------------------
+    # -- acts of tests --------------------------------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self.changed:
@@ -108,7 +108,7 @@ class ForkedRanks:
         return self.done[cell].value_repr
 
     def end_of(self, rank: int) -> Exited:
-        """How the rank ended, once it has."""
+        """Return how the rank ended, once it has."""
 
         def ends() -> list[Exited]:
             return [
@@ -126,7 +126,8 @@ class ForkedRanks:
 
 
 def living(pids: set[int], timeout: float = 5.0) -> list[int]:
-    """Those of these processes that are still there after a while. Nobody may have asked for the end of others."""
+    """Return those of these processes that are still there after a while. The end of others must not have been
+    requested."""
     deadline = time.monotonic() + timeout
     while left := [pid for pid in pids if _lives(pid)]:
         if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
-"""Processes forked from one that has imported what they need, where tests start many: importing torch takes seconds.
+"""Processes forked from one that has imported their modules, where tests start many: importing torch takes seconds.
 
 ``fork("rank_worker", ["skewed_clock"], environment, fds=[5])`` runs ``rank_worker.main()`` in a new process whose
 ``sys.argv`` is ``["rank_worker", "<its number of descriptor 5>", "skewed_clock"]``. The working directory, standard output
-and standard error are those of the caller at that moment, the environment is the one given. What the interpreter reads
-only when it starts (``PYTHON…``, ``OMP_…``) is that of :data:`FIXED`.
+and standard error are those of the caller at that moment, the environment is the one given. Variables that the
+interpreter reads only when it starts (``PYTHON…``, ``OMP_…``) are those of :data:`FIXED`.
 
 With ``host``, the first process of one of ``hosts.py``, the new process is on that host.
 
@@ -53,7 +53,7 @@ _STANDARD = 2
 
 
 class ForkedProcess:
-    """A process of a server, to be used as one of ``subprocess.Popen``."""
+    """Process of a server, to be used as one of ``subprocess.Popen``."""
 
     def __init__(self, server: _Server, pid: int, *, on_host: bool) -> None:
         self._server, self.pid = server, pid
@@ -83,7 +83,7 @@ class ForkedProcess:
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None:
-            # Nobody but us makes the server reap it, so the number is its own until then.
+            # Only this process makes the server reap it, so the number is its own until then.
             pidfd = os.pidfd_open(self.pid)
             try:
                 poller = select.poll()
@@ -180,7 +180,7 @@ def _close_servers() -> None:
 
 
 def _serve(channel: socket.socket) -> tuple[str, list[str]] | None:
-    """Answer requests until the other end is closed; in a new process, return what it is to run."""
+    """Answer requests until the other end is closed; in a new process, return its task."""
     while True:
         data, fds, _, _ = socket.recv_fds(channel, _LARGEST, 16)
         if not data:
@@ -210,7 +210,7 @@ def _settle_in(
         os.close(fd)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # that of the server, if what it has imported has asked for it
+    tempfile.tempdir = None  # that of the server, if one of its imports has asked for it
     os.chdir(directory)
     if environment.get("PYTHONWARNINGS") == "error":
         warnings.simplefilter("error")
@@ -245,7 +245,7 @@ def _main() -> None:
     channel.set_inheritable(False)
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    gc.freeze()  # what the collector never looks at is never copied
+    gc.freeze()  # pages that the collector never touches are never copied
     if order := _serve(channel):
         _run(*order)
 
@@ -256,7 +256,7 @@ def _run(main: str, arguments: list[str]) -> None:
     try:
         sys.argv = [main, *arguments]
         importlib.import_module(main).main()
-        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: joins what is no daemon
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does: joins all but daemons
         code = 0
     except BaseException:  # noqa: BLE001  # the last one that it meets
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Members of a plane of GPUs in one process, on a simulated GPU: what their tests share."""
+"""Members of a plane of GPUs in one process, on a simulated GPU: the shared parts of their tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNT = 1000
 
 
 class Store(KeyValue):
-    """A rendezvous within this process."""
+    """Rendezvous within this process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -42,7 +42,7 @@ class Store(KeyValue):
 
 @contextmanager
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """A GPU that this process seems to have."""
+    """Yield a GPU that this process seems to have."""
     found = FakeGpus()
     monkeypatch.setattr(gpu_plane, "gpus", lambda: found)
     monkeypatch.setattr(gpu_plane, "why_missing", lambda: None)
@@ -53,7 +53,7 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 def on_gpu(gpu: FakeCuda, value: float, stream: int = 0) -> CudaBuffer:
-    """``COUNT`` numbers, once what is on the stream is done."""
+    """Return ``COUNT`` numbers, once the stream is done."""
     pointer = gpu.allocate(4 * COUNT)
     bytes_at(pointer, 4 * COUNT).view(np.float32)[:] = value
     return buffer_on_stream(pointer, (COUNT,), DType.F32, 0, stream, None)

@@ -7,7 +7,7 @@
         network.hosts[1].cut()                     # its cable is pulled
 
 Everything belongs to namespaces that live as long as a process of ours, and those end with us, however we end. They
-need root, or what gives a user the same rights.
+need root, or an equivalent right of a user.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SUBNET = "10.77.0"
 
 @dataclass(frozen=True)
 class SlowLink:
-    """What becomes of a host's cable.
+    """State of a host's slow cable.
 
     Attributes:
         delay: Seconds that each frame takes longer, in each direction.
@@ -67,7 +67,7 @@ class SlowLink:
 
 @functools.cache
 def missing() -> str:
-    """Why there can be no hosts here, or an empty text."""
+    """Return why there can be no hosts here, or an empty text."""
     for program in _PROGRAMS:
         if shutil.which(program) is None:
             return f"hosts are made by `{program}`, which is not installed"
@@ -80,7 +80,7 @@ def missing() -> str:
 
 @functools.cache
 def slow_missing() -> str:
-    """Why there can be no slow links here, or an empty text."""
+    """Return why there can be no slow links here, or an empty text."""
     return missing() or ("" if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "/dev/net/tun can't be used")
 
 
@@ -89,10 +89,10 @@ class HostFailed(Exception):
 
 
 class Host:
-    """A host of a :class:`Network`.
+    """Host of a :class:`Network`.
 
     Attributes:
-        name: What it calls itself, and the others call it.
+        name: Its host name, for itself and for the others.
         address: Its address in the network.
         directory: A directory that its processes use as home and for temporary files.
     """
@@ -108,12 +108,12 @@ class Host:
         """The first process of the host, seen from outside."""
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """A command that runs ``argv`` there."""
+        """Return a command that runs ``argv`` there."""
         enter = ["nsenter", "-t", str(self.pid), "-n", "-m", "-u", "-i", "-p", "--"]
         return [*enter, "env", "-C", os.getcwd(), *argv]
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What differs there from here: files are shared, but home and temporary directory are not."""
+        """Return the host's own environment variables: files are shared, but home and temporary directory are not."""
         env = dict(os.environ if base is None else base)
         return {**env, "TMPDIR": str(self.directory), "HOME": str(self.directory)}
 
@@ -129,7 +129,7 @@ class Host:
         return done.stdout
 
     def cut(self) -> None:
-        """Pull its cable: from now on nothing comes or goes, and nobody is told."""
+        """Pull its cable: from now on nothing comes or goes, and no process is notified."""
         self._network.switch("ip", "link", "set", f"port{self._number}", "down")
 
     def mend(self) -> None:
@@ -146,6 +146,7 @@ class Host:
         assert namespace != os.readlink("/proc/self/ns/pid")
         while found := [pid for pid in _processes_in(namespace) if pid != self.pid]:
             for pid in found:
+                # It can end by itself between the listing and the kill.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -155,7 +156,7 @@ class Host:
 
 
 class Process(subprocess.Popen[bytes]):
-    """A process on a host: what is asked for is the process there, not ``nsenter``, which waits for it."""
+    """Process on a host: its id is that of the process there, not of ``nsenter``, which waits for it."""
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is not None:
@@ -247,7 +248,7 @@ class Network:
 
 
 class _Holder:
-    """A process that keeps namespaces until its input ends, which it does with us."""
+    """Process that keeps namespaces until its input ends, which it does with us."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.process = subprocess.Popen(
@@ -275,10 +276,11 @@ class _Holder:
 
 
 def _processes_in(namespace: str) -> list[int]:
-    """Processes of this namespace, seen from outside, that have not ended."""
+    """Return processes of this namespace, seen from outside, that have not ended."""
     found = []
     for entry in Path("/proc").iterdir():
         # One that has ended has no namespace any more, nor one that may not be looked at.
+        # A process can end between the listing and the reading.
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == namespace:
                 found.append(int(entry.name))

@@ -1,7 +1,7 @@
 """Measures of the product's text: modules, names, imports and prose, as `make house` prints them.
 
-The product is what a wheel has: the rooms of the first level and `src/hvdlab`, as the one package `hvdlab`. Imports inside functions and
-below `TYPE_CHECKING` count as imports: a reader has to follow them all the same.
+The product is the contents of a wheel: the rooms of the first level and `src/hvdlab`, as the one package `hvdlab`.
+Imports inside functions and below `TYPE_CHECKING` count as imports: a reader has to follow them all the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ACTORS = re.compile(
 
 @dataclass
 class Module:
-    """A module of the product.
+    """Module of the product.
 
     Attributes:
         name: Its dotted name below `hvdlab`; empty for the package itself.

@@ -1,4 +1,4 @@
-"""Stand-ins for what a launcher's job has around it, where no process runs."""
+"""Stand-ins for the surroundings of a launcher's job, where no process runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 class IdleStarter:
-    """Starts nothing, signals nothing and gives up nothing; a test that wants to know of it overrides that."""
+    """Starter that starts nothing, signals nothing and gives up nothing; a test that checks one of these overrides
+    it."""
 
     def start(self, ranks: Sequence[int], size: int) -> None:
         raise AssertionError("a job whose hosts come and go says where ranks are started")
@@ -15,10 +16,10 @@ class IdleStarter:
         """Ranks are to be started there."""
 
     def give_up(self, host: str) -> None:
-        """Nothing more is wanted from that host."""
+        """Ignore that host from now on."""
 
     def signal(self, rank: int, number: int) -> None:
-        """A rank gets a signal."""
+        """Send a signal to a rank."""
 
     def place(self, rank: int, size: int) -> None:
         return None
@@ -28,7 +29,7 @@ class IdleStarter:
 
 
 class NoSink:
-    """Takes no output, since there is none."""
+    """Sink that takes no output, since there is none."""
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         raise AssertionError("no rank runs that could write")

@@ -1,4 +1,4 @@
-"""Boards of a simulated job: words that all members of an epoch see at once, whoever of them lives."""
+"""Boards of a simulated job: words that all members of an epoch see at once, dead or alive."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED
 from joint_ranks import Scope, SimEntry, SimRank
 
-_NEVER = 1 << 62
+_NEVER = 1 << 62  # above every number of a post: the member has not retired
 
 
 class Words:
-    """What lies in shared memory, by member."""
+    """Contents of shared memory, by member."""
 
     def __init__(self, members: int) -> None:
         self.posted = [0] * members
@@ -28,7 +28,7 @@ class Words:
 
 
 class SimBoard:
-    """One member's view; does what :class:`AgreementBoard` does, without memory or sleep."""
+    """One member's view; acts like :class:`AgreementBoard`, without memory or sleep."""
 
     def __init__(self, words: Words, index: int, epoch: int) -> None:
         self.epoch, self.members, self.number = epoch, len(words.posted), 0
@@ -99,7 +99,7 @@ class AtBoard:
 
 @dataclass
 class Boards:
-    """Of all sets and epochs."""
+    """Boards of all sets and epochs."""
 
     words: dict[Scope, Words] = field(default_factory=dict)
     results: dict[tuple[int, int, int], object] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Boards:
             me.state.attach_board(BoardMember(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for an AgreementBoard
 
     def go_on(self, me: SimRank) -> None:
-        """The thread that waits does its next step."""
+        """Let the waiting thread take its next step."""
         at = me.at_board
         assert at is not None
         board, number = _board(at), at.posting.number

@@ -1,10 +1,10 @@
 """Random schedules of elastic jobs whose hosts come and go: the launcher, the coordinator and the training of each rank.
 
 The table of hosts, the supervisor and the launcher's loop are those of ``hvdlab run``, the coordinator and the ranks' states
-those of every job, and each rank runs the real loop around elastic training. What is simulated is the source of hosts,
-the processes, the connections and the clock. A schedule that fails is had again by its seed::
+those of every job, and each rank runs the real loop around elastic training. The source of hosts, the processes, the
+connections and the clock are simulated. A seed repeats a schedule that failed::
 
-    python tests/joint_elastic.py --seed 1234              # this one, told step by step
+    python tests/joint_elastic.py --seed 1234              # this one, printed step by step
     python tests/joint_elastic.py --count 100000 --jobs 2 --progress out/elastic.json
 """
 
@@ -68,7 +68,7 @@ class Process:
         known: Whether the coordinator is certain to know that it trains.
         cut: Whether its network has failed, so that it may be lost.
         signal: One that it was sent and that ends it.
-        end: How it ended, until the launcher reports that; its exit code is ``None`` if nobody knows.
+        end: How it ended, until the launcher reports that; its exit code is ``None`` if it is unknown.
     """
 
     rank: int
@@ -152,10 +152,10 @@ class ElasticSchedule:
         if self.tell:
             print(f"{self.sim.now:8.2f} -- {text}")
 
-    # -- what the launcher's loop uses -------------------------------------------------------------------------------
+    # -- interface of the launcher's loop ----------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int]) -> None:
-        """The launcher orders ranks to be started."""
+        """Order ranks to be started."""
         if host in self.down and self.chance.random() < 0.5:
             raise StartError(f"the agent of {host} could not be started")
         taken = {process.rank for process in self.processes}
@@ -163,7 +163,7 @@ class ElasticSchedule:
         self.processes += [Process(rank, host) for rank in ranks]
 
     def give_up(self, host: str) -> None:
-        """The launcher ends the agent of a host, and with it what runs there."""
+        """End the agent of a host, and with it the processes there."""
         its = [process for process in self.processes if process.host == host and process.end is None]
         running = [process.rank for process in its if self.run_._supervisor.ranks[process.rank].pid]
         assert not running, f"{host} is given up though ranks {running} run there"
@@ -172,7 +172,7 @@ class ElasticSchedule:
             self._kill(process, (None, 0, f"the agent of {host} was ended"))
 
     def signal_rank(self, rank: int, number: int) -> None:
-        """The launcher sends a signal that ends a rank."""
+        """Send a signal that ends a rank."""
         if any(isinstance(said, m.Release) and rank in said.ranks for said in self.sim.client):
             # The coordinator has been deaf for as long as the launcher waits, and may let the rank in just before it ends.
             self.faults.append(f"rank {rank} is ended before the coordinator has read that it is let go")
@@ -187,7 +187,7 @@ class ElasticSchedule:
             )
             self.run_._news._on_membership(told)
 
-    # -- what a rank does ---------------------------------------------------------------------------------------------
+    # -- acts of a rank -----------------------------------------------------------------------------------------------
 
     def _connect(self, process: Process) -> None:
         engine = process.engine = SimEngine(self.submitted, self.numbers, self.least)
@@ -268,7 +268,7 @@ class ElasticSchedule:
                 state.check_host_updates()
 
     def _add_pair(self, engine: SimEngine) -> int:
-        """A process set of the first and the last rank, as scripts number them."""
+        """Add a process set of the first and the last rank, as scripts number them."""
         if not self.pairs or engine.size < 2:
             return 0
         ranks = engine.ranks()
@@ -285,18 +285,18 @@ class ElasticSchedule:
             assert own_number() == engine.rank
 
     def ended(self) -> set[int]:
-        """The processes that have ended."""
+        """Return the processes that have ended."""
         return {process.pid for process in self.processes if process.end is not None}
 
     def same(self, what: object, value: object) -> None:
-        """All that know of this must know the same."""
+        """Check that all that know of this know the same."""
         known = self.facts.setdefault(what, value)
         assert known == value, f"{what}: {known} and {value}"
 
     # -- the world's steps ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One thing that can happen, of any part of the job; false if nothing can."""
+        """Play one possible event, of any part of the job; return false if there is none."""
         choices: list[Callable[[], object]] = []
         for process in self.processes:
             self._choices(process, choices)
@@ -321,7 +321,7 @@ class ElasticSchedule:
             elif process.host not in self.stalled:
                 choices.append(lambda: self._spawn(process))
         elif me is None:
-            if not self.sim.client:  # the launcher has said who is expected before it starts anybody
+            if not self.sim.client:  # the launcher has announced the expected ranks before it starts any
                 choices.append(lambda: self._connect(process))
         elif turns is not None:
             engine = process.engine
@@ -340,7 +340,7 @@ class ElasticSchedule:
         process.end = None, 0, f"no route to {process.host}"
 
     def _kill(self, process: Process, end: tuple[int | None, int, str]) -> None:
-        """Its process ends."""
+        """End its process."""
         if process.turns is not None:
             process.turns.kill()
         if process.me is not None and process.me.alive:
@@ -377,7 +377,7 @@ class ElasticSchedule:
                 self._pass_time(1.0)
         raise AssertionError(f"ranks do not come to the coordinator's successor: {self._story()}")
 
-    # -- what happens -----------------------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------------
 
     def do_steps(self) -> None:
         for _ in range(self.chance.randint(1, 60)):
@@ -396,14 +396,14 @@ class ElasticSchedule:
             self.listed[self.chance.choice(sorted(self.listed))] = self.chance.randint(1, 3)
 
     def do_answer(self, hosts: dict[str, int] | None = None) -> None:
-        """The source of hosts says which there are."""
+        """Let the source of hosts answer with its list."""
         self._reconnected()
         self.run_._news.post(HostsAsked())
         self.run_._news.post(HostsFound(dict(self.listed if hosts is None else hosts)))
         self._pass_time(1.0)
 
     def do_flap(self) -> None:
-        """It changes its mind each second."""
+        """Let it change its mind each second."""
         host = self.chance.choice(HOSTS)
         for round_ in range(self.chance.randint(2, 8)):
             self.do_answer({**self.listed, host: 1} if round_ % 2 else self._without(host))
@@ -428,7 +428,7 @@ class ElasticSchedule:
             self._kill(process, (0, signal.SIGKILL, ""))
 
     def do_lose_host(self) -> None:
-        """All its processes end at once, and whoever reaches for it is refused."""
+        """End all its processes at once; connections to it are refused."""
         if hosts := sorted({process.host for process in self.processes}):
             host = self.chance.choice(hosts)
             self._fault(f"{host} is lost")
@@ -441,7 +441,7 @@ class ElasticSchedule:
         self.down.add(self.chance.choice(HOSTS))
 
     def do_stall_host(self) -> None:
-        """What is started there from now on neither runs nor fails."""
+        """Let processes that are started there from now on neither run nor fail."""
         self.stalled.add(self.chance.choice(HOSTS))
 
     def do_mend(self) -> None:
@@ -463,7 +463,7 @@ class ElasticSchedule:
             self.sim.cut(process.rank, away=self.chance.random() < 0.5)
 
     def do_time(self) -> None:
-        """Time passes until the launcher has something to do."""
+        """Let time pass until the launcher has something to do."""
         self._reconnected()
         table = self.run_._table
         assert table is not None
@@ -479,7 +479,7 @@ class ElasticSchedule:
     # -- all of it ------------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Random actions; then all hosts are there, all ranks train, and training ends."""
+        """Play random actions; then all hosts are there, all ranks train, and training ends."""
         with ExitStack() as stack:
             clock = SimpleNamespace(monotonic=lambda: self.sim.now)
             stack.enter_context(mock.patch.object(job_module, "time", clock))
@@ -496,7 +496,7 @@ class ElasticSchedule:
             self.finish()
 
     def check(self) -> None:
-        """What must hold whatever happens."""
+        """Check the invariants."""
         assert "failed" not in self.facts, self.facts["failed"]
         self.sim.check_order()
 
@@ -561,7 +561,7 @@ class ElasticSchedule:
         )
 
     def check_worlds(self) -> None:
-        """Numbers of ranks: by seniority those that were there come first, in their order; else they are sorted."""
+        """Numbers of ranks: by seniority those that were there come first, in their order; the others are sorted."""
         epochs = [epoch for number, epoch in sorted(self.sim.epochs) if number == 0]
         for place, epoch in enumerate(epochs):
             pids = self.sim.epochs[0, epoch]
@@ -589,7 +589,7 @@ class ElasticSchedule:
 
 
 def _told(me: SimRank) -> str:
-    """What is known of a connected rank, for an error."""
+    """Return a description of a connected rank, for an error."""
     group = me.state.sets.get(0)
     world = (
         "no world" if group is None else f"world {group.ranks} in epoch {group.epoch} ({group.configured})"
@@ -603,7 +603,7 @@ def _told(me: SimRank) -> str:
 
 
 class _Watcher:
-    """Looks at the state of one rank's training."""
+    """Watcher of the state of one rank's training."""
 
     def __init__(self, schedule: ElasticSchedule, process: Process) -> None:
         self._schedule, self._process = schedule, process
@@ -644,7 +644,7 @@ class _Watcher:
 
 
 class _Client:
-    """What the launcher tells the coordinator."""
+    """Client of the coordinator, as the launcher has it."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -660,7 +660,7 @@ class _Client:
 
 
 class _Starter(IdleStarter):
-    """What the launcher has started, signalled and given up."""
+    """Starter that records the processes started, signalled and given up."""
 
     def __init__(self, schedule: ElasticSchedule) -> None:
         self._schedule = schedule
@@ -676,10 +676,10 @@ class _Starter(IdleStarter):
 
 
 def run_elastic_seed(seed: int) -> str:
-    """Run one schedule; what went wrong, or an empty text."""
+    """Run one schedule and return its error, or an empty text."""
     try:
         ElasticSchedule(seed).run()
-    except Exception:  # noqa: BLE001  # whatever it is, it is told with its seed
+    except Exception:  # noqa: BLE001  # any error is reported with its seed
         return traceback.format_exc(limit=-4)
     return ""
 

@@ -13,10 +13,10 @@ from joint_ranks import Operation, SimEntry, SimRank
 
 
 class Planes:
-    """Of all sets and epochs.
+    """Planes of all sets and epochs.
 
     Attributes:
-        results: What came out of each operation, as far as it may not differ from rank to rank.
+        results: The result of each operation, as far as it must be equal on all ranks.
         received: The newest message that each process has received in an epoch, by sender and channel.
     """
 
@@ -40,7 +40,7 @@ class Planes:
         )
 
     def meets_nobody(self, me: SimRank) -> bool:
-        """Whether the plane notices that somebody else will not come."""
+        """Whether the plane notices that another rank will not come."""
         here = _operation(me.jobs[0])
         others = self._parties(me, me.jobs[0])
         return not me.keeps_lane and any(
@@ -48,13 +48,13 @@ class Planes:
         )
 
     def break_one(self, me: SimRank) -> None:
-        """The next operation of this rank fails, and its plane with it."""
+        """Fail the next operation of this rank, and its plane with it."""
         job = me.jobs.popleft()
         me.broken.add((job.process_set, job.epoch))
         me.state.plane_failed(job.process_set, job.epoch, "RuntimeError: connection reset")
 
     def run(self, me: SimRank) -> None:
-        """The next operation of this rank ends."""
+        """End the next operation of this rank."""
         job = me.jobs.popleft()
         here = _operation(job)
         if here[:2] in me.aborted or here[:2] in me.broken:
@@ -74,7 +74,7 @@ class Planes:
         me.state.executed(job)
 
     def _parties(self, me: SimRank, job: RunBatch) -> list[SimRank]:
-        """The ranks that an operation concerns."""
+        """Return the ranks that an operation concerns."""
         members = [self._by_pid[pid] for pid in me.members[job.process_set, job.epoch]]
         request = job.entries[0].request
         if request.kind is not OpKind.SENDRECV:
@@ -92,11 +92,11 @@ class Planes:
         if job.payloads:
             number = int(np.frombuffer(job.payloads[0], np.float32)[0])
         elif known is not None:
-            _, number = known  # type: ignore[misc]  # what this function has put there
+            _, number = known  # type: ignore[misc]  # which this function has put there
         else:
             sends = job if me.rank == source else next(x.jobs[0] for x in parties if x.rank == source)
             assert _operation(sends) == here
-            number = sends.entries[0].number  # type: ignore[attr-defined]  # nobody sends zeros
+            number = sends.entries[0].number  # type: ignore[attr-defined]  # no rank sends zeros
         assert self.results.setdefault(here, (source, number)) == (source, number), "two messages for one"
         if me.rank == request.ranks[-1]:
             key = (me.pid, *here[:2], source, request.channel)
@@ -107,7 +107,7 @@ class Planes:
             entry.complete(("message", *here, source, number))
 
     def _result(self, me: SimRank, job: RunBatch, names: tuple[str, ...]) -> object:
-        """What comes out on this rank, as far as it may not differ from what comes out on others."""
+        """Return this rank's result, as far as it must be equal to the others'."""
         here = _operation(job)
         if _is_local(job):
             result: object = (names, job.tables, job.payloads)
@@ -135,5 +135,5 @@ def _is_local(job: RunBatch) -> bool:
 
 
 def _tag(entries: tuple[Entry, ...]) -> tuple[int, ...]:
-    """Which submissions met; 0 for the zeros of one that has joined."""
+    """Return which submissions met; 0 for the zeros of one that has joined."""
     return tuple(entry.number if isinstance(entry, SimEntry) else 0 for entry in entries)

@@ -1,8 +1,9 @@
-"""What ranks of a simulated elastic job run: the real loop around elastic training, on a stack that waits its turn.
+"""Programs of the ranks of a simulated elastic job: the real loop around elastic training, on a stack that waits its
+turn.
 
 Each rank's program has a stack of its own, a greenlet: the schedule lets one go on, which gives the turn back when it waits.
 So everything happens in the order that the schedule's seed gives, on one thread. Below the loop is an engine without
-sockets: what is submitted goes to the simulated rank, and what comes out is calculated from those that met there.
+sockets: submissions go to the simulated rank, and results are calculated from the entries that met there.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Killed(BaseException):
 
 
 class Turns:
-    """A program that runs only when it is let, and lets go on only when it waits or has ended.
+    """Program that runs only when it is let, and lets go on only when it waits or has ended.
 
     Args:
-        engine: What the program gets from ``context.engine()``.
-        main: What it runs.
+        engine: The program's ``context.engine()``.
+        main: The program.
 
     Attributes:
         ended: Whether it has ended.
@@ -68,18 +69,18 @@ class Turns:
         try:
             if not self._killed:
                 self._main()
-        except Killed:
+        except Killed:  # raised where the program waited, to unwind its stack
             pass
         finally:
             self.ended = True
 
     @property
     def can_go_on(self) -> bool:
-        """Whether what it waits for has happened."""
+        """Whether the condition of its wait holds."""
         return not self.ended and self._until()
 
     def go_on(self) -> None:
-        """Let it run until it waits again, or has ended. Raises what has ended it."""
+        """Let it run until it waits again, or has ended. Raises the exception that has ended it."""
         self._program.parent = getcurrent()  # has the turn when this one ends, and its exception
         self._program.switch()
 
@@ -100,7 +101,8 @@ class Turns:
 
 
 class _Condition:
-    """What a :class:`WorldView` waits on: its turn. No wait comes to the end of its time, since none may be in vain."""
+    """Condition on which a :class:`WorldView` waits: its turn. No wait comes to the end of its time, since none may be
+    in vain."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -121,7 +123,7 @@ class _Condition:
 
 
 class SimEngine:
-    """What the elastic loop asks of an engine, on a simulated rank.
+    """Engine of a simulated rank, with the calls that the elastic loop makes.
 
     Args:
         job: Values and objects of all that is submitted.
@@ -185,7 +187,7 @@ class SimEngine:
         return self.me.state.failure
 
     def run(self, request: Request, *, given: object = None, directly: bool = False) -> Result:
-        """Submit a request and wait for its end; ``given`` is what a broadcast brings along."""
+        """Submit a request and wait for its end; ``given`` is the value of a broadcast's root."""
         real = None if request.input is None else request.input.copy()  # type: ignore[union-attr]  # all are arrays
         entry = self.job.simulation.submit(self.rank, request, directly=directly)
         if isinstance(entry, HvdlabError):
@@ -211,7 +213,7 @@ class SimEngine:
     def allreduce(
         self, name: str, value: float, op: ReduceOp = ReduceOp.SUM, process_set: int = 0, *, directly: bool
     ) -> float:
-        """The sum, say, of what all members have."""
+        """Reduce the members' arrays, by a sum for example."""
         request = Request(
             OpKind.ALLREDUCE,
             name,
@@ -225,7 +227,7 @@ class SimEngine:
         return float(result[0])
 
     def broadcast_object(self, obj: object, root: int) -> object:
-        """The object of the rank that scripts know by the number ``root``."""
+        """Return the object of the rank that scripts know by the number ``root``."""
         if self.size == 1:
             return obj
         tensor = np.zeros(3, np.float32)
@@ -235,7 +237,7 @@ class SimEngine:
         return self.run(request, given=copy.deepcopy(obj)).output
 
     def shutdown(self) -> None:
-        """Leave the job, once what is executed here has ended."""
+        """Leave the job, once the operations executed here have ended."""
         if not self.closed:
             self.turns.wait(lambda: not self.me.jobs)
             self.closed = True
@@ -244,7 +246,7 @@ class SimEngine:
 
 
 class Submitted:
-    """What was submitted in a job, by the number of its submission."""
+    """Submissions of a job, by the number of its submission."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -252,13 +254,13 @@ class Submitted:
         self.objects: dict[int, object] = {}
 
     def members(self, process_set: int, epoch: int) -> tuple[int, ...]:
-        """Ranks of an epoch, by position."""
+        """Return ranks of an epoch, by position."""
         pids = self.simulation.epochs[process_set, epoch]
         return tuple(self.simulation.by_pid[pid].rank for pid in pids)
 
 
 def _met(entry: SimEntry, outcome: tuple[Any, ...]) -> tuple[int, ...]:
-    """Which submissions met in what an entry took part in, by the members' positions."""
+    """Return the submissions that met in an entry's operation, by the members' positions."""
     if outcome[0] == "agreed":
         return tuple(int(number) for number in outcome[4][1])
     names, result = outcome[5], outcome[6]
@@ -271,7 +273,7 @@ def _met(entry: SimEntry, outcome: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 class TrainingState(HandledState):
-    """The state of a simulated training, whose changes are watched."""
+    """State of a simulated training, whose changes are watched."""
 
     def __init__(self, watcher: StateWatcher, **values: object) -> None:
         super().__init__(HandlerRegistry([]), **values)
@@ -292,7 +294,7 @@ class TrainingState(HandledState):
 
 
 class StateWatcher(Protocol):
-    """Looks at what becomes of a :class:`TrainingState`."""
+    """Watcher of the changes of a :class:`TrainingState`."""
 
     def synced(self, state: TrainingState) -> None:
         """It is the same on all ranks now."""
@@ -305,14 +307,14 @@ class StateWatcher(Protocol):
 
 
 class _OwnManager:
-    """The notification manager of the rank whose program asks."""
+    """Notification manager of the rank whose program asks."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(_own().manager, name)
 
 
 def _own() -> SimEngine:
-    """The engine of the program that asks."""
+    """Return the engine of the program that asks."""
     engine = getcurrent().engine
     assert isinstance(engine, SimEngine)
     return engine

@@ -1,4 +1,4 @@
-"""Ranks of a simulated job, without processes: what each is in the middle of, and what it has done."""
+"""Ranks of a simulated job, without processes: the current and the past operations of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SimEntry(Entry):
-    """An entry that remembers how it ended."""
+    """Entry that remembers how it ended."""
 
     __slots__ = ("number", "outcome")
 
@@ -48,17 +48,17 @@ class SimRank:
         open: Whether the coordinator listens to its connection.
         ending: Whether its connection has ended at its side (it died, or left), so that no more bytes come.
         lost: Whether it looks for a successor of its coordinator.
-        early: Whether the coordinator has told it to come again later.
+        early: Whether the coordinator has ordered it to connect again later.
         cut: Whether its network has failed. away: Whether it is not back yet.
-        killed, told_to_leave: What happened to it.
-        blocked: What its user waits for.
+        killed, told_to_leave: Events that ended it.
+        blocked: The wait of its user.
         at_board: Its user's thread, where that waits at a board.
         members_told, members_known: Which descriptions of members its connection has been sent, and which it has got.
-        world: Ranks that live, as far as it was told.
+        world: Ranks that live, by the messages that it has received.
         cells: Those that run here. known_cells: Those that ever did.
         members: Process ids of the members of each epoch.
         aborted, broken: Epochs whose plane was ended, or has failed here.
-        order: What was executed in each epoch.
+        order: The operations executed in each epoch.
         operations: How many of these met others on the plane.
         hears: Called with each message of the coordinator's, once the state has it.
     """
@@ -103,5 +103,5 @@ class SimRank:
 
     @property
     def keeps_lane(self) -> bool:
-        """Whether its user's thread waits at a board for others with which it wants to meet on the plane."""
+        """Whether its user's thread waits at a board for others with which it is to meet on the plane."""
         return self.at_board is not None and self.at_board.keeps_lane

@@ -1,8 +1,8 @@
-"""Random schedules of a whole job: what users, processes and the network may do, in any order, and what must hold.
+"""Random schedules of a whole job: acts of users, processes and the network in any order, and the invariants.
 
 A schedule is made from its seed alone, so that one that fails can be had again::
 
-    python tests/joint_schedules.py --seed 1234            # this one, told step by step
+    python tests/joint_schedules.py --seed 1234            # this one, printed step by step
     python tests/joint_schedules.py --count 1000000 --jobs 2 --progress out/schedules.json
 
 The latter notes how far it has come, and goes on from there when it is started again.
@@ -81,13 +81,13 @@ class Schedule:
         #: Priorities that allreduces have in this schedule.
         self.priorities = chance.choice([[None], [None], [None, 0], [0, 0, 7, -3]])
         self.cells = 0
-        self.script = False  # whether nobody but the ranks knows anything
+        self.script = False  # whether only the ranks have any state
         self.resized = False
         calm = chance.random() < 0.2
         self.actions = [a for a in ACTIONS if not (calm and a in _CALM)]
 
     def run(self) -> None:
-        """All of it: random actions, then an end in order, after which nothing may be left."""
+        """Run all of it: random actions, then an end in order, after which nothing may be left."""
         if self.tracked:
             self.do_cell()
         for _ in range(self.chance.randint(3, 40)):
@@ -101,13 +101,13 @@ class Schedule:
         if self.tell:
             print(f"-- {text}")
 
-    # -- who and where --------------------------------------------------------------------------------------------
+    # -- ranks and places -----------------------------------------------------------------------------------------
 
     def living(self) -> list[SimRank]:
         return [me for me in self.sim.ranks if me.alive]
 
     def free(self) -> list[SimRank]:
-        """Ranks whose users can do something."""
+        """Return ranks whose users can do something."""
         return [
             me
             for me in self.living()
@@ -133,7 +133,7 @@ class Schedule:
     def allreduce(self, name: str | None, shape: tuple[int, ...] = (4,), **changes: object) -> Request:
         return allreduce(name, shape, priority=self.chance.choice(self.priorities), **changes)
 
-    # -- what users do --------------------------------------------------------------------------------------------
+    # -- acts of users --------------------------------------------------------------------------------------------
 
     def do_submit(self) -> None:
         me = self.someone()
@@ -141,7 +141,7 @@ class Schedule:
             self.submit(me, self.allreduce(self.chance.choice(_NAMES), process_set=self.somewhere(me)))
 
     def do_everywhere(self) -> None:
-        """What programs that are right do: the same on all ranks, which are not equally fast."""
+        """Submit the same on all ranks, as correct programs do; ranks are not equally fast."""
         where = self.chance.choice([0, 0, 0, 1, 2])
         names = [self.chance.choice(_NAMES) for _ in range(self.chance.randint(1, 4))]
         large = self.chance.random() < 0.3
@@ -154,7 +154,7 @@ class Schedule:
                 self.sim.step()
 
     def do_directly(self) -> None:
-        """Programs that wait for each collective, most of them for the same."""
+        """Run programs that wait for each collective, most of them for the same."""
         where = self.chance.choice([0, 0, 0, 1, 2])
         names = [self.chance.choice(_NAMES) for _ in range(self.chance.randint(1, 4))]
         for name in names:
@@ -219,7 +219,7 @@ class Schedule:
             self.submit(me, Request(OpKind.BROADCAST, "r", tensor, tensor, dtype=DType.F32, root=root))
 
     def do_messages(self) -> None:
-        """Messages from some ranks to one that names the senders, or receives from any, on one of two channels."""
+        """Send messages from some ranks to one that names the senders, or receives from any, on one of two channels."""
         where, channel = self.chance.choice([0, 0, 0, 1]), self.chance.choice("xy")
         target = self.chance.randrange(self.most)
         shape = (2000,) if self.chance.random() < 0.3 else (4,)  # the former meet on the plane
@@ -237,7 +237,7 @@ class Schedule:
                     self.sim.step()
 
     def do_give_up(self) -> None:
-        """A user gives up a message that waits for the other rank."""
+        """Let a user give up a message that waits for the other rank."""
         me = self.someone()
         if me is not None:
             waiting = [e for e in me.entries if e.outcome is None and e.request.kind is OpKind.SENDRECV]
@@ -277,7 +277,7 @@ class Schedule:
             self.sim.tear(me.rank)
 
     def do_block(self) -> None:
-        """A user waits for something for long."""
+        """Let a user wait for long."""
         me = self.someone()
         if me is not None:
             self.block(me)
@@ -293,7 +293,7 @@ class Schedule:
             me.state.report_waiting(me.blocked, 0.5)
 
     def do_pause(self) -> None:
-        """A user looks around in a rank, which does nothing meanwhile."""
+        """Let a user pause a rank, which does nothing in that time."""
         me = self.someone()
         if me is not None:
             me.state.paused(("at a prompt",))
@@ -333,7 +333,7 @@ class Schedule:
             self.sim.cut(self.chance.choice(self.living()).rank, away=self.chance.random() < 0.4)
 
     def do_mend(self) -> None:
-        """Networks are back."""
+        """Mend the networks."""
         self.sim.mend()
 
     def do_leave(self) -> None:
@@ -342,14 +342,14 @@ class Schedule:
             self.sim.leave(me.rank)
 
     def do_come(self) -> None:
-        """A rank that was lost, or was never there before."""
+        """Start a rank that was lost, or was never there before."""
         living = {me.rank for me in self.living()}
         gone = [rank for rank in range(self.most) if rank not in living]
         if gone:
             self.sim.connect(self.chance.choice(gone))
 
     def do_resize(self) -> None:
-        """The world shrinks or grows, also beyond its size at the start, whose new ranks come sooner or later."""
+        """Shrink or grow the world, also beyond its size at the start, whose new ranks come sooner or later."""
         if self.script:
             return
         self.resized = True
@@ -363,7 +363,7 @@ class Schedule:
                     self.sim.connect(rank)
 
     def do_restart(self) -> None:
-        """The coordinator dies; a pool's client tells the successor what it knows, scripts have none."""
+        """Kill the coordinator; a pool's client sends its state to the successor, scripts have none."""
         if self.chance.random() < 0.3:
             self.script = self.script or (
                 not self.tracked and not self.resized and self.chance.random() < 0.5
@@ -377,7 +377,7 @@ class Schedule:
             self.step()
 
     def step(self) -> bool:
-        """One step of the world, in which those that were told to leave may do so."""
+        """Play one step of the world, in which ranks ordered to leave can do so."""
         for me in self.sim.ranks:
             if me.told_to_leave and me.alive and not me.ending and not me.jobs and self.chance.random() < 0.3:
                 self._say(f"rank {me.rank} leaves as it was told")
@@ -389,7 +389,7 @@ class Schedule:
         self.rest()
 
     def rest(self) -> None:
-        """Let happen what can; then only what may wait does."""
+        """Play all possible events; afterwards only operations that are allowed to wait do so."""
         for _ in range(100_000):
             if not self.step():
                 if any(me.told_to_leave and me.alive and not me.ending for me in self.sim.ranks):
@@ -403,14 +403,14 @@ class Schedule:
             self.check_waits(me)
         self.check_deadlock()
 
-    # -- what must hold -------------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------------
 
     def members(self, me: SimRank, process_set: int) -> Iterator[SimRank]:
         group = me.state.sets[process_set]
         return (self.sim.by_pid[pid] for pid in me.members[process_set, group.epoch])
 
     def check_waits(self, me: SimRank) -> None:
-        """Nothing waits for what can't come; but for the network."""
+        """Check that no operation waits for an impossible event, except of the network."""
         if me.away:
             return
         for group in me.state.sets.values():
@@ -422,7 +422,7 @@ class Schedule:
                 if not group.configured:
                     assert group.id == 0, f"{what} waits for an epoch that does not come"
                     awaited = self.sim.coordinator.membership.awaited or me.told_to_leave
-                    # Who is not in the world, and has no cell or was cut off, is let in when no other runs one.
+                    # A rank outside the world that has no cell or was cut off is admitted when no other runs one.
                     waits = not me.cells or self.sim.coordinator.membership.ranks[me.rank].outdated
                     at_the_door = (
                         self.tracked and waits and any(o.cells for o in self.living() if o is not me)
@@ -444,7 +444,7 @@ class Schedule:
                 assert missing or entry.request.group, f"{what} waits for nobody"
 
     def check_message(self, me: SimRank, entry: Entry, what: str) -> None:
-        """A message waits only for a rank that may still submit its part."""
+        """Check that a message waits only for a rank that may still submit its part."""
         awaited = self.awaited(me, entry)
         assert awaited, f"{what} waits for nobody"
         for other in awaited:
@@ -452,7 +452,8 @@ class Schedule:
         assert not self.tracked or any(other.cells for other in awaited), f"{what} waits for idle ranks"
 
     def awaited(self, me: SimRank, entry: Entry) -> list[SimRank]:
-        """The ranks that may submit the other part of a message, and have not; none if one has, so that nothing is to wait for."""
+        """Return the ranks that may submit the other part of a message, and have not; none if one has, so that nothing
+        is to wait for."""
         number, request = entry.request.process_set, entry.request
         others = [other for other in self.members(me, number) if other is not me]
         if len(request.ranks) > 1:
@@ -463,7 +464,7 @@ class Schedule:
         return [] if found else [other for other in others if not _has(other, number, "join.noname")]
 
     def check_deadlock(self) -> None:
-        """Ranks that wait for each other are told."""
+        """Check that ranks that wait for each other get an error."""
         stuck: dict[SimRank, list[SimRank]] = {}
         for me in self.living():
             entry = me.blocked
@@ -485,7 +486,7 @@ class Schedule:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Users give up what is left; then what remains of the group works, goes, and leaves nothing behind."""
+        """Let users give up all waits; the remaining group then works, shuts down, and leaves nothing behind."""
         sim = self.sim
         sim.mend()
         for me in self.living():
@@ -517,7 +518,7 @@ class Schedule:
         self.check_empty()
 
     def check_ended(self) -> None:
-        """What was given up has failed, but for what waits for a world that others are awaited for."""
+        """Check that operations given up have failed, except those waiting for a world that awaits others."""
         for me in self.living():
             for entry in me.entries:
                 group = me.state.sets.get(entry.request.process_set)
@@ -526,7 +527,8 @@ class Schedule:
                 assert entry.outcome is not None or held, (me.rank, entry.name, entry.phase)
 
     def work(self) -> None:
-        """The next collective of those that are left is right; but for the one that tells them who has left."""
+        """Check that the next collective of the remaining ranks is right, except the one that reports the lost
+        ranks."""
         for me in self.living():
             me.blocked = None
         if self.tracked:
@@ -577,10 +579,10 @@ def _tells_who_left(outcome: object) -> bool:
 
 
 def run_seed(seed: int) -> str:
-    """Run one schedule; what went wrong, or an empty text."""
+    """Run one schedule and return its error, or an empty text."""
     try:
         Schedule(seed).run()
-    except Exception:  # noqa: BLE001  # whatever it is, it is told with its seed
+    except Exception:  # noqa: BLE001  # any error is reported with its seed
         return traceback.format_exc(limit=-3)
     return ""
 
@@ -595,12 +597,12 @@ def _run_range(play: Play, start: int, stop: int) -> tuple[int, dict[int, str]]:
 
 
 def command_line(text: str, play: Play, tell: Callable[[int], None]) -> int:
-    """Run what the command line asks for.
+    """Run the schedules that the command line names.
 
     Args:
-        text: What is run.
-        play: Runs the schedule of a seed; returns what went wrong, or an empty text.
-        tell: Runs one, and tells what happens in it.
+        text: Description of the schedules.
+        play: Runs the schedule of a seed; returns its error, or an empty text.
+        tell: Runs one, and prints its steps.
 
     Returns:
         The exit code.

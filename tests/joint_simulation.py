@@ -1,8 +1,8 @@
 """Ranks' states and the coordinator's, joined by queues that deliver in any interleaving. No process, no clock.
 
-Every connection is a queue for each direction. What one connection carries stays in order, and is overtaken by what
-others carry in any way. A rank that comes again is another connection and another state, under the same number; when the
-coordinator dies, its ranks and its client look for the successor, each in its own time.
+Every connection is a queue for each direction. Messages of one connection stay in order; those of different connections
+overtake each other in any way. A rank that comes again is another connection and another state, under the same number;
+when the coordinator dies, its ranks and its client look for the successor, each in its own time.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from joint_boards import AtBoard, Boards
 from joint_planes import Planes
 from joint_ranks import Scope, SimEntry, SimRank
 
-CLIENT = 1
-_FIRST_PEER = 100
+CLIENT = 1  # number of the client's connection
+_FIRST_PEER = 100  # ranks' connections and processes are numbered from here, apart from the client's
 _NOBODY = SimRank.nobody(0)
 _PATIENCE = 5.0
 """Seconds ahead that the clock is put forward for what the coordinator has said it waits for."""
 
 
 class Simulation:
-    """Ranks, a coordinator and, if wanted, a client.
+    """Ranks, a coordinator and, optionally, a client.
 
     Args:
         size: Number of ranks that are there at the start.
@@ -93,15 +93,15 @@ class Simulation:
         self.boards = Boards()
         self._peers = _FIRST_PEER
         self._running: dict[str, set[int]] = {}  # processes that may run each cell
-        self._told: m.World | None = None  # what the client was told of
+        self._told: m.World | None = None  # worlds etc. of which the coordinator has notified the client
         self._moving: list[SimRank] = []
         self._gone = False  # whether some of them may be over
         self._numbers = 0
-        self._expected: tuple[int, ...] = ()  # what the client has asked for
-        self._released: dict[int, int] = {}  # whom it wants to be let go, and their processes
-        #: Called with each world that the client is told of.
+        self._expected: tuple[int, ...] = ()  # the client's requests
+        self._released: dict[int, int] = {}  # ranks that it asks to release, and their processes
+        #: Called with each world of which the coordinator notifies the client.
         self.client_hears: Callable[[m.World], None] = lambda world: None
-        #: Called when the client is told that a rank is back.
+        #: Called when the coordinator notifies the client that a rank is back.
         self.client_hears_of_return: Callable[[m.Returned], None] = lambda returned: None
         self._carry_out(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client")))
         if self.options.size is None and size:
@@ -115,7 +115,7 @@ class Simulation:
     def connect(
         self, rank: int, *, pid: int = 0, hears: Callable[[m.Message], None] | None = None
     ) -> SimRank | None:
-        """A new process for ``rank``; ``None`` if the coordinator refuses it.
+        """Connect a new process for ``rank``; ``None`` if the coordinator refuses it.
 
         Args:
             rank: Its number; there need not be one for each lower number.
@@ -162,7 +162,7 @@ class Simulation:
         return me.state.elastic or (self.tracked and self._returns)
 
     def _knock(self, me: SimRank) -> None:
-        """It comes back before the coordinator has given its old connection up."""
+        """Connect again before the coordinator has given its old connection up."""
         self._peers += 1
         self._by_peer[self._peers] = SimRank.nobody(me.rank)
         self._refused = None
@@ -171,7 +171,7 @@ class Simulation:
         assert self._refused.again, self._refused.reason
 
     def _reconnect(self, me: SimRank) -> None:
-        """It finds the coordinator, or a successor, and says what that has to know; or it is refused."""
+        """Find the coordinator, or a successor, and report the state to it; or it is refused."""
         me.lost = me.cut = me.early = False
         me.from_coordinator.clear()
         me.to_coordinator.clear()
@@ -188,12 +188,12 @@ class Simulation:
             self._end(me, Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
 
     def _comes_again(self, me: SimRank) -> bool:
-        """One that the coordinator has told to come again does so. Returns whether it was not too early once more."""
+        """Connect again, as the coordinator has ordered. Returns whether it was not too early once more."""
         self._reconnect(me)
         return not me.early
 
     def kill(self, rank: int) -> None:
-        """Its process ends; what it had written before may or may not be read."""
+        """End its process; its last messages are read or lost."""
         me = self.ranks[rank]
         me.alive, me.early, me.ending, me.killed = False, False, True, True
         me.from_coordinator.clear()
@@ -201,7 +201,7 @@ class Simulation:
         self._lose_some(me.to_coordinator)
 
     def leave(self, rank: int) -> None:
-        """It shuts down: it gives up what it waits for, says Bye, and what is in flight there fails."""
+        """Shut down: give up all waits, send Bye, and let the operations in flight fail."""
         me = self.ranks[rank]
         for group in list(me.state.sets.values()):
             group.close_board()
@@ -213,7 +213,7 @@ class Simulation:
         self._end(me, Cause(CauseKind.SHUTDOWN, (rank,), f"rank {rank} shut down"))
 
     def cut(self, rank: int, *, away: bool = False) -> None:
-        """Its network fails for so long that both sides give the connection up, each in its own time.
+        """Let its network fail for so long that both sides give the connection up, each in its own time.
 
         Args:
             rank: Whose.
@@ -227,14 +227,14 @@ class Simulation:
         me.from_coordinator.append(None)
 
     def mend(self) -> None:
-        """The network is back for all ranks."""
+        """Mend the network for all ranks."""
         for me in self.ranks:
             me.away = False
 
     def restart(self, *, client: bool = True) -> None:
-        """The coordinator is killed and has a successor. With a client the latter is told what that one knows.
+        """Kill the coordinator and start a successor. With a client, the successor receives the client's state.
 
-        What was on its way is lost: all that was sent to the coordinator, and some of what it had sent.
+        Messages in flight are lost: all that were sent to the coordinator, and some of its own.
         """
         self.options = dataclasses.replace(self.options, generation=self.options.generation + 1)
         self.coordinator = CoordinatorState(self.options)
@@ -253,7 +253,7 @@ class Simulation:
             self._recall()
 
     def _recall(self) -> None:
-        """The client tells the successor what it knows, and sends again what may have been lost."""
+        """Send the client's state to the successor, and again each request that can have been lost."""
         told = self._told
         assert told is not None
         waiting, self.client = self.client, deque()
@@ -280,7 +280,7 @@ class Simulation:
         for cell, ranks in cells.items():
             if ranks:
                 self.say(m.Post(cell, b"", ranks))
-        # Cells that were about to be sent are among those that it has told of.
+        # Cells that were about to be sent are among those that it has reported.
         self.client.extend(x for x in waiting if not isinstance(x, m.CellStarted | m.Post))
 
     def _lose_some(self, queue: deque[m.Message] | deque[m.Message | None]) -> None:
@@ -296,12 +296,12 @@ class Simulation:
         me.from_coordinator.clear()
         me.jobs.clear()
 
-    # -- what users do --------------------------------------------------------------------------------------------
+    # -- acts of users --------------------------------------------------------------------------------------------
 
     def submit(
         self, rank: int, request: Request, site: str = "", *, directly: bool = False
     ) -> SimEntry | HvdlabError:
-        """A user submits; ``directly`` for a user that waits for it, at the board if that may be."""
+        """Submit as a user; ``directly`` for a user that waits for it, at the board if that may be."""
         me, waits = self.ranks[rank], directly
         self._numbers += 1
         if request.input is not None:
@@ -328,7 +328,8 @@ class Simulation:
         return entry
 
     def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> PostedRequest | None:
-        """As the direct way does it: what needs the plane is posted only while nothing is executed on this rank."""
+        """Post as the direct way does: operations of the plane are posted only while nothing is executed on this
+        rank."""
         group = me.state.sets.get(entry.request.process_set)
         if group is None or group.board_member is None:
             return None
@@ -348,14 +349,14 @@ class Simulation:
         self._flush(me)
 
     def tear(self, rank: int) -> None:
-        """An interrupt in the middle of a submission."""
+        """Interrupt the rank in the middle of a submission."""
         me = self.ranks[rank]
         me.at_board = None
         me.state.abandon_interrupted(f"rank {rank} was interrupted")
         self._flush(me)
 
     def say(self, *messages: m.Message) -> None:
-        """What the client sends."""
+        """Send a message of the client."""
         self.client.extend(messages)
         for message in messages:
             if isinstance(message, m.Expect):
@@ -366,12 +367,12 @@ class Simulation:
                 self._released |= {rank: pids[rank] for rank in message.ranks if rank in pids}
 
     def start_cell(self, cell: str, ranks: tuple[int, ...]) -> None:
-        """The client sends a cell to ranks."""
+        """Send a cell from the client to ranks."""
         self._running[cell] = {self.ranks[rank].pid for rank in ranks}
         self.say(m.CellStarted(cell, ranks), m.Post(cell, b"", ranks))
 
     def end_cell(self, rank: int, error: str) -> None:
-        """The last cell that runs on a rank ends. The client hears of it, sooner or later."""
+        """End the last cell that runs on a rank. The client hears of it, sooner or later."""
         me = self.ranks[rank]
         cell, _ = me.cells.popitem()
         me.state.end_cell(cell, error)
@@ -381,11 +382,11 @@ class Simulation:
     # -- the world's steps ----------------------------------------------------------------------------------------
 
     def step(self, *, work: bool = True, clock: bool = True) -> bool:
-        """One random thing that can happen; false if nothing can.
+        """Play one random possible event; return false if there is none.
 
         Args:
             work: Whether operations are executed.
-            clock: Whether the clock is put forward if nothing else can happen.
+            clock: Whether the clock is put forward if no other event is possible.
         """
         choices = []
         if self._gone:
@@ -430,26 +431,26 @@ class Simulation:
         return False
 
     def pass_time(self, until: float) -> None:
-        """It is that late, or later."""
+        """Move the clock to that time, or later."""
         self.now = max(self.now, until)
         self._carry_out(Tick())
 
     def _repeats_itself(self, deadline: float) -> bool:
-        """Whether all that is due is to report once more what waits for long."""
+        """Whether the only event due is another report of long waits."""
         state = self.coordinator
         if deadline != state.stalls.due or state.options.stall_shutdown:
             return False
         return all(current.reported for ps in state.sets for current, _ in ps.negotiation.waiting())
 
     def run(self, limit: int = 200_000, *, work: bool = True) -> None:
-        """Let happen what can, until nothing can any more."""
+        """Play all possible events, until none is left."""
         for _ in range(limit):
             if not self.step(work=work):
                 return
         raise AssertionError("it does not come to rest")
 
     def read_all(self) -> None:
-        """The coordinator reads all that was sent to it."""
+        """Let the coordinator read all its messages."""
         for me in self._moving:
             while me.open and me.to_coordinator:
                 self._to_coordinator(me)
@@ -475,7 +476,7 @@ class Simulation:
 
     def _from_client(self, _: SimRank) -> None:
         message = self.client.popleft()
-        if isinstance(message, m.RankLost):  # what the process had written before it ended is read first
+        if isinstance(message, m.RankLost):  # the process's output before its end is read first
             me = self.by_pid.get(message.pid)
             while me is not None and me.open and me.to_coordinator:
                 self._to_coordinator(me)
@@ -498,7 +499,7 @@ class Simulation:
                     me = self._by_peer.get(peer)
                     if me is not None and me.alive and me.peer == peer and not me.cut:
                         if isinstance(effect.message, m.Welcome):
-                            me.generation = effect.message.generation  # who connects waits for it
+                            me.generation = effect.message.generation  # a connecting rank waits for it
                         else:
                             me.from_coordinator.append(self._shortened(me, effect.message))
                 if (
@@ -519,7 +520,7 @@ class Simulation:
                 assert " sent " not in effect.text, effect.text
 
     def _shortened(self, me: SimRank, message: m.Message) -> m.Message:
-        """What the coordinator's server makes of a message to this rank."""
+        """Return a message to this rank as the coordinator's server shortens it."""
         if type(message) not in SHORTENED:
             return message
         self._members.add(message)
@@ -570,7 +571,7 @@ class Simulation:
                     if isinstance(entry, SimEntry):
                         entry.complete(error)
                 case Succeed(entry, process_set):
-                    entry.complete(("set", process_set))  # type: ignore[attr-defined]  # nobody joins a set with zeros
+                    entry.complete(("set", process_set))  # type: ignore[attr-defined]  # no joins there
                 case AbortPlane(process_set, epoch):
                     me.aborted.update(s for s in me.members if s[0] == process_set and s[1] <= epoch)
                 case NewEpoch():
@@ -578,10 +579,10 @@ class Simulation:
                     if self.random.random() >= self._lacking:
                         self.boards.open(me, effect)
 
-    # -- what must hold -------------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every handle of a living rank has ended, and all members saw one order of operations."""
+        """Check that every handle of a living rank has ended, and all members saw one order of operations."""
         for me in self.ranks:
             if me.alive:
                 me.state.validate()
@@ -590,7 +591,7 @@ class Simulation:
         self.check_order()
 
     def check_order(self) -> None:
-        """All members saw one order of operations, as far as they came."""
+        """Check that all members saw one order of operations, as far as they came."""
         everybody = [*self.ranks, *self.former]
         for scope in {scope for me in everybody for scope in me.order}:
             orders = [me.order.get(scope, []) for me in everybody if scope in me.members]
@@ -605,7 +606,7 @@ def _waits_untold(me: SimRank) -> bool:
 
 
 def allreduce(name: str | None, shape: tuple[int, ...] = (4,), **changes: object) -> Request:
-    """A request like those that bindings make."""
+    """Return a request like those that bindings make."""
     request = Request(OpKind.ALLREDUCE, name, np.zeros(shape, np.float32), dtype=DType.F32, op=ReduceOp.SUM)
     for key, value in changes.items():
         setattr(request, key, value)
@@ -621,7 +622,7 @@ def message(
     *,
     receives: bool,
 ) -> Request:
-    """One part of a message on a channel; without a ``source`` the receive of one from any rank."""
+    """Return one part of a message on a channel; without a ``source`` the receive of one from any rank."""
     tensor = np.zeros(shape, np.float32)
     return Request(
         OpKind.SENDRECV,

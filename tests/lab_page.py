@@ -26,7 +26,7 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 from chromium import chromium
 from cut_wire import CutWire
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 # The Python of another environment, to try another version of JupyterLab; its kernels need hvdlab, too.
 JUPYTER = os.environ.get("HVDLAB_TEST_JUPYTER") or sys.executable
 
@@ -40,7 +40,7 @@ _SETTINGS = {
 }
 
 
-# What pages show of a kernel's state is idle, too, before the kernel is connected.
+# Pages show a kernel's state as idle, too, before the kernel is connected.
 _IDLE = """() => [...window.jupyterapp?.shell.widgets("main") ?? []].some(widget => {
     const kernel = widget.sessionContext?.session?.kernel;
     return kernel?.connectionStatus === "connected" && kernel.status === "idle";
@@ -63,7 +63,7 @@ class LabPage:
         self.page = self._open()
 
     def explain(self, error: BaseException, picture: Path) -> None:
-        """Say with an error of a test what is to be seen."""
+        """Add the page's visible state to a test's error."""
         self.page.screenshot(path=picture)
         error.add_note(f"The page is in {picture}.")
         for dialog in self.page.locator(".jp-Dialog").all_inner_texts():
@@ -84,7 +84,7 @@ class LabPage:
         return found or ""
 
     def output(self, cell: int) -> str:
-        """The text under a cell, as one reads it."""
+        """Return the text under a cell, as one reads it."""
         return self.page.locator(".jp-Notebook-cell").nth(cell).locator(".jp-OutputArea").inner_text()
 
     def wait_for_text(self, cell: int, text: str, *, running: bool = False) -> None:
@@ -101,11 +101,11 @@ class LabPage:
         )
 
     def command(self, name: str, typed: str = "") -> None:
-        """Choose a command in the palette, by its name or by what is typed."""
+        """Choose a command in the palette, by its name or by typed text."""
         box = self.page.locator(".lm-CommandPalette-input")
         for _ in range(10):
             self.page.keyboard.press("Control+Shift+C")
-            # It closes again when something else takes the focus, as pages that are just loaded may.
+            # It closes again when another element takes the focus, which happens on pages just loaded.
             with suppress(PlaywrightTimeoutError):
                 box.fill(typed or name, timeout=4000)
                 self.page.locator(".lm-CommandPalette-item", has_text=name).first.click(timeout=4000)
@@ -121,16 +121,16 @@ class LabPage:
         )
 
     def finish(self, cell: int) -> str:
-        """Run a cell to its end; returns what is under it."""
+        """Run a cell to its end; return its output."""
         self.run(cell)
         self.wait_until_ended(cell)
         return self.output(cell)
 
     def saved_outputs(self, path: Path, cell: int) -> list[Any]:
-        """The outputs of a cell in a notebook's file; none while the server is writing it."""
+        """Return the outputs of a cell in a notebook's file; none while the server is writing it."""
         try:
             found: list[Any] = nbformat.read(path, 4).cells[cell].get("outputs", [])
-        except nbformat.reader.NotJSONError:
+        except nbformat.reader.NotJSONError:  # half written
             return []
         return found
 
@@ -153,13 +153,13 @@ def lab_page(
     kernel: bool = True,
     wire: CutWire | None = None,
 ) -> Iterator[LabPage]:
-    """JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle.
+    """Yield JupyterLab with its own settings in ``directory``, and a page on ``notebook`` whose kernel is idle.
 
-    The notebook and what kernels write is in ``directory / "work"``. The server is that of :func:`shared_server`, where
-    there is one with these environment variables.
+    The notebook and the kernels' files are in ``directory / "work"``. The server is that of :func:`shared_server`,
+    where there is one with these environment variables.
 
     With ``many`` the page can show other things beside the notebook. With ``classic`` it is Notebook 7. Without ``kernel``
-    nobody waits for one. With a ``wire`` the page talks to the server over that.
+    the call does not wait for one. With a ``wire`` the page talks to the server over that.
     """
     with ExitStack() as stack:
         server = next((one for one in _shared if one.environment == _environment()), None)
@@ -177,7 +177,7 @@ def lab_page(
             page = browser.new_context(
                 viewport={"width": width, "height": height}, device_scale_factor=scale
             ).new_page()
-            page.set_default_timeout(WAIT_MS)  # of what names none
+            page.set_default_timeout(WAIT_MS)  # of widgets that name none
             place = "notebooks" if classic else "lab/tree" if many else "doc/tree"
             page.goto(f"{address}/{place}/{path}?token={server.token}", timeout=WAIT_MS)
             page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)
@@ -195,7 +195,7 @@ def lab_page(
 
 @dataclass
 class _Server:
-    """A server for one page after the other, each with a directory of its own."""
+    """Server for one page after the other, each with a directory of its own."""
 
     root: Path
     address: str
@@ -239,7 +239,7 @@ _shared: list[_Server] = []
 
 @contextmanager
 def shared_server(directory: Path) -> Iterator[None]:
-    """Within this, pages are of one server: starting it takes longer than most of what is done with them."""
+    """Serve all pages of this block by one server: starting it takes longer than most of the tests with them."""
     with _server(directory) as server:
         _shared.append(server)
         try:
@@ -249,20 +249,20 @@ def shared_server(directory: Path) -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """What kernels of a server that is started now find in their environment."""
+    """Return the environment of kernels of a server that is started now."""
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 @contextmanager
 def _server(root: Path) -> Iterator[_Server]:
-    """JupyterLab, which serves pages of Notebook 7 as well."""
+    """Yield JupyterLab, which serves pages of Notebook 7 as well."""
     # Names of sockets are in it, which may have 107 characters.
     with TemporaryDirectory(prefix="jupyter-") as runtime:
         yield from _started(root, Path(runtime))
 
 
 def _started(root: Path, runtime: Path) -> Iterator[_Server]:
-    # The extension of this checkout, whatever is installed.
+    # The extension of this checkout, not the installed one.
     link = root / "share" / "labextensions" / "@hvdlab" / "labextension"
     link.parent.mkdir(parents=True)
     link.symlink_to(EXTENSION)
@@ -272,7 +272,7 @@ def _started(root: Path, runtime: Path) -> Iterator[_Server]:
     (kernels / "hvdlab").symlink_to(KERNELSPEC)
     environment = _environment()
     places = {
-        # Importing torch takes longer than most of what is looked at: notebooks that need it say so.
+        # Importing torch takes longer than most tests: notebooks that need it declare so.
         "HVDLAB_PRELOAD": os.environ.get("HVDLAB_PRELOAD", "numpy"),
         "JUPYTER_PATH": root / "share",
         "JUPYTERLAB_SETTINGS_DIR": root / "settings",
@@ -328,7 +328,7 @@ def _started(root: Path, runtime: Path) -> Iterator[_Server]:
 
 @contextmanager
 def _copied(stream: Iterable[str], log: IO[str]) -> Iterator[None]:
-    """Read the pipe to its end, which whoever leaves this has to cause, so that its writer never waits for us."""
+    """Read the pipe to its end, which the caller has to cause on leaving, so that its writer never waits for us."""
     thread = threading.Thread(target=lambda: log.writelines(stream))
     thread.start()
     try:

@@ -29,7 +29,7 @@ TO_WORKER: tuple[type[Any], ...] = get_args(kv.ToWorker)
 
 
 class PairedLink(ServerLink):
-    """A link whose server is the other end of a pair of sockets, which each new connection replaces."""
+    """Link whose server is the other end of a pair of sockets, which each new connection replaces."""
 
     server: socket.socket | None = None
 
@@ -71,7 +71,8 @@ class PairedLink(ServerLink):
 
 
 def one_link(chance: random.Random) -> None:
-    """A server says anything: the connection is made again at worst, and each request gets the answer that comes for it."""
+    """Let a server send any bytes: the connection is made again at worst, and each request gets the answer that comes
+    for it."""
     engine = SimpleNamespace(rank=0, closed=False, living=frozenset({0}))
     before = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""What processes listen on, by what Linux says of them."""
+"""Addresses on which processes listen, as Linux reports them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCEPTS = 0x10000  # of a Unix socket's flags
 
 
 class Listener(NamedTuple):
-    """A socket that others can connect to.
+    """Socket that others can connect to.
 
     Attributes:
         pid: A process that has it.
@@ -26,15 +26,17 @@ class Listener(NamedTuple):
 
 
 def listeners(pids: Iterable[int]) -> set[Listener]:
-    """All of these processes; one that several share belongs to the oldest."""
+    """Return all of these processes; one that several share belongs to the oldest."""
     unix = _unix_listeners()
     found: dict[str, int] = {}
     for pid in sorted(pids, reverse=True):
+        # A process can end between the listing and the reading.
         with contextlib.suppress(psutil.Error, OSError):
             for connection in psutil.Process(pid).net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     found[f"{connection.laddr.ip}:{connection.laddr.port}"] = pid
             for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                # A descriptor can be closed between the listing and the reading.
                 with contextlib.suppress(OSError):
                     path = unix.get(os.readlink(descriptor.path))
                     if path is not None:

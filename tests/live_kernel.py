@@ -18,7 +18,7 @@ from jupyter_client.manager import KernelManager
 
 @dataclass
 class Cell:
-    """What one cell sent."""
+    """Messages of one cell."""
 
     msg_id: str
     begun: float
@@ -44,7 +44,7 @@ class Cell:
         return next(iter(self.of("error")), None)
 
     def first(self, text: str) -> float:
-        """Seconds from the begin until ``text`` arrived."""
+        """Return seconds from the begin until ``text`` arrived."""
         for at, kind, content in self.messages:
             if (kind == "stream" and text in content["text"]) or (kind == "error" and text in str(content)):
                 return at - self.begun
@@ -52,16 +52,17 @@ class Cell:
 
 
 class LiveKernel:
-    """A kernel process and a client. ``cells`` has everything by the cell it belongs to, ``others`` what belongs to none.
+    """Kernel process and a client. ``cells`` has everything by the cell it belongs to, ``others`` the messages that
+    belong to none.
 
     Args:
-        directory: Where it runs.
-        strip: Whether cells get a live strip. Whether one comes depends on how quick the machine is, so tests that look
+        directory: Its working directory. strip: Whether
+        cells get a live strip. Whether one comes depends on how quick the machine is, so tests that look
             at all displays do without.
         name: Which kernel.
         environment: Variables that are set for it. Ranks have only numpy from the beginning, unless ``HVDLAB_PRELOAD``
             is among them: importing torch takes longer than most tests.
-        prepare: Cells that are run first, also whenever it is started anew.
+        prepare: Cells that are run first, also whenever it is started again.
     """
 
     def __init__(

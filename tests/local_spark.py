@@ -11,7 +11,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def context(slots: int) -> Iterator[Any]:
-    """The SparkContext of this process, with so many task slots, until the end of the block: a JVM takes half a minute."""
+    """Yield the SparkContext of this process, with so many task slots, until the end of the block: a JVM takes half a
+    minute."""
     from pyspark import SparkConf, SparkContext
 
     os.environ["PYSPARK_PYTHON"] = sys.executable

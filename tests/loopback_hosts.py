@@ -18,7 +18,7 @@ def named(count: int, slots: int) -> str:
 
 
 def options(directory: Path) -> Mapping[str, str]:
-    """Options of the launcher ``ssh`` for these hosts.
+    """Return options of the launcher ``ssh`` for these hosts.
 
     Args:
         directory: Where the script is written that stands for ssh.

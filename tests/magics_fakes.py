@@ -38,7 +38,7 @@ class _Died(BaseException):
 
 
 class FakeRank:
-    """One rank's variables, and what a cell can do on it: print, err, show, block, die."""
+    """One rank's variables, and a cell's calls on it: print, err, show, block, die."""
 
     def __init__(self, rank: int, size: Callable[[], int]) -> None:
         self.rank = rank
@@ -88,7 +88,7 @@ class FakeRank:
 
 
 class FakePool:
-    """What the magics use of a pool."""
+    """Pool with the methods that the magics use."""
 
     def __init__(
         self, np: int | None, *, launcher: str = "local", plane: str = "auto", **kwargs: Any
@@ -254,7 +254,7 @@ class FakePool:
 
 @dataclass
 class Ran:
-    """What a cell did."""
+    """Effects of a cell."""
 
     stdout: str
     stderr: str
@@ -274,7 +274,7 @@ class Ran:
 
 
 class Notebook:
-    """Runs cells as a frontend would."""
+    """Notebook that runs cells as a frontend would."""
 
     def __init__(self, shell: InteractiveShell, extension: Extension) -> None:
         self.shell, self.extension = shell, extension

@@ -1,4 +1,4 @@
-"""The numbers that a rank records, as it records them: what a test has not looked at yet is not sent away meanwhile."""
+"""The numbers that a rank records, as it records them: points that a test has not read yet are not sent away."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class MetricPoints:
-    """What was recorded since the last call, by name without ``hvdlab/``: pairs of steps and values."""
+    """Points recorded since the last call, by name without ``hvdlab/``: pairs of steps and values."""
 
     def __init__(self) -> None:
         self._recorded: dict[str, list[tuple[int, float]]] = {}
@@ -23,7 +23,7 @@ class MetricPoints:
 
 @contextmanager
 def recorded_points() -> Iterator[MetricPoints]:
-    """What this rank's engine records in this context."""
+    """Yield the records of this rank's engine in this context."""
     from hvdlab.collectives import context
 
     engine: Any = context.engine()

@@ -1,4 +1,4 @@
-"""What mpiexec calls in place of ssh, between the hosts of :mod:`hosts`."""
+"""Program that mpiexec calls in place of ssh, between the hosts of :mod:`hosts`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ exec nsenter -t $pid -n -m -u -i -p -- env TMPDIR=$directory sh -c "$*"
 
 
 def mpiexec_agent(network: Network, directory: Path) -> Path:
-    """A program that mpiexec can call in place of rsh."""
+    """Return a program that mpiexec can call in place of rsh."""
     cases = "\n".join(f"{h.address}) pid={h.pid} directory={h.directory};;" for h in network.hosts)
     agent = directory / "agent"
     agent.write_text(_AGENT.format(cases=cases))

@@ -19,7 +19,7 @@ ENGINES = Path(__file__).parents[1] / "examples/engines"
 
 
 def command(engine: str) -> Sequence[str]:
-    """What runs the notebook of an engine."""
+    """Return the command that runs the notebook of an engine."""
     return [sys.executable, __file__, str(ENGINES / f"{engine}.ipynb")]
 
 
@@ -38,7 +38,7 @@ def run_notebook(engine: str, directory: Path, environment: Mapping[str, str]) -
 
 
 def main(path: str) -> None:
-    """Run each cell; exit with what was unexpected."""
+    """Run each cell; exit with the unexpected results."""
     cells = [cell for cell in json.loads(Path(path).read_text())["cells"] if cell["cell_type"] == "code"]
     kernel = LiveKernel(Path.cwd())
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Recorder:
-    """A publisher that remembers."""
+    """Publisher that remembers."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []
@@ -23,7 +23,7 @@ class Recorder:
         self.sent.append(("clear", wait))
 
     def areas(self) -> dict[str, Any]:
-        """What each area shows in the end."""
+        """Return the final contents of each area."""
         shown: dict[str, Any] = {}
         for message in self.sent:
             if message[0] == "display":

@@ -1,4 +1,4 @@
-"""What an ordinary user can do: a function in a forked child that is uid 65534, if the tests run as root."""
+"""Rights of an ordinary user: a function in a forked child that is uid 65534, if the tests run as root."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-NOBODY = 65534
+NOBODY = 65534  # uid and gid without any rights of their own
 
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` as another user than root, with no more descriptors than this process has; raises what it does.
+    """Run ``function(*args)`` as another user than root, with no more descriptors than this process has; raise its
+    exceptions.
 
     Its result goes through a pipe as a pickle. The child shares no thread with this process.
     """

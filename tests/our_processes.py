@@ -1,4 +1,4 @@
-"""Processes of hvdlab below this one, told by their command lines."""
+"""Processes of hvdlab below this one, recognised by their command lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def our_processes() -> list[psutil.Process]:
-    """Agents, fork servers, ranks and coordinators below this process, whichever process is their parent."""
+    """Return agents, fork servers, ranks and coordinators below this process, whichever process is their parent."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile

@@ -1,8 +1,8 @@
 """How long tests wait, on machines as slow as they come.
 
-No test asserts how long something took: that is a matter of the machine, and of ``benchmarks/``. One that wants to know
-*what* ended a wait makes every timer that could end it as well an hour long, so that a product which misses the event
-hangs, and the test fails by its patience.
+No test asserts how long something took: that is a matter of the machine, and of ``benchmarks/``. One that checks
+*which* event ended a wait makes every timer that could end it as well an hour long, so that a product which misses the
+event hangs, and the test fails by its patience.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ and for which a rank waits for another one."""
 
 
 def eventually(happened: Callable[[], object], what: Callable[[], object] = lambda: None) -> None:
-    """Ask until it has happened, where nothing reports it; ``what`` is shown if it never does."""
+    """Poll until it has happened, where no event reports it; ``what`` is shown if it never does."""
     until = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < until, what()

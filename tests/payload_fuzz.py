@@ -1,4 +1,4 @@
-"""Hostile bytes for what the pool and its ranks say to each other, from seeds.
+"""Hostile bytes in the messages between the pool and its ranks, from seeds.
 
 ::
 
@@ -28,7 +28,7 @@ _HINTS: dict[type, dict[str, Any]] = {}
 
 
 def value(kind: Any, chance: random.Random) -> Any:
-    """A value of a field's type."""
+    """Return a value of a field's type."""
     origin = get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return value(chance.choice(get_args(kind)), chance)
@@ -52,7 +52,7 @@ def value(kind: Any, chance: random.Random) -> Any:
 
 
 def make(kind: type, chance: random.Random) -> Any:
-    """A payload, or a part of one, with any values of the right types."""
+    """Return a payload, or a part of one, with any values of the right types."""
     hints = _HINTS.get(kind)
     if hints is None:
         hints = _HINTS[kind] = typing.get_type_hints(kind)
@@ -62,7 +62,7 @@ def make(kind: type, chance: random.Random) -> Any:
 
 
 def one_input(chance: random.Random) -> None:
-    """Bytes that are sometimes payloads. Nothing may come of them but payloads and ``ProtocolError``."""
+    """Decode bytes that are sometimes payloads. Nothing may come of them but payloads and ``ProtocolError``."""
     if chance.random() < 0.2:
         data = chance.randbytes(chance.randrange(60))
     else:

@@ -19,7 +19,7 @@ def keeper(*words: str, **variables: str) -> subprocess.Popen[str]:
 
     Args:
         words: Its command line.
-        variables: What its environment has beside ours.
+        variables: Its environment's variables beside ours.
     """
     process = subprocess.Popen(
         [sys.executable, str(KEEPER), *words],

@@ -1,4 +1,4 @@
-"""A sink that keeps what a cell wrote, for tests that wait for it."""
+"""A sink that keeps a cell's output, for tests that wait for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 
 
 class Recorder(OutputSink):
-    """Keeps what a cell wrote.
+    """Sink that keeps a cell's output.
 
     Attributes:
-        text: Rank to what it wrote.
+        text: Rank to its output.
         notes: Lines about the run.
         started: Set with each output.
     """
@@ -39,7 +39,7 @@ class Recorder(OutputSink):
             )
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 30) -> None:
-        """Wait until this holds of what was written and noted."""
+        """Wait until this holds of the output and the notes."""
         with self._changed:
             assert self._changed.wait_for(condition, timeout), (self.text, self.notes)
 

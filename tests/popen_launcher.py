@@ -1,6 +1,7 @@
 """A launcher such as a package may offer: programs on this host, started once.
 
-It does not tell how a notebook's ranks end; of a program of the user's it passes the output on and tells the exit code.
+It does not report how a notebook's ranks end; of a program of the user's it passes the output on and reports the exit
+code.
 """
 
 from __future__ import annotations

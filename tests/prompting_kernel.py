@@ -1,4 +1,4 @@
-"""A kernel whose cells ask for input, and a user who answers."""
+"""A kernel whose cells ask for input, and a user that answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Answer = str | Callable[[], None]
 
 
 class PromptingKernel(LiveKernel):
-    """Answers what cells ask for."""
+    """Kernel whose input requests are answered."""
 
     def dialogue(self, code: str, *answers: Answer, timeout: float = 120) -> tuple[Cell, list[str]]:
-        """Run a cell, and give these answers to what it asks. Returns the prompts as well.
+        """Run a cell, and give these answers to its prompts. Returns the prompts as well.
 
         Fails if it asks for more, or for less.
         """
@@ -49,10 +49,10 @@ class PromptingKernel(LiveKernel):
 
 
 def names(prompts: Sequence[str]) -> list[str]:
-    """The ranks that asked, in order."""
+    """Return the ranks that asked, in order."""
     return [prompt.split("]")[0].removeprefix("[") for prompt in prompts]
 
 
 def plain(value: Any) -> str:
-    """A text without colours."""
+    """Return a text without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", str(value))

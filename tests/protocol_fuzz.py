@@ -63,7 +63,7 @@ _HINTS: dict[type, dict[str, Any]] = {}
 
 
 def some(kind: Any, chance: random.Random, *, tame: bool = False) -> Any:
-    """A value of a field's type; a tame one is small enough to mean something."""
+    """Return a value of a field's type; a tame one is small enough to mean something."""
     if kind is bool:
         return chance.random() < 0.5
     if kind is int:
@@ -90,7 +90,7 @@ def some(kind: Any, chance: random.Random, *, tame: bool = False) -> Any:
 
 
 def make(kind: type, chance: random.Random, *, tame: bool = False) -> Any:
-    """A message, or a part of one, with any values of the right types."""
+    """Return a message, or a part of one, with any values of the right types."""
     hints = _HINTS.get(kind)
     if hints is None:
         hints = _HINTS[kind] = typing.get_type_hints(kind)
@@ -128,7 +128,8 @@ def spoil(data: bytes, chance: random.Random) -> bytes:
 
 
 def one_input(chance: random.Random) -> None:
-    """Bytes that are sometimes frames, in pieces. Nothing may come of them but messages and ``ProtocolError``."""
+    """Decode bytes that are sometimes frames, in pieces. Nothing may come of them but messages and
+    ``ProtocolError``."""
     if chance.random() < 0.2:
         data = chance.randbytes(chance.randrange(60))
     else:
@@ -155,7 +156,8 @@ def one_input(chance: random.Random) -> None:
 
 
 def one_conversation(chance: random.Random) -> None:
-    """Peers that know the token say anything, in any order: the coordinator drops them, but never fails itself."""
+    """Play peers with the token that send any messages, in any order: the coordinator drops them, but never fails
+    itself."""
     options = CoordinatorOptions(
         size=chance.choice((None, 2, 3)), generation=chance.choice((0, 0, 1)), reattach=1.0
     )
@@ -163,9 +165,9 @@ def one_conversation(chance: random.Random) -> None:
 
 
 def one_failing_conversation(chance: random.Random) -> None:
-    """Handlers fail, before or after they change the state: the sender's connection ends, and all others go on.
+    """Let handlers fail, before or after they change the state: the sender's connection ends, and all others go on.
 
-    Only a state that says itself that it is unsound may be broken afterwards.
+    Only a state that itself reports that it is unsound may be broken afterwards.
     """
     state = CoordinatorState(CoordinatorOptions(size=chance.choice((None, 2, 3)), reattach=1.0))
     failing = chance.sample(_HANDLERS, 4)
@@ -177,7 +179,7 @@ def one_failing_conversation(chance: random.Random) -> None:
 
 
 class _Failing:
-    """A handler that sometimes raises: instead of its work, after it, or with a broken state left behind."""
+    """Handler that sometimes raises: instead of its work, after it, or with a broken state left behind."""
 
     def __init__(self, works: Callable[..., None], chance: random.Random, state: CoordinatorState) -> None:
         self._works, self._chance, self._state = works, chance, state
@@ -233,7 +235,7 @@ def _converse(state: CoordinatorState, chance: random.Random) -> None:
 
 
 class _Outbox:
-    """An outbox of a few pages, shared or not."""
+    """Outbox of a few pages, shared or not."""
 
     def __init__(self, *, remote: bool) -> None:
         self.file, self.remote = SharedFile.create("fuzz"), remote
@@ -253,7 +255,8 @@ _OPTIMIZERS = tuple(portable(one) for one in (SGD(), SGD(momentum=0.5), Adam(beg
 
 
 def one_server(chance: random.Random) -> None:
-    """Workers that know the token say anything: each request is answered, a connection ends at worst, and the server goes on."""
+    """Play workers with the token that send any bytes: each request is answered, a connection ends at worst, and the
+    server goes on."""
     state, now = servers.ParameterServerState(), 0.0
     outboxes = [_Outbox(remote=chance.random() < 0.3) for _ in range(3)]
     peers: dict[int, int] = {}
@@ -296,7 +299,7 @@ _ANSWERED_AT_ONCE = (kv.Push, kv.Pull, kv.Init, kv.SetOptimizer, kv.StockRequest
 
 
 def _brought(chance: random.Random) -> SharedFile | None:
-    """Memory of a store as a worker brings it: new, sometimes something else, or missing."""
+    """Return memory of a store as a worker brings it: new, sometimes of another kind, or missing."""
     if chance.random() < 0.05:
         return None
     file = SharedFile.create("fuzz")
@@ -318,7 +321,7 @@ def _brought(chance: random.Random) -> SharedFile | None:
 
 
 def _from_worker(chance: random.Random, step: int, workers: tuple[int, ...], *, first: bool) -> Any:
-    """A message of a worker; mostly one that gets further than the door."""
+    """Return a message of a worker; mostly one that gets further than the door."""
     if first:
         return kv.Bring(0) if step == 3 else kv.OpenStore(step, 0, workers)
     kind = chance.choice(FROM_WORKER)
@@ -356,7 +359,7 @@ def _hello(peer: int, chance: random.Random) -> m.Hello:
 
 
 def _sensible(message: m.Announce, state: CoordinatorState, chance: random.Random) -> m.Announce:
-    """An announcement that gets further than the door."""
+    """Return an announcement that gets further than the door."""
     epoch = state.sets.world.epoch
     if chance.random() < 0.1:
         return msgspec.structs.replace(message, process_set=0, epoch=epoch)
@@ -384,7 +387,7 @@ def _sensible(message: m.Announce, state: CoordinatorState, chance: random.Rando
 
 
 def run(one: Callable[[random.Random], None], count: int, start: int = 0) -> None:
-    """Try so many; raises what went wrong, with the seed."""
+    """Try so many; raise the error, with the seed."""
     for seed in range(start, start + count):
         try:
             one(random.Random(seed))

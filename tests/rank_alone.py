@@ -1,4 +1,5 @@
-"""A rank alone in a fresh interpreter, for what a process decides once: plot backends, progress bars, warnings."""
+"""A rank alone in a fresh interpreter, for decisions that a process makes once: plot backends, progress bars,
+warnings."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from hvdlab.collectives import context
 
 
 def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
-    """Run cells, after the statements ``preload``; returns what the pool saw of each."""
+    """Run cells, after the statements ``preload``; return the pool's view of each."""
     script = f"{preload}\nfrom tests.rank_alone import main\nmain()"
     ran = subprocess.run(
         [sys.executable, "-c", script],
@@ -34,7 +35,7 @@ def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """In the new interpreter: run the cells of standard input, write what was seen to standard output."""
+    """In the new interpreter: run the cells of standard input, write the pool's view to standard output."""
     from tests.kernel_ext.rank.conftest import Rank
 
     cells = json.load(sys.stdin)

@@ -51,7 +51,7 @@ def call(
             return True, function(*args)
         finally:
             interrupts.running = False
-    except BaseException as error:  # noqa: BLE001  (whatever it is, the test gets it)
+    except BaseException as error:  # noqa: BLE001  (any error goes to the test)
         error.add_note("".join(traceback.format_tb(error.__traceback__)))  # which does not travel with it
         return False, error
 
@@ -67,12 +67,12 @@ def main() -> None:
     while True:
         try:
             file, module, name, args = connection.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError):  # the test's end of the job
             break
         outcome = call(interrupts, file, module, name, args)
         try:
             data = pickle.dumps(outcome)
-        except Exception as error:  # noqa: BLE001  (the test is told what could not be sent)
+        except Exception as error:  # noqa: BLE001  (the test learns which object could not be sent)
             data = pickle.dumps((False, RuntimeError(f"can't send {outcome!r}: {error!r}")))
         connection.send_bytes(data)
     from hvdlab.collectives import context

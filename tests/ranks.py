@@ -55,14 +55,14 @@ class RankGone(Exception):
 
 
 class Running:
-    """A function that runs on some ranks."""
+    """Function that runs on some ranks."""
 
     def __init__(self, ranks: Ranks, numbers: Sequence[int]) -> None:
         self._ranks = ranks
         self.numbers = list(numbers)
 
     def outcomes(self, timeout: float = 30) -> list[Any]:
-        """Result or exception of each rank, in the order of the ranks given."""
+        """Return result or exception of each rank, in the order of the ranks given."""
         deadline = time.monotonic() + timeout
         found: dict[int, Any] = {}
         connections = {self._ranks.connections[r]: r for r in self.numbers}
@@ -72,6 +72,7 @@ class Running:
             if not ready:
                 missing = [r for r in self.numbers if r not in found]
                 for rank in missing:
+                    # A rank that has died shows no stack; the others' stacks are of use all the same.
                     with contextlib.suppress(ProcessLookupError):
                         self._ranks.processes[rank].send_signal(
                             signal.SIGUSR1
@@ -93,7 +94,7 @@ class Running:
         return [found[r] for r in self.numbers]
 
     def results(self, timeout: float = 30) -> list[Any]:
-        """Result of each rank; raises ``RankFailed`` if any raised."""
+        """Return result of each rank; raises ``RankFailed`` if any raised."""
         outcomes = self.outcomes(timeout)
         errors = {r: o for r, o in zip(self.numbers, outcomes, strict=True) if isinstance(o, BaseException)}
         if errors:
@@ -102,7 +103,7 @@ class Running:
 
 
 class Ranks:
-    """A coordinator and ``size`` rank processes, initialized unless ``init`` is false.
+    """Coordinator and ``size`` rank processes, initialized unless ``init`` is false.
 
     With ``tls`` they reach the coordinator as ranks of other hosts do. With ``keep`` it can have a successor.
     """
@@ -151,7 +152,7 @@ class Ranks:
         self._env = {
             "HVDLAB_COORDINATOR": self.coordinator.tls_address or self.coordinator.address,
             "HVDLAB_CERT": self.coordinator.certificate or "",
-            "HVDLAB_METRICS_INTERVAL": "0",  # so that only what a test does is recorded, and sent then
+            "HVDLAB_METRICS_INTERVAL": "0",  # so that only the test's own acts are recorded, and sent then
             **self._given,
         }
 
@@ -211,10 +212,10 @@ class Ranks:
         return self.start(function, *args, **kwargs).outcomes(timeout)
 
     def catch_up(self) -> None:
-        """Wait until the coordinator has handled all that ranks said, and ranks what it said to that.
+        """Wait until the coordinator has handled all messages of ranks, and ranks its answers.
 
-        What a rank submits before it knows of an abort fails with that abort, while others wait for it. Tests that
-        go on after an abort come by another way than the coordinator's connections, so nothing else orders the two.
+        A rank's submission before it knows of an abort fails with that abort, while others wait for it. Tests that go
+        on after an abort come by another way than the coordinator's connections, so no other mechanism orders the two.
         """
         self.run(_hear_from_oneself)
         self.run(_hear_from_oneself)
@@ -262,7 +263,7 @@ class Ranks:
 
 
 def meet() -> None:
-    """For ranks after something was given up: returns where all of them have heard of it, and what they submit next meets."""
+    """Wait on ranks after an operation was given up until all have heard of it, so that their next submissions meet."""
     while True:
         with contextlib.suppress(AbortedError):
             hvd.barrier()

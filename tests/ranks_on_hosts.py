@@ -15,7 +15,7 @@ import forked_workers
 from hosts import Network
 from ranks import Ranks
 
-PORT = 29500
+PORT = 29500  # free on each host, which is a network namespace of its own
 
 
 class RanksOnHosts(Ranks):

@@ -9,11 +9,11 @@ from typing import Any
 
 
 def started(nodes: int, **node: Any) -> Any:
-    """A cluster of so many equal nodes, which this process is not connected to; ``shutdown()`` ends it.
+    """Return a cluster of so many equal nodes, which this process is not connected to; ``shutdown()`` ends it.
 
     Ray gives a node 30 s to start, which no setting changes: on a busy machine it may take a second try.
     """
-    # Ray warns of what its next version will do; an actor without GPUs keeps the variable as it is.
+    # Ray warns of its next version's behaviour; an actor without GPUs keeps the variable as it is.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -36,7 +36,7 @@ def started(nodes: int, **node: Any) -> Any:
 
 @contextlib.contextmanager
 def connected(nodes: int, **node: Any) -> Iterator[Any]:
-    """A cluster of so many equal nodes, which this process is connected to, until the end of the block."""
+    """Yield a cluster of so many equal nodes, which this process is connected to, until the end of the block."""
     import ray
 
     cluster = started(nodes, **node)

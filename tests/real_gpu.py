@@ -13,7 +13,8 @@ ASK = "from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane; print(Cuda
 
 @cache
 def why_no_gpu() -> str:
-    """Empty if there is one. A process of its own asks the driver: one that has used it can't fork ranks."""
+    """Return why there is no GPU; empty if there is one. A process of its own asks the driver: one that has used it
+    can't fork ranks."""
     reason = gpu_plane.why_missing()
     if reason is not None:
         return reason

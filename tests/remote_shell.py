@@ -1,7 +1,7 @@
-"""What ssh does, between the hosts of :mod:`hosts`: ``python remote_shell.py SOCKET HOST words...``.
+"""Replacement of ssh between the hosts of :mod:`hosts`: ``python remote_shell.py SOCKET HOST words...``.
 
 The client hands its standard streams to a server outside the hosts, which starts the command on the host, with next to
-no environment, as sshd does, and tells how it ended.
+no environment, as sshd does, and reports its exit status.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RemoteShell:
-    """The server.
+    """Server.
 
     Attributes:
         commands: The command lines that were asked for.

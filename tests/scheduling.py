@@ -1,7 +1,8 @@
 """Which tests run in one worker of pytest-xdist, and in which order the workers get them.
 
-Tests that share something expensive (ranks, a kernel, a network of hosts, a JupyterLab) form a *group*, which one worker runs
-from its beginning to its end. A group is a module, unless what is shared spans modules or a module is too long for one worker.
+Tests that share an expensive resource (ranks, a kernel, a network of hosts, a JupyterLab) form a *group*, which one
+worker runs from its beginning to its end. A group is a module, unless the shared resource spans modules or a module is
+too long for one worker.
 
 The groups are read off the tests' names, the only thing that the process which distributes them knows. (xdist's own
 ``loadgroup`` writes its groups into the names, which pytest 9.2 does not let it.)
@@ -45,12 +46,12 @@ RESIDENT = {
 
 
 def module_of(name: str) -> str:
-    """The module of a test within ``tests``, as in ``kernel_ext/pool/test_keep``."""
+    """Return the module of a test within ``tests``, as in ``kernel_ext/pool/test_keep``."""
     return name.partition("::")[0].removeprefix("tests/").removesuffix(".py")
 
 
 def group_of(name: str) -> str:
-    """The group to which the test of this name belongs."""
+    """Return the group to which the test of this name belongs."""
     module = module_of(name)
     folder = module.rpartition("/")[0]
     if folder in TOGETHER:
@@ -66,12 +67,10 @@ def priority_of(name: str) -> int:
 
 
 class GroupScheduling(LoadScopeScheduling):
-    """Gives workers whole groups, in the order in which they were collected."""
+    """Scheduling that gives workers whole groups, in the order in which they were collected."""
 
     def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
-        config.option.loadscopereorder = (
-            False  # by the number of tests, which says nothing about their length
-        )
+        config.option.loadscopereorder = False  # by the number of tests, not by their length
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""What is in ``/dev/shm``, on a machine on which others work as well."""
+"""Contents of ``/dev/shm``, on a machine on which others work as well."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ MOMENTS = 3.0
 def entries() -> set[str]:
     try:
         return set(os.listdir("/dev/shm"))
-    except OSError:
+    except OSError:  # there is no shared memory on this machine
         return set()
 
 
 def left(before: Collection[str], own: Collection[int] = (), within: float = MOMENTS) -> set[str]:
-    """Entries that came since, unless a living process maps them that is none of ``own``: they are another job's.
+    """Return entries that came since, unless a living process maps them that is none of ``own``: they are another
+    job's.
 
-    Others get ``within`` seconds to map, or remove, what they have made.
+    Others get ``within`` seconds to map, or remove, their files.
     """
     deadline = time.monotonic() + within
     while (new := entries() - set(before)) and time.monotonic() < deadline:
@@ -37,7 +38,7 @@ def _mapped(names: Collection[str], own: Collection[int]) -> set[str]:
         if names and int(place.name) not in own:
             try:
                 maps = (place / "maps").read_text()
-            except OSError:
+            except OSError:  # it has ended since the listing, or belongs to another user
                 continue
             found |= {name for name in names if f"/dev/shm/{name}" in maps}
     return found

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from hvdlab.collectives.tracing import clocks
 
-AHEAD_NS = 7_000_000_000
+AHEAD_NS = 7_000_000_000  # 7 s
 _monotonic_ns = time.monotonic_ns
 
 

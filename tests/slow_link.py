@@ -38,7 +38,7 @@ class Direction:
         self.cut = not self.cut
 
     def due(self, length: int, now: float) -> float | None:
-        """When a frame arrives; ``None`` if it is lost."""
+        """Return when a frame arrives; ``None`` if it is lost."""
         begin = max(now, self._free)
         if self.cut:
             return None
@@ -49,7 +49,7 @@ class Direction:
 
 
 def device(namespace: str, name: str) -> int:
-    """A new TAP device in a network namespace."""
+    """Return a new TAP device in a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(namespace) as entered:
         if libc.setns(entered.fileno(), _CLONE_NEWNET):

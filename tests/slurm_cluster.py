@@ -79,7 +79,7 @@ class SlurmCluster:
 
     Args:
         root: Where the packages were unpacked.
-        work: A directory for what Slurm writes.
+        work: A directory for Slurm's files.
 
     Attributes:
         work: As given.
@@ -128,6 +128,7 @@ class SlurmCluster:
 
     def __exit__(self, *error: object) -> None:
         # Steps end with their jobs: their daemons are not children of a slurmd, and must not be left.
+        # As far as it goes: the daemons are ended below in any case, also where Slurm does not answer any more.
         with contextlib.suppress(OSError, subprocess.SubprocessError, AssertionError):
             for job in self.jobs():
                 self.run("scancel", job)
@@ -135,6 +136,7 @@ class SlurmCluster:
         for name in list(self._daemons):
             self.stop(name)
         for process in self.steps():
+            # It can end by itself between the listing and the kill.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -163,7 +165,7 @@ class SlurmCluster:
             process.wait()
 
     def run(self, *words: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
-        """What a command prints."""
+        """Return a command's output."""
         done = subprocess.run(
             words,
             env={**os.environ, **self.environment, **(env or {})},
@@ -176,20 +178,21 @@ class SlurmCluster:
         return done.stdout
 
     def jobs(self) -> list[str]:
-        """Ids of the jobs that wait or run."""
+        """Return ids of the jobs that wait or run."""
         return self.run("squeue", "-h", "-o", "%i").split()
 
     def job(self) -> str:
-        """The one job that there is."""
+        """Return the one job that there is."""
         (job,) = self.jobs()
         return job
 
     def steps(self) -> list[psutil.Process]:
-        """The processes of Slurm's that look after steps."""
+        """Return the processes of Slurm's that look after steps."""
         return list(self._steps())
 
     def _steps(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter(["name", "cmdline"]):
+            # Processes of the whole machine end while they are listed.
             with contextlib.suppress(psutil.Error):
                 found: dict[str, Any] = process.info
                 if (found["name"] or "").startswith("slurmstepd") and self._is_ours(process):
@@ -199,17 +202,18 @@ class SlurmCluster:
         return process.environ().get("SLURM_CONF", "") == self.environment["SLURM_CONF"]
 
     def _logs(self) -> str:
-        """The end of what the daemons have logged."""
+        """Return the end of the daemons' logs."""
         logs = sorted(self.work.glob("*.log"))
         return "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in logs)
 
 
 @contextlib.contextmanager
 def running(work: Path) -> Iterator[SlurmCluster]:
-    """A cluster to which this process's variables lead, until the end of the block; skips the test where Slurm can't be had.
+    """Yield a cluster to which this process's variables lead, until the end of the block; skips the test where Slurm
+    can't be had.
 
     Args:
-        work: A directory for what Slurm writes.
+        work: A directory for Slurm's files.
     """
     try:
         cluster = SlurmCluster.made(work)

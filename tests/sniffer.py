@@ -1,7 +1,7 @@
-"""Whoever is on the way: reads all frames of the network that it is in.
+"""Sniffer on the way: reads all frames of its network.
 
-``python sniffer.py INTERFACE HEX...`` says ``up``, reads until its input ends, and says for each text, given in hex, whether it was
-seen, in JSON.
+``python sniffer.py INTERFACE HEX...`` prints ``up``, reads until its input ends, and prints for each text, given in
+hex, whether it was seen, in JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Sniffer:
     """Reads until :meth:`close`.
 
     Args:
-        interface: What to listen at; all, if it is empty.
+        interface: The interface to listen at; all, if it is empty.
     """
 
     def __init__(self, interface: str = "") -> None:
@@ -39,7 +39,7 @@ class Sniffer:
                 self._frames.append(self._socket.recv(1 << 18))
 
     def close(self) -> bytes:
-        """All that was seen."""
+        """Close it, and return all that was seen."""
         self._over.set()
         self._thread.join()
         self._socket.close()

@@ -18,7 +18,7 @@ def offer_kernel(directory: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def kernelspec_in(directory: Path, patch: pytest.MonkeyPatch, *, np: int = 2) -> Path:
-    """The same; it starts ``np`` ranks, without what they could preload."""
+    """The same; it starts ``np`` ranks, without their preloaded modules."""
     offer_kernel(directory, patch)
     patch.setenv("IPYTHONDIR", str(directory / "ipython"))
     patch.setenv("HVDLAB_NP", str(np))

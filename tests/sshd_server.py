@@ -44,7 +44,7 @@ BatchMode yes
 
 @contextmanager
 def serving(server: Host, cache: Path, directory: Path) -> Iterator[str]:
-    """Has a host run sshd, and gives the command that reaches it from the other hosts of its network.
+    """Have a host run sshd, and yield the command that reaches it from the other hosts of its network.
 
     Args:
         server: The host.

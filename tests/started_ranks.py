@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts, with a coordinator and no pool around them: what every launcher is tried with."""
+"""Ranks that a launcher starts, with a coordinator and no pool around them: the test bed of every launcher."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class StartedRanks:
         far: Whether ranks reach the coordinator over TLS, as those of other hosts.
 
     Attributes:
-        launcher: What starts them.
-        events: What the starter has reported.
+        launcher: Their launcher. events: The starter's reports.
         ready: Ranks in the order in which they came to listen.
     """
 
@@ -92,10 +91,10 @@ class StartedRanks:
             where.append(what)
             self._changed.notify_all()
 
-    # -- what tests do --------------------------------------------------------------------------------------------
+    # -- acts of tests --------------------------------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition on what was reported."""
+        """Wait for a condition on the reports."""
         with self._changed:
             assert self._changed.wait_for(condition, 2 * PATIENCE), self.events
 
@@ -110,15 +109,15 @@ class StartedRanks:
         self._pids |= {event.pid for event in self.started()}
 
     def started(self) -> list[Started]:
-        """Ranks that got a process."""
+        """Return ranks that got a process."""
         return [event for event in self.events if isinstance(event, Started)]
 
     def pid(self, rank: int) -> int:
-        """The last process of a rank."""
+        """Return the last process of a rank."""
         return [event.pid for event in self.started() if event.rank == rank][-1]
 
     def end_of(self, rank: int) -> Ended:
-        """How a rank ended, once it has."""
+        """Return how a rank ended, once it has."""
 
         def ends() -> list[Ended]:
             return [event for event in self.events if isinstance(event, Ended) and event.rank == rank]
@@ -138,7 +137,7 @@ class StartedRanks:
         self.client.rank_lost(rank, self.pid(rank), reason)
 
     def close(self) -> None:
-        """As a pool does."""
+        """Close it as a pool does."""
         self.client.expect(())
         self.starter.close(3.0)
         self.companion.close()

@@ -51,7 +51,7 @@ def test_the_links_are_committed_as_links() -> None:
 
 
 def expected_modules() -> set[str]:
-    """Names in a wheel of all modules that git knows."""
+    """Return names in a wheel of all modules that git knows."""
     places = [*ROOMS, "src/hvdlab"]
     tracked = [Path(name) for name in git("ls-files", *places).splitlines()]
     present = [path for path in tracked if path.suffix == ".py" and (ROOT / path).is_file()]
@@ -60,7 +60,7 @@ def expected_modules() -> set[str]:
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A wheel of this tree, and a wheel of the source distribution of this tree."""
+    """Return a wheel of this tree, and a wheel of the source distribution of this tree."""
     out = tmp_path_factory.mktemp("builds")
     for target in ("wheel", "sdist"):
         done = run("-m", "hatchling", "build", "-t", target, "-d", str(out / target))
@@ -216,7 +216,7 @@ def test_what_must_be_light_imports_nothing_heavy(module: str) -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["wheel", "wheel of the sdist"])
 def test_a_wheel_brings_a_bill_of_materials(builds: tuple[Path, Path], which: int) -> None:
-    """Code of others that it contains, and what it depends on."""
+    """Others' code that it contains, and its dependencies."""
     (place,) = [name for name in names_in(builds[which]) if name.endswith(".dist-info/sboms/hvdlab.cdx.json")]
     with zipfile.ZipFile(builds[which]) as wheel:
         bill = json.loads(wheel.read(place))

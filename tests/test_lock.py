@@ -1,4 +1,5 @@
-"""constraints.txt resolves for every Python that is promised, without a network: by the metadata of what is installed."""
+"""constraints.txt resolves for every Python that is promised, without a network: by the metadata of the installed
+distributions."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CHECKED = [
 ]
 FILES = ["constraints.txt", *CHECKED]
 CLASSIFIER = "Programming Language :: Python :: "
-#: The first release of each promised minor version: what a dependency asks for is most often a lower bound.
+#: The first release of each promised minor version: a dependency's requirement is most often a lower bound.
 PROMISED = [
     f"{minor}.0"
     for minor in (
@@ -45,7 +46,7 @@ EXTRAS: dict[str, list[str]] = {
     for name, lines in PROJECT["optional-dependencies"].items()
     if name not in ("ray", "spark", "dask")
 }
-#: What `make install` brings beside the extras, and the one extra that it does not bring.
+#: Distributions that `make install` brings beside the extras, and the one extra that it does not bring.
 BESIDE = ["mpich", "tensorflow-cpu"]
 LEFT_OUT = "gpu"
 #: The same files as another one that it brings.
@@ -79,7 +80,7 @@ PINS = read_pins((ROOT / "constraints.txt").read_text())
 
 
 def environment_of(python: str) -> dict[str, str]:
-    """The environment of markers on this machine, were its Python another."""
+    """Return the environment of markers on this machine, were its Python another."""
     changed = {
         "python_full_version": python,
         "python_version": python.rpartition(".")[0],
@@ -104,7 +105,8 @@ def asked_by_project(extras: Iterable[str] = EXTRAS) -> list[Requirement]:
 
 
 def required(asked: list[Requirement], environment: dict[str, str]) -> dict[str, str]:
-    """Each distribution that installing `asked` brings, and what asks for it, as far as metadata is here to follow."""
+    """Return each distribution that installing `asked` brings, and its dependents, as far as metadata is here to
+    follow."""
     found: dict[str, str] = {}
     waiting = [("hvdlab", requirement, "") for requirement in asked]
     followed: set[tuple[str, str]] = set()
@@ -184,7 +186,7 @@ def test_no_host_and_no_path_is_named() -> None:
 
 
 def hashed(file: str) -> dict[str, list[str]]:
-    """Each requirement of a file of :data:`CHECKED`, and its digests."""
+    """Return each requirement of a file of :data:`CHECKED`, and its digests."""
     found: dict[str, list[str]] = {}
     for line in (ROOT / file).read_text().splitlines():
         if line.startswith("#"):
@@ -209,7 +211,7 @@ def test_all_that_is_downloaded_has_digests(file: str) -> None:
 
 @pytest.mark.parametrize("python", PROMISED)
 def test_what_is_checked_by_digest_is_what_is_pinned(python: str) -> None:
-    """`make install` resolves nothing: what is missing from these files is not installed."""
+    """`make install` resolves nothing: distributions missing from these files are not installed."""
     environment = environment_of(python)
     pins = {pin.name: pin.version for pin in PINS if pin.holds(environment)}
     files = [
@@ -238,7 +240,7 @@ def test_what_is_installed_is_checked(tmp_path: Path) -> None:
 
 
 def test_another_file_than_was_pinned_is_refused(tmp_path: Path) -> None:
-    """A registry, or whoever sits between, that serves a package of the same name and version."""
+    """A registry, or a proxy before it, serves a package of the same name and version."""
     wheel = tmp_path / "attrs-26.1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("attrs/__init__.py", "raise SystemExit('not attrs')")

@@ -1,4 +1,4 @@
-"""What tests share is made anew after one that failed, and only then."""
+"""Shared resources of tests are made again after one that failed, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks, peers and files say is shown as text, wherever it is shown."""
+"""Texts from ranks, peers and files are shown as text, in all places."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ CONTROLS = "g\x1b]0;PWN\x07\x1b[2J\x9b2J\x7f\r\nforged\u2028\u202egpj.exe\ud800"
 
 
 def traced(name: str, directory: Path) -> Path:
-    """A foreign trace with a tensor, a line of code and a metric of this name."""
+    """Return a foreign trace with a tensor, a line of code and a metric of this name."""
     recording = Recording()
     when = 5_000_000_000
     times = (when, when + 1000, when + 2000, when + 3000)
@@ -158,7 +158,7 @@ def looked_at(name: str) -> str:
 
 
 def errors(name: str) -> str:
-    """Each kind of error, with this text wherever peers, files and names of tensors have a say."""
+    """Return each kind of error, with this text wherever peers, files and names of tensors have a say."""
     waited = Pending("allreduce", name, (0,), (1,), {0: name})
     kinds = [
         HvdlabError(name),
@@ -172,7 +172,7 @@ def errors(name: str) -> str:
         RankFailedError(name),
     ]
     for kind in kinds:
-        # A name can't add lines either; what is one text as a whole may have several.
+        # A name can't add lines either; a whole text can have several.
         assert type(kind) in ONE_TEXT or "\nforged" not in str(kind), type(kind)
     return "\n".join(map(str, kinds))
 
@@ -181,7 +181,7 @@ ONE_TEXT = (HvdlabError, ProtocolError, KVStoreError, RankFailedError)
 
 
 def failed_cell(name: str, *, colours: bool = False) -> str:
-    """A cell that failed on two ranks in different ways, while a third died."""
+    """Return a cell that failed on two ranks in different ways, while a third died."""
     told = {"recorded": (name, name), "wrong": name, "site": name, "why": name}
     own = CellError(name, name, (name, f"{name}: {name}"), 1, **told)
     stopped = CellError("AbortedError", name, (name,), 3, True, name, (7,), **told)
@@ -223,7 +223,7 @@ class _Said(NullSink):
 
 
 def waiting_cell(name: str) -> str:
-    """What a cell shows below itself: that ranks wait, news of the pool, and a question."""
+    """Return the lines below a cell: that ranks wait, news of the pool, and a question."""
     sink = _Said()
     run = CellState("c", range(2), now=time.monotonic(), stall_time=1.0)
     handle = CellHandle(run, sink, credit=lambda rank, taken: None, interrupt=lambda ranks: None)
@@ -240,7 +240,7 @@ def waiting_cell(name: str) -> str:
 
 
 def logged_by_ranks(name: str) -> str:
-    """The logger of ranks, set up as an application finds it that has not configured logging."""
+    """Return the logger of ranks, set up as an application finds it that has not configured logging."""
     log = logging.getLogger("hvdlab")
     before, propagates = log.handlers[:], log.propagate
     log.handlers[:], log.propagate = [], False
@@ -367,7 +367,7 @@ def test_no_text_from_elsewhere_gives_a_terminal_orders(what: str, tmp_path: Pat
 
 
 def obeyed(text: str) -> list[str]:
-    """What a terminal does not show but do."""
+    """Return the parts that a terminal obeys instead of showing."""
     return [
         one for one in text if one != "\n" and unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     ]

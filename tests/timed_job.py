@@ -1,8 +1,9 @@
 """A job of any size on a modelled network: the real state machines of its coordinator and ranks, with a model of all that is between them.
 
 No clock is read, so a job is the same on every machine. A process does one thing after another: each message that it
-reads or writes takes it :attr:`Network.message` seconds, and its bytes leave it at :attr:`Network.bandwidth`. The coordinator reads
-all that has come by the time it is free as one round, as its server does. What states compute takes no time beside that.
+reads or writes takes it :attr:`Network.message` seconds, and its bytes leave it at :attr:`Network.bandwidth`. The
+coordinator reads all messages that have arrived by the time it is free as one round, as its server does. The states'
+computations take no time beside that.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 @dataclass(frozen=True)
 class Network:
-    """What things take.
+    """Costs of a message and of its bytes.
 
     Attributes:
         message: Seconds of a process for a message that it reads, or writes.
@@ -55,7 +56,7 @@ class Network:
 
 @dataclass
 class Traffic:
-    """What a process has read and written."""
+    """Messages and bytes that a process has read and written."""
 
     frames_in: int = 0
     frames_out: int = 0
@@ -71,7 +72,7 @@ class Traffic:
         return self.bytes_in + self.bytes_out
 
     def since(self, before: Traffic) -> Traffic:
-        """What came after a moment, of which ``before`` is a copy."""
+        """Return the traffic after a moment, of which ``before`` is a copy."""
         return Traffic(
             self.frames_in - before.frames_in,
             self.frames_out - before.frames_out,
@@ -89,8 +90,8 @@ class TimedRank:
         free: When it has done what it is doing.
         alive: Whether it has not been killed.
         members_told: Which descriptions of members it has been sent.
-        ordered: When it was last told to execute something.
-        failed: When something that it waited for last failed.
+        ordered: When it last received an order to execute.
+        failed: When its last wait failed.
         renewed: When it last began an epoch.
     """
 
@@ -107,12 +108,12 @@ class TimedRank:
 
 @dataclass(frozen=True)
 class Passage:
-    """What a part of a job has cost.
+    """Cost of a part of a job.
 
     Attributes:
         seconds: How long it took.
-        root: What the coordinator has read and written.
-        leaf: The same of the rank that had most to do with.
+        root: Traffic of the coordinator.
+        leaf: Traffic of the busiest rank.
     """
 
     seconds: float
@@ -121,11 +122,11 @@ class Passage:
 
 
 class TimedJob:
-    """A coordinator and ``size`` ranks.
+    """Coordinator and ``size`` ranks.
 
     Args:
         size: Number of ranks.
-        network: What things take.
+        network: Costs of messages.
     """
 
     def __init__(self, size: int, network: Network | None = None) -> None:
@@ -135,17 +136,17 @@ class TimedJob:
         self.coordinator = CoordinatorState(CoordinatorOptions(size=size, stall_seconds=0.0))
         self.ranks = [TimedRank(rank, RankState(rank)) for rank in range(size)]
         self._members = SentMembers()
-        self._free = 0.0  # when the coordinator has done what it is doing
+        self._free = 0.0  # when the coordinator is free again
         self._inbox: deque[tuple[Event, int]] = deque()
         self._awake = False  # whether it is about to look there
-        # (when, order, rank or -1 for the coordinator, what comes, its bytes)
+        # (when, order, rank or -1 for the coordinator, the message, its bytes)
         self._coming: list[tuple[float, int, int, Event | m.Message | None, int]] = []
         self._order = itertools.count()
 
-    # -- what happens to the job ----------------------------------------------------------------------------------
+    # -- events of the job ----------------------------------------------------------------------------------------
 
     def form(self) -> Passage:
-        """All ranks connect at once, and the world begins."""
+        """Connect all ranks at once, so that the world begins."""
         before = self._mark()
         for me in self.ranks:
             hello = self.hello(me.rank)
@@ -155,7 +156,8 @@ class TimedJob:
         return self._passage(before, max(me.renewed for me in self.ranks))
 
     def step(self, names: Sequence[str]) -> Passage:
-        """All ranks submit these tensors at once; it is over when the last of them has been told to execute the last one."""
+        """Submit on all ranks these tensors at once; it is over when the last rank has received the order to execute
+        the last one."""
         before = self._mark()
         living = [me for me in self.ranks if me.alive]
         for me in living:
@@ -165,10 +167,11 @@ class TimedJob:
         return self._passage(before, max(me.ordered for me in living))
 
     def kill(self, rank: int) -> tuple[Passage, float]:
-        """A rank dies while all others wait for it.
+        """Kill a rank while all others wait for it.
 
         Returns:
-            What it cost, with the time after which all knew of it, and how many seconds passed until all had begun anew.
+            Its cost, with the time after which all knew of it, and how many seconds passed until all had begun a new
+            epoch.
         """
         victim, others = self.ranks[rank], [me for me in self.ranks if me.alive and me.rank != rank]
         for me in others:
@@ -183,7 +186,7 @@ class TimedJob:
         return passage, max(me.renewed for me in others) - before[0]
 
     def run(self) -> None:
-        """Let happen what is on its way, and what is due because of it."""
+        """Deliver the messages in flight, and those that follow from them."""
         while True:
             due = self.coordinator.next_deadline()
             if (
@@ -215,7 +218,7 @@ class TimedJob:
             self._later(max(self.now, self._free), -1, None, 0)
 
     def _one_round(self) -> None:
-        """Read all that has come, and carry out what follows from it."""
+        """Read all messages that have arrived, and carry out their effects."""
         read = [size for _, size in self._inbox if size]
         events = [event for event, _ in self._inbox]
         self._inbox.clear()
@@ -229,7 +232,7 @@ class TimedJob:
     def _send(self, effect: Send | SendConfigure) -> None:
         """Send as the server does; ranks get whole messages, which their engines make of the short ones."""
         message = effect.fallback if isinstance(effect, SendConfigure) else effect.message
-        sizes: dict[int, tuple[int, int]] = {}  # by what a rank knows
+        sizes: dict[int, tuple[int, int]] = {}  # by the rank's state
         if roster := type(message) in SHORTENED:
             self._members.add(message)
         for peer in effect.peers:
@@ -249,7 +252,7 @@ class TimedJob:
     # -- ranks ----------------------------------------------------------------------------------------------------
 
     def hello(self, rank: int) -> m.Hello:
-        """How a rank introduces itself."""
+        """Return how a rank introduces itself."""
         host = rank // self.network.ranks_per_host
         return m.Hello(
             m.PROTOCOL_VERSION,
@@ -317,7 +320,8 @@ class TimedJob:
 
 
 def memory_of_root(size: int, names: Sequence[str]) -> int:
-    """Bytes that the coordinator's state takes once all ranks have announced these tensors, each message decoded as it comes from a socket."""
+    """Return bytes that the coordinator's state takes once all ranks have announced these tensors, each message decoded
+    as it comes from a socket."""
     job, definitions = TimedJob(0), []
     for local, name in enumerate(names):
         signature = m.Signature(int(OpKind.ALLREDUCE), name, int(DType.F32), int(ReduceOp.SUM), _TENSOR.shape)

@@ -29,7 +29,7 @@ def steps(
     known_size: bool = True,
     slow_rank: int | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Batches of a training of ``count`` steps in which ``layers`` gradients are reduced, ``fused`` at a time.
+    """Yield batches of a training of ``count`` steps in which ``layers`` gradients are reduced, ``fused`` at a time.
 
     Gradients become ready while earlier ones are still under way, and one rank of each step is slow, by default any:
     as in reality.

@@ -1,7 +1,7 @@
 """A tunnel between two hosts of :mod:`hosts`, as WireGuard's, for kernels that have none.
 
 ``python tunnel.py OWN PEER PORT KEY``: packets for the network of the address OWN (``10.8.0.1/24``) go to the host PEER in UDP, encrypted and
-authenticated with the key (hex), and what comes from there is taken out. Says ``up``; ends with its input.
+authenticated with the key (hex), and packets from there are decrypted. Prints ``up``; ends with its input.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
-_NONCE = 12
-_MTU = 1400
+_NONCE = 12  # bytes, before each encrypted packet
+_MTU = 1400  # bytes: leaves room for UDP, the nonce and the tag below 1500
 
 
 def main(own: str, peer: str, port: str, key: str) -> None:
@@ -46,7 +46,7 @@ def main(own: str, peer: str, port: str, key: str) -> None:
                     if sender == peer:
                         os.write(device, cipher.decrypt(packet[:_NONCE], packet[_NONCE:], None))
                 except InvalidTag:
-                    continue  # nobody's who has the key
+                    continue  # not from a holder of the key
 
 
 if __name__ == "__main__":

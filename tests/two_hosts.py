@@ -1,4 +1,4 @@
-"""Two hosts for tests, with what does for ssh between them, and commands that run on one to their end.
+"""Two hosts for tests, with a replacement of ssh between them, and commands that run on one to their end.
 
 The fixtures are for the ``conftest.py`` of a folder, which imports them.
 """
@@ -18,7 +18,7 @@ from remote_shell import RemoteShell
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """Two hosts, which are namespaces of this one; skipped where those are not permitted."""
+    """Yield two hosts, which are namespaces of this one; skipped where those are not permitted."""
     if reason := hosts.missing():
         pytest.skip(reason)
     with Network(2) as made:
@@ -27,7 +27,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def shell(network: Network, tmp_path: Path) -> Iterator[RemoteShell]:
-    """What does for ssh between them."""
+    """Yield the replacement of ssh between them."""
     with RemoteShell(network, tmp_path) as made:
         yield made
 

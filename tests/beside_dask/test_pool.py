@@ -25,7 +25,7 @@ hvd.init()
 
 @pytest.fixture
 def pool(cluster: Any) -> Iterator[Pool]:
-    """Three ranks on two workers, with room for one more."""
+    """Yield three ranks on two workers, with room for one more."""
     pool = Pool.start(3, launcher="dask", launcher_options={"timeout": "2"}, timeout=PATIENCE)
     yield pool
     pool.stop()
@@ -34,7 +34,7 @@ def pool(cluster: Any) -> Iterator[Pool]:
 def test_ranks_of_two_workers_share_the_memory_of_their_machine(pool: Pool) -> None:
     assert list(pool.run(SUM)) == [(6.0, 0, 3), (6.0, 1, 3), (6.0, 2, 3)]
     assert {status.plane for status in pool.status()} == {"shm"}
-    # A fork server on each worker has imported what they share.
+    # A fork server on each worker has imported their common modules.
     parents = list(pool.run("os.getppid()"))
     assert parents[0] == parents[1] != parents[2]
 
@@ -48,7 +48,7 @@ def test_a_lost_worker_takes_its_own_ranks_alone(cluster: Any, pool: Pool) -> No
     eventually(lambda: 2 in pool.lost)
     assert "Dask worker worker-" in pool.lost[2]
     assert list(pool.run("kept", ranks=[0, 1])) == [41, 41]
-    # Dask starts the worker anew.
+    # Dask restarts the worker.
     eventually(lambda: len(cluster.get_client().scheduler_info(n_workers=-1)["workers"]) == 2)
     assert pool.repair(timeout=PATIENCE) == (2,)
     assert list(pool.run("globals().get('kept')")) == [41, 41, None]

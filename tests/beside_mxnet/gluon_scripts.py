@@ -1,6 +1,6 @@
 """Scripts of MXNet's own: its arrays, optimizers and trainer, on stores of MXNet's and on hvdlab's in their place.
 
-As in ``store_scripts`` all workers run a script on one store; what it returns is equal to the bit.
+As in ``store_scripts`` all workers run a script on one store; its results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _trained(kv: Any, side: Any, **options: Any) -> Any:
         for key, parameter in sorted(net.collect_params().items()):
             for place, data in enumerate(parameter.list_data()):
                 results.array(f"{key} {place}", data)
-        kv._barrier()  # else MXNet's own servers, on a busy machine, now and then give workers another sum
+        kv._barrier()  # or MXNet's own servers, on a busy machine, now and then give workers another sum
     results.value("on the store", trainer._update_on_kvstore)
     return results.seen
 

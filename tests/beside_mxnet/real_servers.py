@@ -22,7 +22,7 @@ HANGS_AFTER = 60.0
 
 
 class RealServersFailed(Exception):
-    """A process of MXNet's failed or did not end; the text has what it wrote."""
+    """A process of MXNet's failed or did not end; the text has its output."""
 
 
 def played_by_mxnet(
@@ -34,7 +34,8 @@ def played_by_mxnet(
     env: Mapping[str, str] | None = None,
     timeout: float = 100,
 ) -> list[list[Any]]:
-    """Results of scripts on a store of MXNet's, for each worker; all scripts run on one store, one after the other."""
+    """Return results of scripts on a store of MXNet's, for each worker; all scripts run on one store, one after the
+    other."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     common = {
@@ -83,7 +84,7 @@ def played_by_mxnet(
 
 
 def _ended(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
-    """Their exit codes, as soon as one has failed or all have ended."""
+    """Return their exit codes, as soon as one has failed or all have ended."""
     poll = select.poll()
     waiting = {os.pidfd_open(process.pid): process for process in processes}
     for descriptor in waiting:

@@ -1,4 +1,4 @@
-"""Scripts that run on stores of MXNet's and of hvdlab's; what they return is equal to the bit.
+"""Scripts that run on stores of MXNet's and of hvdlab's; their results are equal to the bit.
 
 A script takes a store and a :class:`Mxnet` or :class:`Hvdlab`, which makes the arrays that go with it. All workers run it.
 """
@@ -104,7 +104,7 @@ class Hvdlab:
 
 
 class Results:
-    """What a script saw, in order: arrays as type, shape and bytes."""
+    """Results of a script, in order: arrays as type, shape and bytes."""
 
     def __init__(self, kv: Any, side: Any) -> None:
         self.kv, self.side, self.seen = kv, side, []
@@ -159,8 +159,8 @@ SHAPES = [(1,), (7,), (3, 5), (2, 3, 4), (70_001,)]
 def sums(kv: Any, side: Any) -> Any:
     """Lists of one to seven arrays on each worker, without an updater: the sum replaces the value.
 
-    float64 has numbers that float32 can add exactly: MXNet's servers keep values of other types as float32, whatever
-    ``multi_precision`` says.
+    float64 has numbers that float32 can add exactly: MXNet's servers keep values of other types as float32, with any
+    ``multi_precision``.
     """
     results = Results(kv, side)
     results.value("type", (kv.type, kv.rank, kv.num_workers))
@@ -250,7 +250,7 @@ def _row_sparse(kv: Any, side: Any, key: int) -> Any:
     common, own = generator(kv, key)
     shape = (30, 4)
     kv.init(key, side.rows(random(common, shape), np.arange(30), shape))
-    for count in (3, 1, 2, 3, 1):  # the longest list comes first, or else MXNet crashes
+    for count in (3, 1, 2, 3, 1):  # the longest list comes first, otherwise MXNet crashes
         pushed = []
         for _ in range(count):
             rows = np.sort(own.choice(30, int(own.integers(1, 12)), replace=False))
@@ -264,7 +264,7 @@ def _row_sparse(kv: Any, side: Any, key: int) -> Any:
 
 
 def refused(kv: Any, side: Any) -> Any:
-    """What each worker's store refuses by itself, with the same kind of error."""
+    """Record the calls that each worker's store refuses by itself, with the same kind of error."""
     results = Results(kv, side)
     one = np.ones(1, np.float32)
     kv.init(6000, side.array(one))
@@ -495,7 +495,7 @@ def counting(kv: Any, side: Any) -> Any:
 
 
 def kinds_of_stores(kv: Any, side: Any) -> Any:
-    """What stores say of themselves, by each of their names."""
+    """Record the attributes of stores, by each of their names."""
     results = Results(kv, side)
     for name in (
         *("local", "LOCAL", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device"),

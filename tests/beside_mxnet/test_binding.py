@@ -77,7 +77,7 @@ def shaped_by_ranks() -> None:
 
 
 def operations_in_flight() -> None:
-    """MXNet computes later, on other threads; a collective waits for what its array is made of."""
+    """MXNet computes later, on other threads; a collective waits for its array's operands."""
     for _ in range(5):
         x = mx.nd.ones((300, 300))
         for _ in range(10):
@@ -154,7 +154,7 @@ def step(model: Any, trainer: Any, x: Any, y: Any) -> None:
 
 
 def reference(start: list[Any], n: int) -> list[Any]:
-    """One process's weights after training on all the data."""
+    """Return one process's weights after training on all the data."""
     model = net()
     model.initialize()
     model(mx.nd.ones((1, 5)))
@@ -262,7 +262,7 @@ def settings_that_are_refused() -> None:
 
 
 def trained_in_a_process_set() -> None:
-    """All ranks but the first train together; that one takes its steps alone."""
+    """Check that all ranks but the first train together; that one takes its steps alone."""
     n, rank = hvd.size(), hvd.rank()
     if n == 1:
         return

@@ -37,7 +37,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def start_servers() -> None:
-    """They live as long as the ranks, so they have to come before the first test."""
+    """Start the servers. They live as long as the ranks, so they have to come before the first test."""
     kvstore.create("dist_async")
 
 
@@ -164,7 +164,7 @@ def test_names_that_mxnet_would_make_a_local_store_of(installed: None) -> None:
 
 
 def row_sparse_store(name: str, optimizer: Any) -> list[Any]:
-    """What is pulled from a store of MXNet's arrays while it is trained by rows."""
+    """Return the values pulled from a store of MXNet's arrays while it is trained by rows."""
     kv, rng, shape = mx.kv.create(name), np.random.default_rng(9), (9, 3)
 
     def rows(numbers: Any) -> Any:
@@ -205,7 +205,7 @@ def test_row_sparse_arrays_of_mxnet_give_mxnets_bits() -> None:
 def embedded(
     store: str, contexts: list[Any], share: slice = slice(None), *, sparse_weight: bool = False
 ) -> Any:
-    """The weight of an embedding with gradients by row, after training."""
+    """Return the weight of an embedding with gradients by row, after training."""
     weight = mx.gluon.Parameter(
         "weight", shape=(11, 2), grad_stype="row_sparse", stype="row_sparse" if sparse_weight else "default"
     )
@@ -260,7 +260,7 @@ def test_gluon_trains_embeddings_on_ranks_as_in_one_process(ranks: Ranks) -> Non
 
 
 def saved_and_loaded(store: str, path: str, contexts: list[Any]) -> None:
-    """Gluon's trainer saves its states and loads them again; a sparse weight has some, too."""
+    """Check that Gluon's trainer saves its states and loads them again; a sparse weight has some, too."""
     model = net(contexts)
     rows = mx.gluon.Parameter("rows", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
     rows.initialize(ctx=contexts)
@@ -373,7 +373,7 @@ def trained_on_servers(name: str, scheduler: str = "") -> list[list[list[float]]
 
 
 class OwnScheduler(mx.lr_scheduler.FactorScheduler):  # type: ignore[misc]  # MXNet has no types
-    """Of a class that servers don't have."""
+    """Scheduler of a class that servers don't have."""
 
 
 def test_mxnets_optimizers_on_servers_give_mxnets_bits(ranks: Ranks) -> None:

@@ -73,7 +73,7 @@ def play_installed(store: str, names: list[str]) -> list[Any]:
 
 
 def start_servers() -> None:
-    """They live as long as the ranks, so they have to come before the first script."""
+    """Start the servers. They live as long as the ranks, so they have to come before the first script."""
     kvstore.create("dist_async")
 
 

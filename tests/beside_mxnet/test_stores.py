@@ -33,7 +33,7 @@ def to_mx(value: Any) -> Any:
 
 
 class Both:
-    """A store of each kind, which get the same calls."""
+    """Pair of stores of both kinds, which get the same calls."""
 
     def __init__(self, name: str) -> None:
         self.theirs, self.ours = mx.kv.create(name), kvstore.create(name)
@@ -88,7 +88,7 @@ def test_values_are_cast_as_c_does() -> None:
     for stored in TYPES:
         for wanted in TYPES:
             if stored.startswith("f") and wanted == "uint8":
-                continue  # undefined in C for what is negative
+                continue  # undefined in C for negative values
             both = Both("local")
             both.call("init", "a", np.abs(random_array(rng, (50,), stored)) % 100)
             both.compare("a", (50,), wanted)

@@ -29,6 +29,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def leak_check(cluster: Any) -> Iterator[None]:
-    """Instead of the check of all tests: Ray's processes, threads and sockets come and go, but no coordinator of ours may stay."""
+    """Replace the check of all tests: Ray's processes, threads and sockets come and go, but no coordinator of ours may
+    stay."""
     with nothing_of_ours_left():
         yield

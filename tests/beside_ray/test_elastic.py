@@ -99,7 +99,7 @@ def test_ranks_come_and_go_with_nodes(cluster: Any) -> None:
     assert [each[2] for each in found] == [
         3,
         3,
-    ]  # they kept their processes: the function was entered anew in them
+    ]  # they kept their processes: the function was entered again in them
     everything_is_free()
 
 

@@ -1,4 +1,5 @@
-"""hvdlab.ray.RayExecutor on a real Ray of two nodes: values by rank, memory, places, errors, interrupts and what has no room."""
+"""hvdlab.ray.RayExecutor on a real Ray of two nodes: values by rank, memory, places, errors, interrupts and jobs
+without room."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Counter:
-    """An executable: joins when it is made, and counts."""
+    """Executable: joins when it is made, and counts."""
 
     def __init__(self, start: int, *, step: int) -> None:
         import hvdlab.numpy as hvd
@@ -49,7 +50,7 @@ def settings(**more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def executor(cluster: Any) -> Iterator[RayExecutor]:
-    """Two ranks on one node, which most tests share: also those in which a rank fails."""
+    """Yield two ranks on one node, which most tests share: also those in which a rank fails."""
     found = RayExecutor(settings(), num_workers=2)
     found.start(Counter, [10], {"step": 5}, extra_env_vars={"OF_THE_CALL": 7})
     yield found
@@ -60,6 +61,7 @@ def everything_is_free(pids: list[int]) -> None:
     """No worker is there any more, and its room can be had by others."""
     living = []
     for pid in pids:
+        # Those that have ended already need no wait.
         with contextlib.suppress(psutil.NoSuchProcess):
             living.append(psutil.Process(pid))
     _, left = psutil.wait_procs(living, timeout=PATIENCE)

@@ -55,7 +55,7 @@ def nothing_left(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def pools_there() -> list[str]:
-    """The names of the actors of kept pools."""
+    """Return the names of the actors of kept pools."""
     return [
         entry["name"]
         for entry in ray.util.list_named_actors(all_namespaces=True)
@@ -64,7 +64,7 @@ def pools_there() -> list[str]:
 
 
 def coordinators() -> list[psutil.Process]:
-    """The coordinators whose starter is a process of Ray's."""
+    """Return the coordinators whose starter is a process of Ray's."""
     found = []
     for process in our_processes():
         if "hvdlab.collectives.coordinator" in process.cmdline():

@@ -21,7 +21,7 @@ collect_ignore_glob = [] if any("beside_slurm" in word for word in sys.argv) els
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """The cluster: it takes a second, and the packages are brought once."""
+    """Yield the cluster: it takes a second, and the packages are brought once."""
     with running(tmp_path_factory.mktemp("slurm")) as cluster, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))

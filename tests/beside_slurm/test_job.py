@@ -61,7 +61,7 @@ def test_the_end_of_the_job_is_told_as_the_reason(slurm: SlurmCluster) -> None:
 
 @pytest.fixture
 def full(slurm: SlurmCluster) -> Iterator[str]:
-    """A job of somebody else's that has all of the cluster."""
+    """Start another user's job that has all of the cluster."""
     job = slurm.run("sbatch", "--parsable", "-o", "/dev/null", f"-n{FULL}", "-t5", "--wrap=sleep 600").strip()
     eventually(lambda: job in slurm.run("squeue", "-h", "-t", "running", "-o", "%i"), lambda: job)
     yield job

@@ -23,7 +23,7 @@ hvd.init()
 
 @pytest.fixture(scope="module")
 def pool(slurm: SlurmCluster) -> Iterator[Pool]:
-    """Three ranks on two nodes, with room for one more."""
+    """Yield three ranks on two nodes, with room for one more."""
     options = {"nodes": "2", "slots": "4", "args": "--ntasks-per-node=2"}
     pool = Pool.start(3, launcher="slurm", launcher_options=options, timeout=PATIENCE)
     yield pool
@@ -36,7 +36,7 @@ def test_ranks_run_in_one_job_on_its_nodes(slurm: SlurmCluster, pool: Pool) -> N
     assert list(pool.run(SUM)) == [(6.0, 0, 2), (6.0, 1, 2), (6.0, 0, 1)]
     hosts = [f"n1 (job {job})", f"n1 (job {job})", f"n2 (job {job})"]
     assert [status.host for status in pool.status()] == hosts
-    # A fork server on each node has imported what they share.
+    # A fork server on each node has imported their common modules.
     parents = list(pool.run("import os; os.getppid()"))
     assert parents[0] == parents[1] != parents[2]
 

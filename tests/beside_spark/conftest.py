@@ -19,13 +19,14 @@ collect_ignore_glob = [] if importlib.util.find_spec("pyspark") else ["test_*.py
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    """The SparkContext, of which a process has one: there is one for all tests."""
+    """Yield the SparkContext, of which a process has one: there is one for all tests."""
     with context(slots=2) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def leak_check() -> Iterator[None]:
-    """Instead of the check of all tests: Spark's own processes, threads and sockets come and go, but none of ours may stay."""
+    """Replace the check of all tests: Spark's own processes, threads and sockets come and go, but none of ours may
+    stay."""
     with nothing_of_ours_left():
         yield

@@ -1,4 +1,5 @@
-"""A driver of the tests, on a standalone cluster: ``python on_executors.py CASE DIRECTORY SECONDS``. Prints what it has found as JSON.
+"""A driver of the tests, on a standalone cluster: ``python on_executors.py CASE DIRECTORY SECONDS``. Prints its
+findings as JSON.
 
 ``SECONDS`` are the limit of each start.
 """
@@ -37,7 +38,7 @@ def kill_the_executor() -> None:
 
 
 def where() -> tuple[float, str, int, int]:
-    """The sum over the ranks, and where this one is: in which worker's directory, and beside how many."""
+    """Return the sum over the ranks, and where this one is: in which worker's directory, and beside how many."""
     import numpy as np
 
     import hvdlab.numpy as hvd
@@ -117,7 +118,7 @@ def grow(directory: str) -> list[int]:
 
 
 def executors(context: Any) -> int:
-    """How many executors there are beside the driver."""
+    """Return how many executors there are beside the driver."""
     return int(context._jsc.sc().getExecutorMemoryStatus().size()) - 1
 
 
@@ -161,7 +162,7 @@ def main(case: str, directory: str, seconds: str) -> None:
         elif case == "lost":
             try:
                 found = hvdlab.spark.run(lose, args=(directory,), num_proc=2, start_timeout=limit)
-            except Exception as error:  # noqa: BLE001  # the test looks at whatever it is
+            except Exception as error:  # noqa: BLE001  # the test examines any error
                 found = ["\n".join([str(error), *error.__notes__])]
             # The cluster has replaced the executor, and Spark is as usable as before.
             found = [*found, hvdlab.spark.run(where, num_proc=2, start_timeout=limit)]

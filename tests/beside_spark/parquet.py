@@ -17,7 +17,7 @@ WEIGHTS = np.array([2.0, -1.0, 0.5])
 
 
 def write(tmp_path: Path, rows: int = 64, name: str = "intermediate_train_data", **more: Any) -> LocalStore:
-    """Rows of ``x``, three numbers, and ``y``, their sum with weights."""
+    """Write rows of ``x``, three numbers, and ``y``, their sum with weights."""
     x = np.random.default_rng(0).normal(size=(rows, 3))
     place = tmp_path / name
     place.mkdir()
@@ -27,7 +27,7 @@ def write(tmp_path: Path, rows: int = 64, name: str = "intermediate_train_data",
 
 
 def read(tmp_path: Path, name: str = "intermediate_train_data") -> tuple[Any, Any]:
-    """``x`` and ``y`` of what :func:`write` wrote, as the models get them."""
+    """Return ``x`` and ``y`` of the file that :func:`write` wrote, as the models get them."""
     table = pq.read_table(tmp_path / name)
     x = np.array(table.column("x").to_pylist(), np.float32)
     return x, np.array(table.column("y").to_pylist(), np.float32)[:, None]
@@ -50,7 +50,7 @@ class InThisProcess(Backend):
 
 
 class NotToBeUsed(Backend):
-    """Fails if anything is started on its ranks."""
+    """Backend that fails if anything is started on its ranks."""
 
     def __init__(self, size: int = 1) -> None:
         self._size = size

@@ -20,7 +20,7 @@ _HERE = "127.0.0.1"
 
 
 class SparkCluster:
-    """The cluster, until the end of a ``with`` block.
+    """Cluster, until the end of a ``with`` block.
 
     Args:
         directory: Where workers keep the logs of their executors.
@@ -41,7 +41,7 @@ class SparkCluster:
         return {"SPARK_MASTER": self.address, "SPARK_LOCAL_IP": _HERE, "PYSPARK_PYTHON": sys.executable}
 
     def executors(self) -> list[psutil.Process]:
-        """The processes of executors."""
+        """Return the processes of executors."""
         return [
             child
             for daemon in self._daemons
@@ -94,7 +94,7 @@ class SparkCluster:
 
 
 class _Daemon:
-    """A JVM of Spark's, and what it logs."""
+    """JVM of Spark's, and its log."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
         import pyspark

@@ -1,4 +1,4 @@
-"""What ranks read: shares of row groups, batches, and columns that can't be arrays."""
+"""Ranks' input: shares of row groups, batches, and columns that can't be arrays."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ keras = pytest.importorskip("keras")
 
 from hvdlab.spark.keras import KerasEstimator, KerasModel  # it needs Keras
 
-# Keras uses what numpy calls old.
+# Keras uses functions that numpy deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 
@@ -157,7 +157,7 @@ def test_a_compiled_models_optimizer_and_batches_that_are_added_up(tmp_path: Pat
     x, y = read(tmp_path)
     reference = network()
     reference.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
-    # Five batches are rounded up to six; the sixth begins the rows anew.
+    # Five batches are rounded up to six; the sixth starts over with the rows.
     for chosen in (range(16), range(16, 32), [*range(32, 40), *range(8)]):
         reference.train_on_batch(x[list(chosen)], y[list(chosen)])
     np.testing.assert_allclose(trained.getModel().get_weights()[0], reference.get_weights()[0], rtol=1e-4)

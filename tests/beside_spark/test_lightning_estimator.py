@@ -20,7 +20,7 @@ import pytorch_lightning  # comes with it
 
 from hvdlab.spark.lightning import LightningEstimator, TorchEstimator, TorchModel
 
-# Lightning uses what numpy, torch and Python call old.
+# Lightning uses functions that numpy, torch and Python deprecate.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
@@ -72,7 +72,7 @@ def estimator(store: LocalStore, **more: Any) -> Any:
 
 
 def chosen(start: int) -> list[int]:
-    """The rows of both ranks' batches."""
+    """Return the rows of both ranks' batches."""
     return [*range(start, start + 8), *range(32 + start, 40 + start)]
 
 
@@ -123,7 +123,7 @@ def test_two_ranks_clip_what_is_reduced_and_go_on_with_the_schedule(tmp_path: Pa
 
 
 def scalars(store: LocalStore, run_id: str, name: str) -> dict[int, float]:
-    """What TensorBoard's own reader finds in the run's logs in the store: step to value."""
+    """Return the scalars that TensorBoard's own reader finds in the run's logs in the store: step to value."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logs = store.get_logs_path(run_id)

@@ -1,4 +1,4 @@
-"""hvdlab.spark.run on a real Spark: values by rank, output, errors and what has no room."""
+"""hvdlab.spark.run on a real Spark: values by rank, output, errors and jobs without room."""
 
 from __future__ import annotations
 

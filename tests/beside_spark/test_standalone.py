@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
 
 
 def driven(cluster: SparkCluster, case: str, directory: Path) -> Any:
-    """What a driver has found. It is a process of its own: a process has one SparkContext."""
+    """Return a driver's findings. It is a process of its own: a process has one SparkContext."""
     done = subprocess.run(
         [sys.executable, str(DRIVER), case, str(directory), str(4 * PATIENCE)],
         cwd=directory,

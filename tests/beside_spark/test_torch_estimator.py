@@ -110,7 +110,7 @@ def test_weights_callbacks_own_minibatches_and_transformation(tmp_path: Path) ->
             file.write(f"{epoch} {sorted(logs)}\n")
 
     def poison(frame: Any) -> Any:
-        """Rows of no weight must not be seen in the gradients."""
+        """Check that rows of no weight are not seen in the gradients."""
         return frame.assign(y=frame.y.where(frame.w > 0, 1e6))
 
     model = estimator(

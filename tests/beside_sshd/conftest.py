@@ -20,7 +20,7 @@ CACHE = Path(__file__).parents[2] / "out/engines/sshd"
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[Network]:
-    """Two hosts."""
+    """Yield two hosts."""
     if reason := hosts.missing():
         pytest.skip(reason)
     with Network(2) as made:
@@ -29,7 +29,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture(scope="session")
 def ssh(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The command that reaches the second host, on which sshd runs, from the first."""
+    """Yield the command that reaches the second host, on which sshd runs, from the first."""
     try:
         with serving(network.hosts[1], CACHE, tmp_path_factory.mktemp("sshd")) as command:
             yield command

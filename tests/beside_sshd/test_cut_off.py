@@ -38,7 +38,7 @@ Said = tuple[int, str, int, int, int]
 
 
 def read_until(process: Process, rank: int, what: str, size: int) -> Said:
-    """Read what ranks say until one says this."""
+    """Read ranks' output until one prints this."""
     assert process.stdout is not None
     for line in process.stdout:
         found = LINE.fullmatch(line.decode())

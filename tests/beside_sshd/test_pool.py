@@ -1,4 +1,4 @@
-"""A pool over real ssh: an agent on the other host, which is killed, and what is said where hvdlab is missing there."""
+"""A pool over real ssh: an agent on the other host, which is killed, and the message where hvdlab is missing there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for python in ("/no/such/python", sys.argv[3]):
 
 
 def on_first(network: Network, directory: Path, *words: str) -> str:
-    """What a script of Python's prints on the first host."""
+    """Return the output of a Python script on the first host."""
     environment = {"OMP_NUM_THREADS": "1", "IPYTHONDIR": str(directory)}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with network.hosts[0].popen([sys.executable, *words], env=environment, **streams) as process:

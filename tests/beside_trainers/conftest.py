@@ -27,7 +27,7 @@ _SETTINGS = {
 
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Pool]:
-    """Two ranks. The libraries take many seconds to import, so they are the same for all tests."""
+    """Yield two ranks. The libraries take many seconds to import, so they are the same for all tests."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="hvd-t-", dir="/tmp") as own,
@@ -47,7 +47,7 @@ def shared() -> Iterator[Pool]:
 
 @pytest.fixture
 def pool(shared: Pool, tmp_path: Path) -> Pool:
-    """The two ranks, in a directory of the test's own, without a process group."""
+    """Return the two ranks, in a directory of the test's own, without a process group."""
     cell = f"import os; os.chdir({str(tmp_path)!r}); trainings.begin_anew()"
     assert shared.run(cell, timeout=PATIENCE).errors == {}
     return shared

@@ -1,4 +1,5 @@
-"""Accelerate, Lightning and the Trainer of ``transformers`` on ranks of a pool: what they compute, and what is left when a training ends early."""
+"""Accelerate, Lightning and the Trainer of ``transformers`` on ranks of a pool: their results, and the leftovers when a
+training ends early."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ libraries = pytest.mark.parametrize("library", LIBRARIES)
 
 @libraries
 def test_it_ends_with_the_parameters_of_one_process(pool: Pool, library: str) -> None:
-    for _ in range(2):  # the group, and what the library keeps, outlive their cell
+    for _ in range(2):  # the group, and the library's state, outlive their cell
         pool.run(GROUP)
         results = pool.run(TRAINED.format(library), timeout=PATIENCE)
         assert results.errors == {}

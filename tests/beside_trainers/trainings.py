@@ -1,7 +1,7 @@
 """A small model that is trained in three steps: by plain torch in one process, and by libraries on all ranks.
 
-Each of :data:`LIBRARIES` is used as its own documentation says. It trains on the rows that a loader without shuffling gives each
-rank, and returns the model as it is in the end.
+Each of :data:`LIBRARIES` is used as its own documentation describes. It trains on the rows that a loader without
+shuffling gives each rank, and returns the model as it is in the end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Loss(nn.Module):
-    """A language model that gives its loss, as those of ``transformers`` do."""
+    """Language model that gives its loss, as those of ``transformers`` do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ class Loss(nn.Module):
 
 
 def made() -> Loss:
-    """The model at its beginning, the same on all ranks."""
+    """Return the model at its beginning, the same on all ranks."""
     torch.manual_seed(0)
     return Loss()
 
 
 def begin_anew() -> None:
-    """Forget what the libraries and torch keep of an earlier training."""
+    """Forget the libraries' and torch's state of an earlier training."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
@@ -88,7 +88,7 @@ def begin_anew() -> None:
 
 
 def alone(size: int) -> nn.Module:
-    """The model after one process has trained it on the batches of all ranks."""
+    """Return the model after one process has trained it on the batches of all ranks."""
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     rows = Rows()
@@ -198,7 +198,7 @@ LIBRARIES: dict[str, Callable[[Rows], nn.Module]] = {
 
 
 def world() -> tuple[int, int]:
-    """How many ranks there are, and which of them this one is."""
+    """Return how many ranks there are, and which of them this one is."""
     import hvdlab.torch as hvd
 
     hvd.init()
@@ -206,7 +206,7 @@ def world() -> tuple[int, int]:
 
 
 def difference(model: nn.Module) -> float:
-    """The largest difference of a parameter to that of a model that one process has trained."""
+    """Return the largest difference of a parameter to that of a model that one process has trained."""
     assert dist.get_backend() == "hvdlab"
     other = alone(dist.get_world_size())
     pairs = zip(model.parameters(), other.parameters(), strict=True)
@@ -214,7 +214,7 @@ def difference(model: nn.Module) -> float:
 
 
 def main() -> None:
-    """A script that says how far a library's model is from that of one process."""
+    """Print as a script how far a library's model is from that of one process."""
     if sys.argv[1] != "lightning":  # which makes the group itself
         dist.init_process_group("hvdlab")
     model = LIBRARIES[sys.argv[1]](Rows())

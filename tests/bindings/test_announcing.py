@@ -1,4 +1,5 @@
-"""What a backward pass makes is submitted and announced in turns, and the rest when the framework says that it ends."""
+"""The gradients of a backward pass are submitted and announced in turns, and the rest when the framework reports its
+end."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Clock:
 
 
 class Owner:
-    """What holds gradients and has an announcer say when they are submitted."""
+    """Owner of gradients, whose announcer decides when they are submitted."""
 
     def __init__(self, framework: FakeGradients, made: list[str]) -> None:
         self.announcer = Announcer(framework, self.submit)

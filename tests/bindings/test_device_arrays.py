@@ -1,4 +1,5 @@
-"""Arrays of GPUs in ``hvdlab.numpy``, as far as the suite of bindings does not have them: DLPack, and what is refused or staged."""
+"""Arrays of GPUs in ``hvdlab.numpy``, as far as the suite of bindings does not have them: DLPack, refusals and
+staging."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 
 
 class Recorder(BackwardPassCounter[Parameter]):
-    """Writes down what is complete, and what was dropped."""
+    """Recorder of completed gradients, and of dropped ones."""
 
     def __init__(self, framework: FakeGradients, passes: int = 1) -> None:
         super().__init__(framework, passes)

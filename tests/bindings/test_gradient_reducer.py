@@ -89,7 +89,7 @@ def test_gradients_are_averaged_alone_in_groups_compressed_and_predivided(two: R
 
 
 def in_turns() -> tuple[list[int], list[list[float] | None]]:
-    """How many allreduces were under way after each backward pass of two."""
+    """Return how many allreduces were under way after each backward pass of two."""
     framework, reducer, parameters = made([1, 1], passes=2)
     submitted = []
     for _ in range(2):
@@ -168,7 +168,7 @@ def test_what_a_failed_cell_has_not_submitted_is_not_submitted_by_the_next(two: 
 
 
 def submitted_in_turns() -> list[str]:
-    """What is submitted by the end of each hook, where a turn takes two gradients."""
+    """Return the submissions by the end of each hook, where a turn takes two gradients."""
     framework, reducer, parameters = made([1] * 5, prefix="turn")
     seen = []
     with mock.patch.object(gradient_reducer, "ENOUGH_BYTES", 8), framework.backward():

@@ -1,4 +1,4 @@
-"""Handles of groups, on parts that end when a test says so."""
+"""Handles of groups, on parts that end when a test ends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlab.collectives.errors import CollectiveError
 
 
 class ScriptedCore(CoreHandle):
-    """A core handle that writes down when it is waited for, and then does what it was given."""
+    """Core handle that records when it is waited for, and then runs its script."""
 
     def __init__(self, name: str, waited: list[str], outcome: Exception | None = None) -> None:
         self.name, self.waited, self.outcome = name, waited, outcome

@@ -1,4 +1,4 @@
-"""What ``hvd.watch()`` returns in every framework: settings of the steps' meter, and its end."""
+"""Result of ``hvd.watch()`` in every framework: settings of the steps' meter, and its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Net:
 
 
 class PlayedWatch(TrainingWatch):
-    """Of a framework without any hooks; ``seen`` is what it was asked to do."""
+    """Watch of a framework without any hooks; ``seen`` has its calls."""
 
     def __init__(self, meter: StepMeter, batch_size: float | None = None) -> None:
         super().__init__(Net(), meter, batch_size, 10)

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where there is what pages need."""
+    """Yield a server where the pages' requirements are installed."""
     if find_spec("jupyterlab") is None or find_spec("playwright") is None:
         yield
         return

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 INIT, VIEW, TRAIN, COUNT, CLEAR = range(5)
 
 CELLS = [
@@ -53,7 +53,7 @@ def test_panel_and_widget_catch_up(tmp_path: Path) -> None:
     with lab_page(tmp_path, notebook, width=1280, height=1100, many=True, wire=wire) as lab:
         for cell in (INIT, VIEW):
             lab.finish(cell)
-        # Where the wire is cut for longer JupyterLab says so, over everything.
+        # Where the wire is cut for longer JupyterLab shows a box about it, over the whole page.
         lab.page.add_locator_handler(
             lab.page.locator(".jp-Dialog", has_text="Server Connection Error"),
             lambda dialog: dialog.locator(".jp-Dialog-footer button").click(),
@@ -88,7 +88,7 @@ def test_panel_and_widget_catch_up(tmp_path: Path) -> None:
 
 
 def check_complete(lab: LabPage, work: Path) -> None:
-    """Nothing is missing and nothing is there twice."""
+    """Check that nothing is missing and nothing is there twice."""
     steps = os.stat(work / "steps").st_size
     lab.wait_until_idle()
     lab.run(COUNT)
@@ -115,7 +115,7 @@ def wait(lab: LabPage, view: str, condition: str) -> None:
 
 
 def wait_for_steps(work: Path, more: int) -> None:
-    """Until the ranks have done so many more."""
+    """Wait until the ranks have done so many more."""
     first, deadline = os.stat(work / "steps").st_size, time.monotonic() + WAIT_MS / 1000
     while os.stat(work / "steps").st_size < first + more:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""JupyterLab's own debugger in ranks, in a real browser: what its user clicks, and sees."""
+"""JupyterLab's own debugger in ranks, in a real browser: its user's clicks, and their effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 LOAD, START, CELL = range(3)
 CELLS = [
     "%load_ext hvdlab",
@@ -45,7 +45,7 @@ def lab(tmp_path: Path) -> Iterator[LabPage]:
 
 
 def printed(lab: LabPage) -> list[str]:
-    """The lines under the cell, but for what pydevd says of a thread that begins just as it looks at all of them."""
+    """Return the lines under the cell, except pydevd's about a thread that begins just as it lists all of them."""
     return [line for line in lab.output(CELL).split("\n") if "thread._ident is None" not in line]
 
 
@@ -127,7 +127,7 @@ def test_a_button_lets_the_others_stay_while_one_rank_steps(lab: LabPage) -> Non
     gutter = page.locator(".jp-Notebook-cell").nth(CELL).locator(".cm-breakpoint-gutter .cm-gutterElement")
     gutter.nth(5).click()
     page.wait_for_selector(".jp-DebuggerBreakpoints-body >> text=5", timeout=WAIT_MS)
-    assert not button.is_visible()  # nobody has stopped
+    assert not button.is_visible()  # no rank has stopped
 
     lab.run(CELL)
     wait_for_frames(lab, *(f"rank {rank}: <module> Cell [*]:5" for rank in (0, 1)))

@@ -60,7 +60,7 @@ def widget_states() -> dict[str, Any]:
 
 
 def foreign_notebook() -> nbformat.NotebookNode:
-    """What somebody sent, with hostile text wherever it may have text."""
+    """Return a notebook from a stranger, with hostile text wherever it can have text."""
     views = [
         new_output("display_data", {WIDGET: {"model_id": one, "version_major": 2}, "text/plain": HOSTILE})
         for one in ("foreign1", "foreign2", HOSTILE)
@@ -90,13 +90,13 @@ def foreign_notebook() -> nbformat.NotebookNode:
 
 
 def ran(page: Any) -> int:
-    """How much of somebody else's has run in the page, or in a frame of it."""
-    page.wait_for_timeout(500)  # an image that is not found says so later
+    """Return how much of the stranger's code has run in the page, or in a frame of it."""
+    page.wait_for_timeout(500)  # an image that is not found reports it later
     return sum(int(frame.evaluate("() => window.foreign ?? 0")) for frame in page.frames)
 
 
 def test_the_bait_would_be_taken() -> None:
-    """What the other tests do not see would run where it is put into a page as it is."""
+    """The code whose absence the other tests check would run if put into a page unescaped."""
     with chromium() as browser:
         page = browser.new_page()
         page.set_content(f"<p>{HOSTILE}</p>{SVG}")
@@ -111,7 +111,7 @@ def test_a_foreign_notebook_runs_nothing_when_it_is_opened(tmp_path: Path) -> No
     own = new_notebook(cells=[new_code_cell("1")], metadata={"kernelspec": KERNEL})
     with lab_page(tmp_path, own, many=True) as lab:
         work = (tmp_path / "work").resolve()
-        # As it is: what writes notebooks refuses such ids of cells.
+        # Written as JSON: libraries that write notebooks refuse such ids of cells.
         (work / FILE).write_text(json.dumps(foreign_notebook()))
         execute = "([command, options]) => void window.jupyterapp.commands.execute(command, options)"
         lab.page.evaluate(execute, ["docmanager:open", {"path": f"{work.name}/{FILE}"}])
@@ -169,7 +169,7 @@ def test_what_ranks_say_runs_nothing_in_the_views(tmp_path: Path) -> None:
 
 
 def hover_everything(lab: LabPage) -> None:
-    """Rest on what the views draw: tooltips say the names."""
+    """Rest the pointer on the views' drawings, whose tooltips show the names."""
     for canvas in lab.page.locator(".hvd-timeline canvas, .hvd-metrics canvas").all()[:6]:
         box = canvas.bounding_box()
         if box is not None:

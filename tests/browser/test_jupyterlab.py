@@ -1,4 +1,4 @@
-"""A notebook in JupyterLab, in a real browser: what its user sees, and when."""
+"""A notebook in JupyterLab, in a real browser: the display, and its times."""
 
 from __future__ import annotations
 

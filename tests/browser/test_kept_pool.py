@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 LOAD, START, VIEW, TRAIN, ATTACH, AFTER, STOP = range(7)
 
 CELLS = [
@@ -51,7 +51,8 @@ while hvd.allreduce(np.float64(not os.path.exists('end')), name='goes on') > 0:
 
 @pytest.fixture
 def runtime() -> Iterator[str]:
-    """A directory for the registry of kept pools, apart from those of other tests. Names of sockets may have 107 characters."""
+    """Yield a directory for the registry of kept pools, apart from those of other tests. Names of sockets may have 107
+    characters."""
     with TemporaryDirectory(prefix="hvd-t-") as directory:
         yield directory
         # A test that failed has left the pool, which outlives its kernel.

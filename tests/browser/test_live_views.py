@@ -1,4 +1,4 @@
-"""The live views in JupyterLab, in a real browser: what they show is what the ranks' own clocks say."""
+"""The live views in JupyterLab, in a real browser: they must show the readings of the ranks' own clocks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
-PRESS_AGAIN = 3.0  # seconds after which one who sees nothing saved presses the key once more
-LATE = 0.2
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
+PRESS_AGAIN = 3.0  # seconds after which a user who sees nothing saved presses the key once more
+LATE = 0.2  # seconds for which rank 2 sleeps before each allreduce
 ROUNDS = 8
 LOAD, INIT, VIEW, RANKS, TRAIN, CLOCKS, TABLE = range(7)
 
@@ -73,7 +73,7 @@ CELLS = [
     REPORT,
 ]
 
-# Reads the bar at the top of a rank's lane: for how many ns it has the colour of what is late, around a moment.
+# Reads the bar at the top of a rank's lane: for how many ns it has the colour of a late rank, around a moment.
 BAR = """([rank, time]) => {
     const { where, view, timeline } = document.querySelector('.hvd-timeline').hvdlab;
     const canvas = document.querySelector('.hvd-plot canvas');
@@ -148,7 +148,7 @@ def test_a_late_rank_is_seen_as_late_as_its_own_clock_says(lab: LabPage, tmp_pat
             assert report["last"][i] == 2
             assert late == report["held"][i]
             assert abs(seen["ns"] / 1e9 - late) < 1e-6
-        # Each rank reads its clock before and after it calls; in between the machine may do something else.
+        # Each rank reads its clock before and after it calls; in between the machine can run other processes.
         assert report["least"][i] - 0.001 < late < report["most"][i] + 0.001
     assert max(report["late"]) >= LATE - 0.02
 
@@ -160,7 +160,7 @@ def test_a_late_rank_is_seen_as_late_as_its_own_clock_says(lab: LabPage, tmp_pat
 
 
 def check_pixels(lab: LabPage) -> None:
-    """The bar over the lane of the late rank is as long as its lateness."""
+    """Check that the bar over the lane of the late rank is as long as its lateness."""
     lab.page.locator(".hvd-plot canvas").click(position={"x": 40, "y": 10})
     late = lab.page.evaluate(INTERVALS, 2)
     begin, end = max(late, key=lambda one: one[1] - one[0])
@@ -168,16 +168,16 @@ def check_pixels(lab: LabPage) -> None:
     lab.page.evaluate(SHOW, [begin - 0.3 * (end - begin), end + 0.3 * (end - begin)])
     deadline = time.monotonic() + WAIT_MS / 1000
     while (off := off_by(lab.page.evaluate(BAR, [2, (begin + end) / 2]), late, begin, end)) > 7:
-        # It has not been drawn since it was told to show that; or it is wrong.
+        # It has not been drawn since the order to show that; or it is wrong.
         assert time.monotonic() < deadline, f"{off} pixels off: {begin}, {end} among {late}"
         lab.page.wait_for_timeout(100)
 
 
 def off_by(bar: dict[str, float] | None, late: list[list[float]], begin: float, end: float) -> float:
-    """How many pixels a bar is longer or shorter than the lateness; the triangle at its end is some wider."""
+    """Return how many pixels a bar is longer or shorter than the lateness; the triangle at its end is some wider."""
     if bar is None:
         return math.inf
-    # The triangle at an end reaches over what lies near, which may or may not be told apart then.
+    # The triangle at an end reaches over what lies near, which cannot always be distinguished then.
     near = 8 * bar["perPixel"]
     begins, ends = [begin], [end]
     for other in sorted(late, reverse=True):
@@ -198,7 +198,7 @@ def check_ranks(lab: LabPage) -> None:
 
 
 def check_keys(lab: LabPage) -> None:
-    """The timeline has the keys while it has the focus, and the notebook does not get them."""
+    """Check that the timeline has the keys while it has the focus, and the notebook does not get them."""
     cells = lab.page.locator(".jp-Notebook-cell").count()
     canvas = lab.page.locator(".hvd-plot canvas")
     canvas.click(position={"x": 40, "y": 10})
@@ -221,7 +221,7 @@ def check_keys(lab: LabPage) -> None:
 
 
 def check_places(lab: LabPage) -> None:
-    """From a collective to its line in the cell; and what was recorded as a file."""
+    """From a collective to its line in the cell; and the recording as a file."""
     lab.page.keyboard.press("/")
     lab.page.keyboard.type("loss")
     lab.page.keyboard.press("Enter")
@@ -244,7 +244,7 @@ def check_places(lab: LabPage) -> None:
 
 
 def check_saved(lab: LabPage, path: Path) -> None:
-    """The saved notebook has a picture and a summary, and is small."""
+    """Check that the saved notebook has a picture and a summary, and is small."""
     canvas, dialogs = lab.page.locator(".hvd-plot canvas").last, lab.page.locator(".jp-Dialog")
     pressed, deadline = -math.inf, time.monotonic() + WAIT_MS / 1000
     # It was saved before, too, when the page thought it was time to.
@@ -252,10 +252,10 @@ def check_saved(lab: LabPage, path: Path) -> None:
         now = time.monotonic()
         assert now < deadline, f"Ctrl-S in the timeline does not save; {dialogs.all_inner_texts()}"
         if dialogs.count():
-            # While JupyterLab saves by itself, it takes its own file for somebody else's and asks.
+            # While JupyterLab saves by itself, it takes its own file for another program's and asks.
             dialogs.get_by_role("button", name="Overwrite").click()
         elif now > pressed + PRESS_AGAIN:
-            # It passes over the key while it still saves what the key was pressed for before.
+            # It passes over the key while it still saves after the key's previous press.
             pressed = now
             canvas.press("Control+s")
         lab.page.wait_for_timeout(100)
@@ -298,7 +298,7 @@ def test_the_picture_has_the_colours_of_the_theme(tmp_path: Path, theme: str) ->
         )
         name = theme.split()[1].lower()
         lab.page.wait_for_selector(f".hvd-timeline[data-theme={name}]")
-        # A canvas that nobody has drawn on is quite black.
+        # A canvas without any drawing is quite black.
         lab.page.wait_for_function(
             """light => {
                 const [red] = document.querySelector('.hvd-plot canvas').getContext('2d').getImageData(1, 1, 1, 1).data;

@@ -1,4 +1,4 @@
-"""Views say when what they show is not of now: the kernel has ended or is silent, or the page was opened again."""
+"""Views mark outdated contents: the kernel has ended or is silent, or the page was opened again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 LOAD, INIT, TIMELINE, RANKS, TRAIN, NEXT = range(6)
 
 CELLS = [
@@ -80,7 +80,7 @@ def wait(lab: LabPage, selector: str, text: str) -> None:
 
 
 def wait_for_end(lab: LabPage, selector: str, text: str) -> None:
-    """Wait until a view says that it has ended, or has made way for its still picture.
+    """Wait until a view shows that it has ended, or has made way for its still picture.
 
     A kernel that ends may close its widgets' comms as the last thing that it does, if it gets to that before the page has let go of it:
     JupyterLab then takes the widget away.
@@ -112,7 +112,7 @@ def check_still(lab: LabPage, selector: str) -> None:
 
 
 def colour(lab: LabPage, selector: str) -> Any:
-    """The colour of the dot before a text."""
+    """Return the colour of the dot before a text."""
     script = "selector => getComputedStyle(document.querySelector(selector), '::before').backgroundColor"
     return lab.page.evaluate(script, selector)
 
@@ -217,6 +217,6 @@ def save(lab: LabPage) -> None:
 
 
 def still(lab: LabPage, path: Path, cell: int) -> str:
-    """The text of the picture that is saved with a view; empty if there is none."""
+    """Return the text of the picture that is saved with a view; empty if there is none."""
     texts = [one["data"]["text/plain"] for one in lab.saved_outputs(path, cell) if "data" in one]
     return next((text for text in texts if text), "")

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 LOAD, MEMBERSHIP, VIEWS, SET_UP, TRAIN, STOP = range(6)
 CELLS = [
     "%load_ext hvdlab\nimport hvdlab",
@@ -88,7 +88,7 @@ def test_a_pool_is_changed_by_buttons_while_it_trains(tmp_path: Path) -> None:
 
 
 class View:
-    """A membership view on the page."""
+    """Membership view on the page."""
 
     def __init__(self, root: Locator) -> None:
         self.root = root
@@ -104,7 +104,7 @@ class View:
         self.root.locator(".hvd-said", has_text=text).wait_for(timeout=WAIT_MS)
 
     def wait_for_ranks(self, count: int) -> None:
-        """Until so many are in the world."""
+        """Wait until so many are in the world."""
         self.root.page.wait_for_function(
             "([view, count]) => view.querySelectorAll('.hvd-members .hvd-state[data-state=running]').length === count",
             arg=[self.root.element_handle(), count],
@@ -112,7 +112,7 @@ class View:
         )
 
     def ranks(self) -> list[int]:
-        """Those in the world."""
+        """Return those in the world."""
         found: list[int] = self.root.locator(".hvd-members .hvd-state[data-state=running]").evaluate_all(
             "states => states.map(state => Number(state.closest('tr').dataset.rank))"
         )
@@ -122,14 +122,14 @@ class View:
         return int(self.root.locator(f"tr[data-rank='{rank}'] td").nth(1).inner_text().split("·")[1])
 
     def history(self) -> list[str]:
-        """What happened to ranks and to the world, oldest first: ``1 died``, ``regrouped``."""
+        """Return the events of ranks and of the world, oldest first: ``1 died``, ``regrouped``."""
         found: list[str] = self.root.locator(".hvd-history tbody tr").evaluate_all(
             "rows => rows.map(row => row.cells[1].innerText + ' ' + row.cells[2].innerText)"
         )
         return [" ".join(word for word in text.split() if word.isascii()) for text in reversed(found)]
 
     def wait_until_happened(self, *happened: str) -> None:
-        """Until all of these are in the history."""
+        """Wait until all of these are in the history."""
         for _ in range(WAIT_MS // 100):
             if set(happened) <= set(self.history()):
                 return
@@ -138,7 +138,7 @@ class View:
 
 
 def grow(view: View) -> None:
-    """More ranks: nothing ends by it, so nothing is asked."""
+    """Add ranks: nothing ends by it, so nothing is asked."""
     view.resize(4)
     view.wait_until_said("the pool has 4 ranks")
     view.wait_for_ranks(4)
@@ -148,7 +148,7 @@ def grow(view: View) -> None:
 
 
 def survive(view: View) -> None:
-    """A rank that dies is shown so, and repaired by a button."""
+    """Check that a rank that dies is shown so, and repaired by a button."""
     os.kill(view.pid(1), signal.SIGKILL)
     view.root.locator("tr[data-rank='1'] .hvd-state[data-state=lost]").wait_for(timeout=WAIT_MS)
     assert "killed by SIGKILL" in view.root.locator("tr[data-rank='1']").inner_text()
@@ -179,13 +179,13 @@ def ask_before_ranks_end(view: View) -> None:
 
 
 def refuse(view: View) -> None:
-    """What can't be done is said in the view, in the words of the pool."""
+    """Check that a refusal is shown in the view, in the words of the pool."""
     view.resize(5)
     view.wait_until_said("5 ranks are more than --max-np 4 of cell [5]")
 
 
 def in_the_panel(lab: LabPage, widget: View) -> None:
-    """The same in the panel, whose kernel is busy with the cell; both show what either does."""
+    """Check the same in the panel, whose kernel is busy with the cell; both show the actions of either."""
     lab.page.keyboard.press("Control+Shift+C")
     lab.command("Membership of the Ranks")
     panel = View(lab.page.locator(f"{PANEL} .hvd-membership"))
@@ -290,7 +290,7 @@ def test_a_model_trains_through_ten_changes_that_are_shown(tmp_path: Path) -> No
 
 
 class Training:
-    """The cell that trains, with its membership view."""
+    """Cell that trains, with its membership view."""
 
     def __init__(self, lab: LabPage, view: View) -> None:
         self._lab, self._view = lab, view

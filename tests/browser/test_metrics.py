@@ -1,4 +1,5 @@
-"""Charts of metrics in JupyterLab, in a real browser: what they show is what the ranks reported and what their clocks say."""
+"""Charts of metrics in JupyterLab, in a real browser: they must show the ranks' reports and the readings of their
+clocks."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
-LATE = 0.15
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
+LATE = 0.15  # seconds for which rank 2 sleeps in each step
 STEPS = 20
 LOAD, INIT, VIEW, TRAIN, TABLE = range(5)
 

@@ -1,4 +1,4 @@
-"""What cells of ranks leave in a notebook, as JupyterLab lays it out."""
+"""Outputs of cells of ranks in a notebook, as JupyterLab lays it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The panel in JupyterLab, in a real browser: it finds the ranks, and stays with them whatever happens to the page."""
+"""The panel in JupyterLab, in a real browser: it finds the ranks, and stays with them through all that befalls the
+page."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
-LATE = 0.15
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
+LATE = 0.15  # seconds for which rank 2 sleeps in each step
 LOAD, INIT, TRAIN, POOL = range(4)
 
-# Goes on until it is told to end; the files let a test be in the middle for as long as it needs.
+# Goes on until the test ends it; the files let a test be in the middle for as long as it needs.
 TRAINING = f"""\
 %%hvd_run
 step = 0
@@ -57,7 +58,7 @@ def api(lab: LabPage, expression: str) -> Any:
 
 
 def wait(lab: LabPage, condition: str) -> None:
-    """Until this is true of the panel's own data."""
+    """Wait until this is true of the panel's own data."""
     lab.page.wait_for_function(
         f"() => {{ const view = document.querySelector('{VIEW}')?.hvdlab; return view && ({condition}); }}",
         timeout=WAIT_MS,
@@ -110,7 +111,7 @@ def test_it_stays_with_the_ranks(lab: LabPage, tmp_path: Path) -> None:
 
 
 def check_truth(lab: LabPage) -> None:
-    """The rank that is late is the one that sleeps, by as long as it sleeps."""
+    """Check that the rank that is late is the one that sleeps, by as long as it sleeps."""
     found = api(lab, "lateness('loss')")[1:-1]  # of the newest one not all ranks are here yet
     assert {one["ranks"] for one in found} == {3}
     # On a busy machine another rank is later now and then, and in most rounds none is.
@@ -119,7 +120,7 @@ def check_truth(lab: LabPage) -> None:
 
 
 def check_jump(lab: LabPage) -> None:
-    """A click on a line of code puts the cursor there, also while the cell runs."""
+    """Check that a click on a line of code puts the cursor there, also while the cell runs."""
     lab.page.locator(".jp-Notebook-cell").nth(LOAD).locator(".cm-content").click()
     lab.page.locator(f"{VIEW} .hvd-details :text('cell [3] line 5')").first.click()
     lab.page.locator(".jp-Notebook-cell").nth(TRAIN).locator(".cm-focused").wait_for(timeout=WAIT_MS)
@@ -127,7 +128,7 @@ def check_jump(lab: LabPage) -> None:
 
 
 def check_reload(lab: LabPage) -> None:
-    """A page that is loaded again while a cell runs has all that was, and what comes."""
+    """Check that a page that is loaded again while a cell runs has all earlier output, and the later one."""
     before = len(api(lab, "lateness('loss')"))
     lab.page.reload()
     wait(lab, f"view.lateness('loss').length > {before} + 3")
@@ -177,7 +178,7 @@ def check_other_pool(lab: LabPage) -> None:
 
 
 def check_restart(lab: LabPage) -> None:
-    """After the kernel was restarted the old picture stays until there are other ranks."""
+    """Check that after the kernel was restarted the old picture stays until there are other ranks."""
     lab.page.locator(".jp-Notebook-cell").nth(LOAD).locator(".cm-content").click()
     lab.page.locator(
         '[data-command="kernelmenu:restart"], [data-command="notebook:restart-kernel"]'
@@ -193,7 +194,7 @@ def check_restart(lab: LabPage) -> None:
 
 
 def test_in_notebook_7_with_the_keyboard(tmp_path: Path) -> None:
-    """It opens by itself if the user wants that, finds a place below the notebook, and needs no pointer."""
+    """It opens by itself if the user has chosen that, finds a place below the notebook, and needs no pointer."""
     pytest.importorskip("notebook")
     settings = tmp_path / "settings" / "@hvdlab" / "labextension" / "plugin.jupyterlab-settings"
     settings.parent.mkdir(parents=True)

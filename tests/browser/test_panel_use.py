@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 LOAD, RUN = range(2)
 CELLS = [
     "%load_ext hvdlab",
@@ -59,7 +59,7 @@ def test_it_is_found_set_up_and_used_with_keys(tmp_path: Path) -> None:
 
 
 def check_launcher(lab: LabPage) -> None:
-    """Its card opens it, with Enter as well."""
+    """Check that its card opens it, with Enter as well."""
     lab.command("New Launcher")
     card = lab.page.locator(".jp-LauncherCard", has_text="Timeline of the Ranks")
     card.wait_for(timeout=WAIT_MS)
@@ -84,7 +84,7 @@ def check_menus(lab: LabPage) -> None:
 
 
 def check_keys(lab: LabPage) -> None:
-    """The command puts the focus there; W, A, S, D and arrows move, Escape leads out of what was opened."""
+    """Check that the command puts the focus there; W, A, S, D and arrows move, Escape leads out of an opened part."""
     lab.command("Timeline of the Ranks")
     lab.page.wait_for_function(
         f"document.activeElement === document.querySelector('{VIEW} .hvd-plot canvas')"
@@ -125,7 +125,7 @@ def check_keys(lab: LabPage) -> None:
 
 
 def check_tab_order(lab: LabPage) -> None:
-    """Tab goes through everything, from the menu of pools to the last button, and out again."""
+    """Check that Tab goes through everything, from the menu of pools to the last button, and out again."""
     lab.page.locator(f"{PANEL} .jp-HvdlabPanel-source select").focus()
     found = [active(lab)]
     while True:
@@ -147,7 +147,7 @@ def check_tab_order(lab: LabPage) -> None:
 
 
 def check_settings(lab: LabPage) -> None:
-    """Each one changes something, at once."""
+    """Check that each one changes something, at once."""
     lab.page.locator(".lm-TabBar-tab", has_text="notebook.ipynb").click()  # they open where the front is
     lab.command("Settings Editor")
     lab.page.locator(".jp-PluginList-entry", has_text="Ranks timeline").click()
@@ -172,7 +172,8 @@ def check_settings(lab: LabPage) -> None:
 
 
 def check_place(lab: LabPage) -> None:
-    """The next one opens where it is wanted, standing still, and is there when the page is loaded again."""
+    """Check that the next one opens at the place asked for, standing still, and is there when the page is loaded
+    again."""
     lab.page.locator(".lm-TabBar-tab", has_text="notebook.ipynb").click()
     lab.page.locator(".lm-TabBar-tab", has=lab.page.locator("text='Ranks'")).locator(
         ".lm-TabBar-tabCloseIcon"
@@ -199,7 +200,7 @@ def check_place(lab: LabPage) -> None:
 
 
 def wait_until_kept(settings: Path) -> None:
-    """JupyterLab takes what was set in after a moment, all at once."""
+    """JupyterLab saves settings after a moment, all at once."""
     deadline = time.monotonic() + WAIT_MS / 1000
     while '"area": "right"' not in settings.read_text():
         assert time.monotonic() < deadline
@@ -207,7 +208,7 @@ def wait_until_kept(settings: Path) -> None:
 
 
 def active(lab: LabPage) -> str:
-    """What a screen reader calls what has the focus."""
+    """Return a screen reader's name of the focused element."""
     name: str = lab.page.evaluate(
         """() => { const one = document.activeElement;
             return one.getAttribute('aria-label') || one.title || one.textContent.trim(); }"""

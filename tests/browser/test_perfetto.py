@@ -1,4 +1,4 @@
-"""Perfetto's own UI, in a real browser and without a network, opens our traces and shows what is in them."""
+"""Perfetto's own UI, in a real browser and without a network, opens our traces and shows their contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdlab.collectives.tracing.trace_file import save_recording
 from perfetto_ui import installed, perfetto_ui
 from timeline_traces import steps
 
-LOAD_MS = 180_000
+LOAD_MS = 180_000  # limit for the UI to load a trace, in ms
 RANKS = 4
 
 QUERY = """async (sql) => {
@@ -50,7 +50,7 @@ pytestmark = [
 
 
 class Viewer:
-    """A page of Perfetto's UI that has loaded a trace."""
+    """Page of Perfetto's UI that has loaded a trace."""
 
     def __init__(self, page: Any, address: str) -> None:
         self.page = page
@@ -66,7 +66,7 @@ class Viewer:
         return rows
 
     def assert_sound(self) -> None:
-        """Nothing was dropped or misunderstood by the importer, and the UI shows no error."""
+        """Check that nothing was dropped or misunderstood by the importer, and the UI shows no error."""
         assert self.query("select name, value from stats where severity != 'info' and value > 0") == []
         assert self.faults == []
         assert self.page.locator(".pf-modal-dialog, .modal-dialog").count() == 0
@@ -80,7 +80,7 @@ def viewer(trace: Path) -> Iterator[Viewer]:
 
 
 def write(path: Path, count: int) -> list[dict[str, Any]]:
-    """A made-up training of four ranks; 160 spans per step."""
+    """Write a made-up training of four ranks; 160 spans per step."""
     trace = TimelineFile.start(path, mark_cycles=True)
     for rank, data in steps(RANKS, count):
         trace.feed(rank, data)
@@ -94,7 +94,7 @@ def expected_slices(events: list[dict[str, Any]]) -> int:
 
 @dataclass(frozen=True)
 class Opened:
-    """A trace of 125 steps and the page that shows it: loading one costs ten seconds of CPU time."""
+    """Trace of 125 steps and the page that shows it: loading one costs ten seconds of CPU time."""
 
     events: list[dict[str, Any]]
     perfetto: Viewer

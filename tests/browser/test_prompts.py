@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 INIT, ASK, STOP, AGAIN, NEXT, DIE, HERE = range(7)
 
 CELLS = [
@@ -94,6 +94,6 @@ def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool)
         (tmp_path / "work" / "die").touch()
         lab.wait_until_ended(DIE)
         assert "rank 1 died" in lab.output(DIE)
-        # JupyterLab runs no cell as long as a box is open, and this one has nobody to answer any more.
+        # JupyterLab runs no cell as long as a box is open, and this one can't be answered any more.
         assert "still here" in lab.finish(HERE)
         assert lab.page.locator(".jp-Stdin-input").count() == 0

@@ -24,7 +24,7 @@ pytestmark = [
 
 LOAD, WAITED_FOR, SHOWN_AFTERWARDS, IN_BACKGROUND, GOES_ON = range(5)
 
-# The test makes the files that the ranks wait for, and learns from theirs what they have written.
+# The test makes the files that the ranks wait for, and reads theirs for their progress.
 TRAINING = """\
 %%hvd_run -np 2 {options}
 import os, time
@@ -73,7 +73,8 @@ def run_while_away(lab: LabPage, cell: int, files: str) -> None:
 
 
 def check_complete(text: str) -> None:
-    """Each rank's lines are there once and in order; whether equal ones were merged depends on their timing."""
+    """Check that each rank's lines are there once and in order; whether equal ones were merged depends on their
+    timing."""
     written: dict[str, list[str]] = {"0": [], "1": []}
     for labels, line in re.findall(r"^\[([01,]+)\] (epoch .*)$", text, re.MULTILINE):
         for rank in labels.split(","):

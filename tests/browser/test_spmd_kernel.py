@@ -32,8 +32,8 @@ context.init()
 for _ in range(20): hvd.allreduce(np.ones(8), name='loss')"""
 VIEW = ".jp-HvdlabTimeline .hvd-timeline"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-WAIT = 60.0
-PRESS_AGAIN = 3.0  # seconds after which one who sees nothing saved presses the key once more
+WAIT = 60.0  # seconds until a wait for the notebook's file fails
+PRESS_AGAIN = 3.0  # seconds after which a user who sees nothing saved presses the key once more
 
 
 def test_a_notebook_gets_the_ranks_that_it_names_and_their_widgets(
@@ -69,7 +69,7 @@ def test_a_notebook_gets_the_ranks_that_it_names_and_their_widgets(
 
 
 def open_again(lab: LabPage, path: Path) -> None:
-    """In a page that is opened anew the ranks' widgets are as they were, and live."""
+    """Check that in a reopened page the ranks' widgets are unchanged, and live."""
     pressed, deadline = float("-inf"), time.monotonic() + WAIT
     while path.read_text(encoding="utf-8").count(WIDGET) < 3:
         now = time.monotonic()
@@ -95,7 +95,7 @@ def open_again(lab: LabPage, path: Path) -> None:
 
 
 def check_panel(lab: LabPage) -> None:
-    """The panel finds the kernel's ranks by itself, and goes from a span to its line."""
+    """Check that the panel finds the kernel's ranks by itself, and goes from a span to its line."""
     lab.finish(3)
     executed = lab.prompt(3).strip(":")  # its number depends on how often the cells before it were run
     lab.page.locator(".jp-HvdlabStatus [role=button]", has_text="3/3 ranks").click()

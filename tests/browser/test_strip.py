@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 LOAD, INIT, TRAIN, NEXT = range(4)
 
 TRAINING = """\
@@ -71,7 +71,7 @@ def test_a_running_cell_has_a_strip_that_opens_the_timeline(lab: LabPage, tmp_pa
     page.wait_for_function(
         "document.querySelector('.hvd-strip-rate').textContent.endsWith('collectives/s')", timeout=WAIT_MS
     )
-    # What waits is seen to wait: the bars of ranks 0 and 1 are mostly waiting, that of rank 2 is computing.
+    # Waiting ranks are shown as waiting: the bars of ranks 0 and 1 are mostly waiting, that of rank 2 is computing.
     page.wait_for_function(
         """() => {
             const bars = [...document.querySelectorAll('.hvd-strip-wait')];
@@ -80,7 +80,7 @@ def test_a_running_cell_has_a_strip_that_opens_the_timeline(lab: LabPage, tmp_pa
         }""",
         timeout=WAIT_MS,
     )
-    # The kernel is busy; still the click is heard, and what is opened shows what happens now.
+    # The kernel is busy; still the click has its effect, and the opened view shows the present.
     strip.click()
     page.wait_for_selector(".hvd-timeline canvas", timeout=WAIT_MS)
     seen = page.evaluate("document.querySelector('.hvd-timeline').hvdlab.summary().spans")

@@ -1,4 +1,5 @@
-"""The timeline by itself in a real browser: what pointer and keys do with hosts, the minimap, and stretches of time."""
+"""The timeline by itself in a real browser: effects of pointer and keys on hosts, the minimap, and stretches of
+time."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def page() -> Iterator[Page]:
 
 
 def frames(page: Page) -> None:
-    """Wait until what was asked for is drawn."""
+    """Wait until the requested frames are drawn."""
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -154,7 +155,7 @@ def test_the_minimap_moves_and_sizes_what_is_in_view(page: Page) -> None:
     page.locator(".hvd-plot canvas").focus()
     page.keyboard.press("w")
     page.keyboard.press("End")
-    # Behind the end of what stands still there is room for the marks of the end.
+    # Behind the end of a view that stands still there is room for the marks of the end.
     assert page.evaluate("view.view.from + 0.97 * view.view.length") == pytest.approx(
         page.evaluate("view.store.end")
     )
@@ -231,7 +232,7 @@ def test_what_a_place_can_do_is_in_a_menu(page: Page) -> None:
 
 
 def test_what_is_not_known_is_said(page: Page) -> None:
-    """Dropped rows, the clocks, and a rank that died while somebody looks on."""
+    """Dropped rows, the clocks, and a rank that died while the view is open."""
     status = page.locator(".hvd-bar .hvd-status").inner_text()
     assert status == "ranks 0\N{EN DASH}3 · 400 spans · 77 oldest dropped · clocks ± 30.0 µs"
     page.wait_for_timeout(350)  # the texts are brought up to date every 300 ms
@@ -276,7 +277,7 @@ def test_charts_are_on_the_same_time_axis(page: Page) -> None:
     assert box is not None
     lanes = page.evaluate("[view.scene.gutter, view.scene.width]")
     assert [over["x"], over["x"] + over["width"]] == pytest.approx([box["x"] + one for one in lanes], abs=1)
-    # What is in view of one is in view of the other.
+    # Both show the same range.
     before = page.evaluate("view.view.length")
     page.locator(".hvd-charts-view").focus()
     page.keyboard.press("+")

@@ -1,4 +1,4 @@
-"""A saved notebook is opened and no kernel runs: pictures are there, and nothing is empty or says that something is missing."""
+"""A saved notebook is opened and no kernel runs: pictures are there, and none is empty or reports a missing part."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-WAIT_MS = 180_000
+WAIT_MS = 180_000  # limit of each wait for the page, in ms
 MAKE, TIMELINE, RANKS, END = range(4)
-MOST_BYTES = 100_000
+MOST_BYTES = 100_000  # of all outputs in the saved notebook
 
 RECORDING = """\
 import hvdlab
@@ -50,7 +50,7 @@ CELLS = [RECORDING, "hvdlab.timeline(recording)", "hvdlab.ranks(recording)", "im
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
-    """A notebook that was run from a command line."""
+    """Return a notebook that was run from a command line."""
     notebook: nbformat.NotebookNode = new_notebook(cells=[new_code_cell(source) for source in CELLS])
     path = str(tmp_path_factory.mktemp("run"))
     NotebookClient(
@@ -85,7 +85,7 @@ def check_pictures(lab: LabPage) -> None:
     assert "rank 15" in lab.output(TIMELINE)
     assert lab.page.evaluate("image => image.naturalWidth", picture.element_handle()) > 100
     assert "held others up" in lab.output(RANKS)
-    # What can't live without a kernel is not there at all, and does not complain.
+    # Parts that can't live without a kernel are not there at all, and do not complain.
     lab.page.wait_for_timeout(1500)
     assert picture.is_visible()
     for cell in (TIMELINE, RANKS):

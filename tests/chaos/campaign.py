@@ -1,4 +1,4 @@
-"""A campaign: a real pool, faults drawn from a seed, and what is to be seen after each.
+"""A campaign: a real pool, faults drawn from a seed, and the checks after each.
 
 Each trial is drawn from the campaign's seed and its own number alone, so that ``first`` plays a single one again.
 """
@@ -50,7 +50,7 @@ class Hang(Exception):
 
 
 class Sink(OutputSink):
-    """Keeps what a cell tells its user, with the time, and when it heard of each rank's end."""
+    """Sink of a cell's messages to its user, with the times of them and of each rank's end."""
 
     def __init__(self) -> None:
         self.told: list[tuple[float, str]] = []
@@ -79,7 +79,7 @@ class Sink(OutputSink):
             self.tell(f"status: {text}")
 
     def tell(self, text: str) -> None:
-        """The user is told this now."""
+        """Record a message to the user, with the time."""
         with self._changed:
             self.told.append((time.monotonic(), text))
             self._changed.notify_all()
@@ -87,7 +87,8 @@ class Sink(OutputSink):
     def await_line(
         self, wanted: Callable[[str], bool], timeout: float, since: float = 0.0
     ) -> tuple[float, str] | None:
-        """The first line since then that is wanted, with its time; None if none comes within the time, or before the cell's end."""
+        """Return the first matching line since then, with its time; None if none comes within the time, or before the
+        cell's end."""
 
         def found() -> tuple[float, str] | None:
             return next((line for line in self.told if line[0] >= since and wanted(line[1])), None)
@@ -98,7 +99,7 @@ class Sink(OutputSink):
 
 
 class Mailbox:
-    """Where ranks tell what happens to them."""
+    """Socket to which ranks report their events."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -120,7 +121,7 @@ class Mailbox:
             self.letters.clear()
 
     def wait(self, what: str, ranks: set[int], timeout: float) -> list[dict[str, Any]]:
-        """Wait until all these ranks have said this. Raises :class:`Hang`."""
+        """Wait until all these ranks have sent this. Raises :class:`Hang`."""
 
         def those() -> list[dict[str, Any]]:
             return [one for one in self.letters if one["what"] == what and one["rank"] in ranks]
@@ -144,21 +145,21 @@ class Mailbox:
 
 
 class Campaign:
-    """Plays trials on a pool, which is replaced only if it can't be used any more. A context manager.
+    """Campaign of trials on a pool, which is replaced only if it can't be used any more. Context manager.
 
     Args:
-        seed: What everything is drawn from.
+        seed: Seed of all draws.
         plane: Data plane of the pool.
         size: Its ranks.
-        faults: What is drawn.
-        hang_after: Seconds after which what has not ended counts as hanging.
-        views: Whether views are open on the pool, which must show what the recording has.
+        faults: The faults to draw from.
+        hang_after: Seconds after which an unfinished step counts as hanging.
+        views: Whether views are open on the pool, which must show the recording's contents.
         device: Where ranks have their tensors, as torch names it; empty for arrays of numpy.
-        alone: Whether nothing else uses the device, so that its memory tells of leaks.
+        alone: Whether no other program uses the device, so that its memory tells of leaks.
 
     Attributes:
         started: How many pools there were.
-        mailbox: Where ranks tell what happens to them.
+        mailbox: Socket to which ranks report their events.
     """
 
     mailbox: Mailbox
@@ -179,7 +180,7 @@ class Campaign:
         self.device, self.alone = device, alone
         #: The plane that the tensors of the training go over, in whose phases faults strike.
         self.struck_plane = "cuda/ipc" if device.startswith("cuda") else plane
-        #: What was in use on the device after each of the pool's trials.
+        #: Bytes in use on the device after each of the pool's trials.
         self._used: list[int] = []
         self.hang_after = hang_after
         self.with_views = views
@@ -283,7 +284,7 @@ class Campaign:
         return self._pool
 
     def stop(self) -> list[str]:
-        """End the pool. Returns what it left behind."""
+        """End the pool. Returns its leftovers."""
         pool, self._pool = self._pool, None
         if pool is None:
             return []
@@ -292,7 +293,7 @@ class Campaign:
         return self.leftovers()
 
     def wrong_views(self) -> list[str]:
-        """What the open views do not show as it is."""
+        """Return the wrong contents of the open views."""
         return self._views.wrong() if self._views is not None else []
 
     def _close_views(self) -> None:
@@ -301,11 +302,12 @@ class Campaign:
             views.close()
 
     def leftovers(self) -> list[str]:
-        """What is there although there is no pool; ended or removed so that it does not hit the next one."""
+        """Return leftovers that exist without a pool; end or remove them, so that they do not disturb the next one."""
         left: list[str] = []
         if not census.settled(lambda: bool(census.marked(self.mark)), SETTLE):
             for pid, name in census.marked(self.mark).items():
                 left.append(f"process {pid} {name}")
+                # It can end by itself between the listing and the kill.
                 with contextlib.suppress(OSError):
                     os.kill(pid, 9)
         if not census.settled(lambda: bool(census.files(self.temporary)), SETTLE):
@@ -335,14 +337,14 @@ class Campaign:
             raise Hang(f"the cell `{source}` on {ranks or 'all'} ranks") from None
 
     def values(self, source: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        """Values of a cell, by rank. Raises ``RuntimeError`` if it fails."""
+        """Return values of a cell, by rank. Raises ``RuntimeError`` if it fails."""
         results = self.cell(source, ranks)
         if not results.ok:
             raise RuntimeError(f"`{source}` failed: {results.root_cause}")
         return {rank: results[rank] for rank in results.ranks}
 
     def set_up(self, ranks: Sequence[int]) -> None:
-        """Give ranks what they lack: the training, and all that belongs to it."""
+        """Define on the ranks the training and all that belongs to it."""
         given = f"({self.seed}, {self.mailbox.path!r})"
         source = f"from chaos.victim import Training\ntraining = Training{given}\n"
         if self.device:
@@ -367,10 +369,10 @@ class Campaign:
         if not self._have_model:
             self._trained = 0
 
-    # -- what must be as before -----------------------------------------------------------------------------------
+    # -- state that a fault must not change -----------------------------------------------------------------------
 
     def lost_memory(self, ranks: Sequence[int]) -> list[str]:
-        """What these ranks do not remember as they should."""
+        """Return the variables that these ranks have lost or changed."""
         lost: list[str] = []
         for rank, found in self.values("training.memory()", list(ranks)).items():
             wanted = self._expected[rank]
@@ -387,9 +389,10 @@ class Campaign:
         return lost
 
     def train_on(self) -> list[str]:
-        """Let all ranks train their wrapped model for some steps. Returns what is not as it should be: they differ, or have lost steps."""
+        """Let all ranks train their wrapped model for some steps. Returns the errors: their weights differ, or they
+        have lost steps."""
         found = self.values("wrapped.check()")
-        # Ranks that have exchanged messages keep what they did it by until the epoch ends, which is no leak.
+        # Ranks that have exchanged messages keep the means of it until the epoch ends, which is no leak.
         self.values("wrapped.end_epoch()", [min(found)])
         if len(set(found.values())) > 1:
             return [f"the ranks' wrapped models differ: {found}"]
@@ -414,14 +417,14 @@ class Campaign:
             )
 
     def leaks(self) -> tuple[list[str], list[str]]:
-        """What there is more of than before, once what is on its way out had time to go; and what is left to Gloo.
+        """Return resources that have grown, once those that are being closed had time to go; and those left to Gloo.
 
-        Each process is compared with what it held after the second trial that it saw: until then it still opens what it
-        needs for good.
+        Each process is compared with its own count after the second trial that it saw: until then it still opens its
+        permanent resources.
         """
         self._join()
-        # A trial of a wrapped model ends the epoch, and with it each rank's context of Gloo: threads, sockets and pipes that the next
-        # collective opens again. Ranks are counted with a context, whatever the trial was.
+        # A trial of a wrapped model ends the epoch, and with it each rank's context of Gloo: threads, sockets and pipes
+        # that the next collective opens again. Ranks are counted with a context, at every trial.
         self.values("training.check()")
         self.values("training.forget()")
         left = self.values(
@@ -450,7 +453,7 @@ class Campaign:
         return found, kept
 
     def _grown_on_device(self) -> list[str]:
-        """What is in use on the device beyond what was in use after the pool's first trials."""
+        """Return bytes in use on the device beyond those after the pool's first trials."""
         rank = min(self.pool.ranks)
 
         def used() -> int:
@@ -475,7 +478,7 @@ class Campaign:
         for pid, name in self._pids().items():
             if self._young[pid] >= 2 and pid not in excused:
                 extra = census.more(census.holdings(pid), self._holdings[pid])
-                # Threads come and go with what a library does; one more is a leak only if it is ours, and then it shows
+                # Threads come and go with a library's calls; one more is a leak only if it is ours, and then it shows
                 # at the end of the process.
                 found += [f"{name} ({pid}): {n} x {kind}" for kind, n in extra.items()]
         return found + census.left_in_memory(self._shm, self.mark)
@@ -483,7 +486,7 @@ class Campaign:
     # -- trials ---------------------------------------------------------------------------------------------------
 
     def draw(self, number: int) -> tuple[Fault, random.Random]:
-        """The fault of a trial, and where everything else about it is drawn from."""
+        """Return the fault of a trial, and the generator of all its other draws."""
         rng = random.Random(f"{self.seed}/{number}/{self.plane}")
         return rng.choices(self.faults, [fault.weight for fault in self.faults])[0], rng
 

@@ -1,4 +1,4 @@
-"""What there is: processes, descriptors, threads, shared memory and files, so that leaks can be seen."""
+"""Census of processes, descriptors, threads, shared memory and files, so that leaks can be seen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Count = dict[str, int]
 
 
 def marked(value: str) -> dict[int, str]:
-    """Processes with this mark in their environment, this one left out: id and name."""
+    """Return processes with this mark in their environment, this one left out: id and name."""
     needle = f"{MARK}={value}".encode()
     found: dict[int, str] = {}
     for entry in os.listdir("/proc"):
@@ -29,13 +29,13 @@ def marked(value: str) -> dict[int, str]:
             status = Path(f"/proc/{entry}/stat").read_text()
             if status.rpartition(")")[2].split()[0] != "Z":
                 found[int(entry)] = command(int(entry))
-        except OSError:
+        except OSError:  # it has ended since the listing, or belongs to another user
             continue
     return found
 
 
 def command(pid: int) -> str:
-    """A process's name and, if it is a Python module, which."""
+    """Return a process's name and, if it is a Python module, which."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -45,16 +45,16 @@ def command(pid: int) -> str:
 
 
 def holdings(pid: int) -> Count:
-    """Descriptors by kind, and threads, of a process."""
+    """Return descriptors by kind, and threads, of a process."""
     count: Counter[str] = Counter()
     try:
         for fd in os.listdir(f"/proc/{pid}/fd"):
             try:
                 count[_kind(os.readlink(f"/proc/{pid}/fd/{fd}"))] += 1
-            except OSError:
+            except OSError:  # closed since the listing
                 continue
         count["threads"] = len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
+    except OSError:  # the process has ended
         return {}
     return dict(count)
 
@@ -68,7 +68,7 @@ def _kind(target: str) -> str:
 
 
 def more(now: Count, before: Count) -> Count:
-    """What there is more of."""
+    """Return the resources that have grown."""
     return {kind: n - before.get(kind, 0) for kind, n in now.items() if n > before.get(kind, 0)}
 
 
@@ -77,13 +77,14 @@ def shared_memory() -> set[str]:
 
 
 def left_in_memory(before: set[str], mark: str) -> list[str]:
-    """What came into shared memory since and is there still, unless it is in use by others than this campaign."""
+    """Return entries that came into shared memory since and are there still, unless processes outside this campaign use
+    them."""
     found = shared.left(before, {os.getpid(), *marked(mark)})
     return [f"/dev/shm/{name}" for name in sorted(found)]
 
 
 def files(directory: Path) -> set[str]:
-    """Entries of a directory, and of those in it."""
+    """Return entries of a directory, and of those in it."""
     return (
         {str(path.relative_to(directory)) for path in directory.rglob("*")} if directory.exists() else set()
     )

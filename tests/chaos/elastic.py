@@ -1,7 +1,7 @@
-"""Elastic training over changes of its ranks: what is announced, what dies and what is interrupted while ranks come and go.
+"""Elastic training over changes of its ranks: announcements, deaths and interrupts while ranks come and go.
 
 A cell trains in the background while changes are drawn and made, some of them in the midst of another; it ends now and
-then, and what it has computed is calculated again from the ranks of each step.
+then, and its results are calculated again from the ranks of each step.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class RanksOfAPool:
 
 
 class ElasticCampaign(MembershipCampaign, Campaign):
-    """Plays changes on a pool that trains. A context manager.
+    """Campaign of changes on a pool that trains. Context manager.
 
     Args:
-        changes: What is drawn.
+        changes: The changes to draw from.
     """
 
     within = 5.0
@@ -111,7 +111,7 @@ class ElasticCampaign(MembershipCampaign, Campaign):
             yield
 
     def set_up(self, ranks: Sequence[int]) -> None:
-        """Give ranks the model and what trains it."""
+        """Give ranks the model and its training."""
         source = SET_UP.format(seed=self.seed, mailbox=self.mailbox.path, plane=self.plane)
         self.values(source, list(ranks))
         self._forget_tellers()
@@ -121,7 +121,7 @@ class ElasticCampaign(MembershipCampaign, Campaign):
         return self._run is not None
 
     def start_training(self) -> None:
-        """Begin a cell that trains, on ranks that all know what it needs."""
+        """Begin a cell that trains, on ranks that all have its definitions."""
         pool = self.pool
         if pool.lost:
             pool.repair(timeout=self.hang_after)
@@ -134,7 +134,7 @@ class ElasticCampaign(MembershipCampaign, Campaign):
         self._await_steps()
 
     def end_training(self) -> list[str]:
-        """End the cell. Returns what is not as it should be of its results, of the views, and what is left over."""
+        """End the cell. Returns the errors of its results and of the views, and the leftovers."""
         if self._run is None:
             return []
         if self.pool.size != self.size:
@@ -163,7 +163,7 @@ class ElasticCampaign(MembershipCampaign, Campaign):
                 outcome.events.append(f"{at - self._began:8.3f} told: {text}")
         outcome.events.sort(key=lambda line: float(line.split()[0]))
 
-    # -- what must be so after each change ----------------------------------------------------------------------------
+    # -- checks after each change -------------------------------------------------------------------------------------
 
     def _await_steps(self) -> float:
         """Wait until all ranks of the pool have completed two commits together. Returns seconds since the change.
@@ -178,7 +178,7 @@ class ElasticCampaign(MembershipCampaign, Campaign):
             raise RuntimeError("the cell has ended: " + " ".join(report(results, colours=False)))
 
     def _goes_on(self) -> None:
-        """All ranks that there are train together, the first time after the change and once what was lost is back."""
+        """All ranks that there are train together, the first time after the change and once the lost ranks are back."""
         self._outcome.report = self._await_steps()
         if self.pool.lost:
             self._changes("repair")
@@ -251,7 +251,7 @@ class ElasticCampaign(MembershipCampaign, Campaign):
         def resize() -> None:
             try:
                 self.pool.resize(size, timeout=self.hang_after)
-            except BaseException as error:  # noqa: BLE001  (told below)
+            except BaseException as error:  # noqa: BLE001  (reported below)
                 failed.append(error)
 
         thread = threading.Thread(target=resize, name="chaos-resize")
@@ -265,13 +265,13 @@ class ElasticCampaign(MembershipCampaign, Campaign):
         if thread.is_alive():
             raise Hang("resize does not end")
         for error in failed:
-            # The newcomer itself may be what was killed while it started.
+            # The killed process can be the newcomer itself, while it started.
             if not isinstance(error, StartError):
                 raise error
             self._event(f"resize: {error}")
 
     def _ended_by(self, run: CellHandle) -> None:
-        """The cell was interrupted: it ends on all ranks, and what they know goes on in the next one."""
+        """Check that the interrupted cell ends on all ranks, and that their state continues in the next one."""
         results = self._await_end(run)
         self._run = None
         self._event("the cell has ended")
@@ -338,7 +338,7 @@ class ElasticCampaign(MembershipCampaign, Campaign):
         self._await_steps()
         self._kill(self._someone())
         told = self._sink.await_line(
-            # Of this loss: the cell may have told of another one before.
+            # Of this loss: the cell can have reported another one before.
             lambda text: f"of at least {LEAST} ranks" in text and "left" in text,
             self.hang_after,
             self._at,

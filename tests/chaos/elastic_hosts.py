@@ -1,8 +1,8 @@
 """An elastic job whose whole hosts come and go: found, announced to leave, killed, and cut off. Needs the right to make hosts.
 
 ``hvdlab run`` has its coordinator on the first host, which stays. The list of the others, which a discovery script prints, is
-changed; their cables are pulled and their processes killed, none of which anything is told of. The job trains all the time, and
-what it has computed in the end is calculated again from the ranks of each step.
+changed; their cables are pulled and their processes killed, without any notification. The job trains all the time, and
+its final results are calculated again from the ranks of each step.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class RanksOfHosts:
 
 
 class ElasticHosts(MembershipCampaign):
-    """Plays changes on one job, which is replaced only if it is not as it should be. A context manager.
+    """Campaign of changes on one job, which is replaced only after an error. Context manager.
 
     Args:
-        seed: What everything is drawn from.
-        changes: What is drawn.
-        hang_after: Seconds after which what has not ended counts as hanging.
-        dead_after: Seconds of silence after which a host is lost; hosts that are cut off are lost by nothing else.
+        seed: Seed of all draws.
+        changes: The changes to draw from.
+        hang_after: Seconds after which an unfinished step counts as hanging.
+        dead_after: Seconds of silence after which a host is lost; hosts that are cut off are lost only by it.
 
     Attributes:
         started: How many jobs there were.
@@ -101,10 +101,10 @@ class ElasticHosts(MembershipCampaign):
         super().__init__(changes)
         self.seed, self.hang_after, self.dead_after = seed, hang_after, dead_after
         self.started = 0
-        #: What a job needs, taken down with it.
+        #: Resources of a job, closed with it.
         self._stack = contextlib.ExitStack()
         self._job: subprocess.Popen[bytes] | None = None
-        #: What the job writes.
+        #: The job's output.
         self._said = Path(os.devnull)
         #: Numbers of the hosts that are listed, the first left out.
         self._listed: set[int] = set()
@@ -163,7 +163,7 @@ class ElasticHosts(MembershipCampaign):
         self._await_steps(self._wanted())
 
     def end_training(self) -> list[str]:
-        """End the job. Returns what is not as it should be of its results, and what is left of it."""
+        """End the job. Returns the errors of its results, and its leftovers."""
         job, self._job = self._job, None
         if job is None:
             return []
@@ -214,10 +214,11 @@ class ElasticHosts(MembershipCampaign):
     def _usable(self, outcome: Outcome) -> bool:
         return outcome.ok
 
-    # -- what must be so after each change ----------------------------------------------------------------------------
+    # -- checks after each change -------------------------------------------------------------------------------------
 
     def _wanted(self, without: int = -1) -> dict[str, int]:
-        """How many ranks each host must have, once all is as it is listed, ``without`` one that can't be reached."""
+        """Return how many ranks each host must have, once all is as it is listed, ``without`` one that can't be
+        reached."""
         names = {self._network.hosts[number].name: SLOTS for number in self._listed if number != without}
         return {self._network.hosts[0].name: 1, **names}
 
@@ -251,14 +252,14 @@ class ElasticHosts(MembershipCampaign):
         self._listed = set(numbers)
 
     def _other(self, but: int = -1) -> int:
-        """A host that is not listed; if all are, one of them, not ``but``, is given up first."""
+        """Return a host that is not listed; if all are, one of them, not ``but``, is given up first."""
         if len(self._listed) == HOSTS - 1:
             self._list(self._listed - {self._rng.choice(sorted(self._listed - {but}))})
             self._await_steps(self._wanted())
         return self._rng.choice(sorted(set(range(1, HOSTS)) - self._listed))
 
     def _some(self) -> int:
-        """A host that is listed and trains; if none is, one is found first."""
+        """Return a host that is listed and trains; if none is, one is found first."""
         if not self._listed:
             self._list({self._rng.randrange(1, HOSTS)})
             self._await_steps(self._wanted())

@@ -1,4 +1,5 @@
-"""What runs inside the ranks of an elastic campaign: training whose every result can be calculated again (:mod:`chaos.journal`)."""
+"""Program of the ranks of an elastic campaign: training whose every result can be calculated again
+(:mod:`chaos.journal`)."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Model(torch.nn.Module):
 
 
 class ElasticTraining(Training):
-    """A rank's part in the training, what it remembers of it, and orders to harm itself."""
+    """A rank's part in the training, its memory of it, and orders to harm itself."""
 
     def __init__(self, seed: int, mailbox: str, plane: str) -> None:
         super().__init__(seed, mailbox)
@@ -74,13 +75,13 @@ class ElasticTraining(Training):
         self._due = 0.0
 
     def begin(self, state: Any) -> None:
-        """Training begins, or goes on with other ranks."""
+        """Begin training, or continue with other ranks."""
         if self.journal.pid != os.getpid():
             self._become()
         self.journal.begin(state.step)
 
     def step(self, model: Model, optimizer: Any, state: Any) -> bool:
-        """One step, and a commit if it is due. Returns whether the campaign wants the cell to end."""
+        """Run one step, and commit if it is due. Return whether the campaign asks the cell to end."""
         self._obey()
         ranks, number = context.engine().ranks(), state.step
         optimizer.zero_grad()
@@ -97,7 +98,7 @@ class ElasticTraining(Training):
         return over
 
     def result(self, model: Model, optimizer: Any, state: Any) -> dict[str, Any]:
-        """What there is at the end."""
+        """Return the results at the end."""
         weights = {float(value) for p in model.parameters() for value in p.detach().unique()}
         momenta = {float(v) for one in optimizer.state.values() for v in one["momentum_buffer"].unique()}
         return {

@@ -1,7 +1,7 @@
-"""The faults of a campaign: what is done, where it may strike, and how soon the user must know.
+"""The faults of a campaign: the act, its possible places, and the user's time limit.
 
-Limits are those that users are promised, in seconds from the fault. A stall is to be told after the stall time; as its
-limit counts a second and a half more: a process that does not answer is given a second before it is looked at.
+Limits are those that users are promised, in seconds from the fault. A stall is to be reported after the stall time; as
+its limit counts a second and a half more: a process that does not answer is given a second before it is examined.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ STALLED = STALL + 1.5
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind of fault.
+    """Kind of fault.
 
     Attributes:
         name: As in the table.
         play: How the campaign plays it; a method of :class:`chaos.trials.Trial`.
-        deed: What the rank does to itself (:mod:`chaos.victim`), if it does.
-        limit: Seconds within which the user must know.
+        deed: The rank's act on itself (:mod:`chaos.victim`), if it does.
+        limit: Seconds within which the user must be notified.
         phases: Phases of a collective in which it can strike, beside other places.
         spots: Places in the training loop: ``between`` two steps, or ``amid`` one, with a tensor in flight.
-        outside: Whether it may come from outside as well, at any instant.
+        outside: Whether it can come from outside as well, at any instant.
         deadly: Whether the rank is lost.
         weight: How often it is drawn, compared with the others.
-        says: A word that the report must have.
-        loop: What the ranks are in: ``training`` (:mod:`chaos.victim`), or ``wrapped``, which trains a model that is wrapped in
-            ``DistributedDataParallel`` (:mod:`chaos.wrapped`).
+        says: Word that the report must have.
+        loop: The ranks' program: ``training`` (:mod:`chaos.victim`), or ``wrapped``, which trains a model that is
+            wrapped in ``DistributedDataParallel`` (:mod:`chaos.wrapped`).
     """
 
     name: str

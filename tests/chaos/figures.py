@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """What came of one fault.
+    """Outcome of one fault.
 
     Attributes:
         seed, number, plane: Which trial it was; a campaign with the same seed plays it again.
-        fault, phase, victim: What happened, where (a phase of a collective, ``between`` or ``amid`` steps, ``any`` for
-            an instant chosen from outside), and to whom.
-        limit: Seconds within which the user must know.
-        report: Seconds from the fault until the user knew; None if he never did.
+        fault, phase, victim: The fault, its place (a phase of a collective, ``between`` or ``amid`` steps, ``any`` for
+            an instant chosen from outside), and its rank.
+        limit: Seconds within which the user must be notified.
+        report: Seconds from the fault until the user was notified; None if never.
         next_collective: Seconds from the report until a collective of all kinds had worked on those that are left.
         repair: Seconds that it took to bring the rank back, if it was lost.
-        hang: What did not come to its end, if anything.
-        lost: Memory of survivors that is not what it was.
-        leaks: What is left over.
+        hang: The step that did not end, if anything.
+        lost: Memory of survivors that has changed.
+        leaks: The leftovers.
         left_to_gloo: Groups that Gloo keeps because it can't cancel an operation, of which half a message has come.
-        wrong: What else is not as it should be: a report that does not name the rank, a wrong result.
+        wrong: Other errors: a report that does not name the rank, a wrong result.
         said: The report.
-        events: What happened when, in seconds from the trial's beginning.
+        events: Events with their times, in seconds from the trial's beginning.
     """
 
     seed: int
@@ -53,7 +53,7 @@ class Outcome:
         return not (self.hang or self.lost or self.leaks or self.wrong)
 
     def __str__(self) -> str:
-        """The whole story, as a failure prints it."""
+        """Return the whole story, as a failure prints it."""
         lines = [
             f"seed {self.seed}, trial {self.number} on {self.plane}: {self.fault} ({self.phase}) on rank {self.victim}"
         ]
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """A row for each kind of fault, in the order in which they first came."""
+    """Return a row for each kind of fault, in the order in which they first came."""
     found: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.fault, []).append(outcome)
@@ -92,7 +92,7 @@ def _row(name: str, group: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Median and worst of the values that there are."""
+    """Return median and worst of the values that there are."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -115,7 +115,7 @@ COLUMNS = (
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row as texts, in the order of :data:`COLUMNS`."""
+    """Return a row as texts, in the order of :data:`COLUMNS`."""
     report, repair = row["report_s"], row["repair_s"]
     seconds = [f"{report['median']:.2f} s", f"{report['worst']:.2f} s"] if report else ["-", "-"]
     return [
@@ -129,7 +129,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Rows for a terminal, with their sums."""
+    """Return rows for a terminal, with their sums."""
     lines = [list(COLUMNS), *map(cells, found), total(found)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     return "\n".join(
@@ -147,7 +147,7 @@ def total(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of a result file, for a page."""
+    """Return the table of a result file, for a page."""
     lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)]]
     lines += [*map(cells, result["rows"]), [f"**{text}**" if text else "" for text in total(result["rows"])]]
     shown = ["| " + " | ".join(line) + " |" for line in lines]
@@ -158,5 +158,5 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def story(outcome: Outcome) -> dict[str, Any]:
-    """An outcome for a result file."""
+    """Return an outcome for a result file."""
     return {key: value for key, value in asdict(outcome).items() if value not in (None, "", [])}

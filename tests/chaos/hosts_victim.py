@@ -1,6 +1,6 @@
 """A rank of an elastic job whose hosts come and go: ``python hosts_victim.py SEED DIRECTORY``, started by ``hvdlab run``.
 
-Until there is a file ``stop`` in the directory it trains; what it has then is in ``result-RANK.json``.
+Until there is a file ``stop`` in the directory it trains; its state then is in ``result-RANK.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(seed: int, directory: Path) -> None:
     )
 
     def step(state: Any) -> bool:
-        """One step, and a commit if it is due. Returns whether the campaign wants the job to end."""
+        """Run one step, and commit if it is due. Return whether the campaign asks the job to end."""
         ranks, number = context.engine().ranks(), state.step
         mine = np.full(SIZE, float((journal.rank + 1) * factor(number)))
         gradient = hvd.allreduce(mine, name="gradient", op=hvd.Sum)

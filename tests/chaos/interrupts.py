@@ -1,4 +1,4 @@
-"""Interrupts, whatever ranks are doing."""
+"""Interrupts, in any state of the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Interrupts(Pieces):
 
     def interrupting(self) -> None:
         everybody = self.fault.deed == "compute"
-        # In a phase of a collective nobody hears it, as in a library that is stuck: that part ends by itself.
+        # In a phase of a collective no rank reacts to it, as in a library that is stuck: that part ends by itself.
         seconds = 2.0 if self.spot in self.fault.phases else 20.0
         run = self.begin(seconds=seconds, victim=-1 if everybody else None)
         self.await_fault(set(self.campaign.pool.ranks) if everybody else None)
@@ -77,7 +77,7 @@ class Interrupts(Pieces):
             os.kill(pid, signal.SIGCONT)
             self.await_end(run)
             return
-        for _ in range(2):  # the user insists, until nobody waits for that rank any more
+        for _ in range(2):  # the user insists, until no rank waits for that rank any more
             run.interrupt()
             if census.settled(lambda: not run.done, 2.0):
                 break
@@ -88,7 +88,8 @@ class Interrupts(Pieces):
         self._new = self.victim
 
     def _await_answer(self, run: CellHandle, at: float, *, may_answer: bool = False) -> None:
-        """The user is told who does not answer; nobody, if all may answer and do: the call need not be the user's thread's."""
+        """Wait until the user is notified of the ranks that do not answer; of none if all can answer and do: the call
+        need not be the user's thread's."""
 
         def found() -> tuple[float, str] | None:
             return self.sink.await_line(

@@ -1,7 +1,7 @@
-"""What a rank of elastic training keeps of its own way, and tells the campaign of it.
+"""Journal that a rank of elastic training keeps of its own history, and its reports to the campaign.
 
-The numbers of all elastic campaigns are whole ones in 64-bit floats, so that sums are exact in whatever order they are
-made: the model after any steps depends on the ranks of each step alone (:func:`replayed`).
+The numbers of all elastic campaigns are whole ones in 64-bit floats, so that sums are exact in any order:
+the model after any steps depends on the ranks of each step alone (:func:`replayed`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Groups = Sequence[tuple[tuple[int, ...], int]]
 
 
 def factor(step: int) -> int:
-    """What a rank's gradient is multiplied by in this step: its number plus one is the rest."""
+    """Return the factor of a rank's gradient in this step: its number plus one is the rest."""
     return 1 + step % 7
 
 
 def with_step(groups: Groups, ranks: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
-    """These groups, after one more step of these ranks."""
+    """Return these groups, after one more step of these ranks."""
     found = [*groups]
     if found and found[-1][0] == ranks:
         found[-1] = (ranks, found[-1][1] + 1)
@@ -37,7 +37,7 @@ def with_step(groups: Groups, ranks: tuple[int, ...]) -> list[tuple[tuple[int, .
 
 
 def replayed(groups: Groups) -> tuple[float, float]:
-    """Any element of the model and of its momentum after these ranks have trained so many steps each."""
+    """Return any element of the model and of its momentum after these ranks have trained so many steps each."""
     weight = momentum = step = 0
     for ranks, count in groups:
         for _ in range(count):
@@ -48,13 +48,13 @@ def replayed(groups: Groups) -> tuple[float, float]:
 
 
 class Journal:
-    """The way of one process through the training.
+    """History of one process in the training.
 
     Args:
         mailbox: Socket of the campaign's mailbox.
 
     Attributes:
-        pid, rank: The process, and its number, which stays whatever other ranks come or go.
+        pid, rank: The process, and its number, which stays while other ranks come or go.
         done: Steps that this process has completed.
         committed: Steps that it has committed.
         back: Each time it went back: from which step, to which one, and with which commit.
@@ -67,13 +67,13 @@ class Journal:
         self.back: list[tuple[int, int, int]] = []
 
     def begin(self, step: int) -> None:
-        """Training begins, or goes on with other ranks, from this step."""
+        """Begin training, or continue with other ranks, from this step."""
         if step < self.done:
             self.back.append((self.done, step, self.committed))
         self.done = step
 
     def tell(self, ranks: Sequence[int], kept: str, host: str = "") -> None:
-        """Tell of a commit that was made with these ranks; ``kept`` is the hash of what nothing may change."""
+        """Report a commit that was made with these ranks; ``kept`` is the hash of the memory that must not change."""
         letter = {
             "rank": self.rank,
             "what": "step",

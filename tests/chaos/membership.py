@@ -1,7 +1,7 @@
-"""Training whose members are changed again and again: how a change is drawn, played and judged, whoever they are and go.
+"""Training whose members are changed again and again: how a change of any kind of member is drawn, played and judged.
 
-What trains, and what can befall it, is said by the two kinds of it: the ranks of a pool (:mod:`chaos.elastic`), and those of the hosts
-of a job (:mod:`chaos.elastic_hosts`).
+The trainings, and the changes that can befall them, are defined by two modules: the ranks of a pool
+(:mod:`chaos.elastic`), and those of the hosts of a job (:mod:`chaos.elastic_hosts`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chaos.journal import replayed
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A kind of change.
+    """Kind of change.
 
     Attributes:
         name: As in the table.
@@ -38,7 +38,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Teller:
-    """The process that has sent a letter.
+    """Process that has sent a letter.
 
     Attributes:
         name: As it is called in an outcome's story.
@@ -53,20 +53,20 @@ class Members(Protocol):
     """Ranks that are to train together. As text, their names."""
 
     def together(self, letters: Sequence[dict[str, Any]], since: float) -> bool:
-        """Whether each of them has told twice since then of commits that it made with just the others."""
+        """Whether each of them has reported two commits since then that it made with just the others."""
 
 
 class MembershipCampaign(abc.ABC):
-    """Plays changes on what trains, which is replaced only if it is not as it should be.
+    """Campaign of changes on one training, which is replaced only after an error.
 
     Args:
-        changes: What is drawn.
+        changes: The changes to draw from.
 
     Attributes:
-        seed: What everything is drawn from.
+        seed: Seed of all draws.
         plane: The data plane, as in the table.
-        hang_after: Seconds after which what has not ended counts as hanging.
-        mailbox: Where ranks tell of their commits.
+        hang_after: Seconds after which an unfinished step counts as hanging.
+        mailbox: Socket to which ranks report their commits.
     """
 
     seed: int
@@ -83,15 +83,15 @@ class MembershipCampaign(abc.ABC):
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self.changes = tuple(changes)
-        #: What is being played: its dice, its outcome, and the instants of the beginning and of the latest change.
+        #: The change being played: its dice, its outcome, and the instants of the beginning and of the latest change.
         self._rng = random.Random(0)
         self._outcome = Outcome(0, 0, "", "", "", -1, self.within)
         self._began = self._at = 0.0
-        #: The hash of the memory of each process, and how often it went back, as it has told last.
+        #: The hash of the memory of each process, and how often it went back, by its latest report.
         self._known: dict[Teller, str] = {}
         self._back: Counter[Teller] = Counter()
 
-    # -- what differs -------------------------------------------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -104,11 +104,11 @@ class MembershipCampaign(abc.ABC):
 
     @abc.abstractmethod
     def end_training(self) -> list[str]:
-        """End the training, if there is one. Returns what is not as it should be of its results, and what is left of it."""
+        """End the training, if there is one. Returns the errors of its results, and its leftovers."""
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Get rid of what is not as it should be."""
+        """Discard a training that has failed."""
 
     @abc.abstractmethod
     def _dice(self, number: int) -> random.Random:
@@ -116,7 +116,8 @@ class MembershipCampaign(abc.ABC):
 
     @abc.abstractmethod
     def _tellers(self, letters: Sequence[dict[str, Any]]) -> Iterable[tuple[Teller, dict[str, Any]]]:
-        """These letters, each with the process that sent it; without those of processes that belong to the training no longer."""
+        """Return these letters, each with the process that sent it; without those of processes that belong to the
+        training no longer."""
 
     @abc.abstractmethod
     def _raise_if_ended(self) -> None:
@@ -124,11 +125,11 @@ class MembershipCampaign(abc.ABC):
 
     @abc.abstractmethod
     def _where(self) -> str:
-        """What there is to know about a training that hangs."""
+        """Return a description of a training that hangs."""
 
     @abc.abstractmethod
     def _complete(self, outcome: Outcome) -> None:
-        """Add what the training has said to the story of an outcome."""
+        """Add the training's output to the story of an outcome."""
 
     def _usable(self, outcome: Outcome) -> bool:
         """Whether the training can be played on after this."""
@@ -161,7 +162,7 @@ class MembershipCampaign(abc.ABC):
                 outcome.wrong += self.end_training()
         except Hang as hang:
             outcome.hang = str(hang)
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is what came of this change)
+        except Exception as error:  # noqa: BLE001  (any error is this change's outcome)
             outcome.wrong.append(f"{type(error).__name__}: {error}")
         self._complete(outcome)
         if not self._usable(outcome):
@@ -172,20 +173,20 @@ class MembershipCampaign(abc.ABC):
         self._outcome.events.append(f"{time.monotonic() - self._began:8.3f} {text}")
 
     def _changes(self, text: str) -> None:
-        """The change is made now."""
+        """Make the change now."""
         self._at = time.monotonic()
         self._event(text)
 
     def _wait_a_little(self, most: float | None = None) -> None:
         time.sleep(self._rng.uniform(0, self.longest_wait if most is None else most))
 
-    # -- what must be so after each change ----------------------------------------------------------------------------
+    # -- checks after each change -------------------------------------------------------------------------------------
 
     def _await_together(self, wanted: Callable[[], Members]) -> float:
-        """Wait until all those that are wanted have completed two commits together. Returns seconds since the change.
+        """Wait until all expected processes have completed two commits together. Returns seconds since the change.
 
         Args:
-            wanted: Is called again and again: ranks may be lost meanwhile.
+            wanted: Is called again and again: ranks can be lost during the wait.
 
         Raises:
             Hang: They have not.
@@ -203,7 +204,7 @@ class MembershipCampaign(abc.ABC):
         raise Hang(f"{wanted()} do not train together; {self._where()}")
 
     def _hear(self) -> None:
-        """Look at what ranks have told: each remembers what it knew, and went back no further than to its commit."""
+        """Check the ranks' reports: each has kept its memory, and went back no further than to its commit."""
         # Ranks go on sending meanwhile: later letters have their turn next time.
         letters = [letter for letter in tuple(self.mailbox.letters) if letter["what"] == "step"]
         for teller, letter in self._tellers(letters):
@@ -227,7 +228,7 @@ class MembershipCampaign(abc.ABC):
 
 
 def wrong_results(found: Sequence[dict[str, Any]]) -> list[str]:
-    """What is not as it should be of the results of ranks that have trained together: each a dict of ``groups``, ``step``,
+    """Return the errors in the results of ranks that have trained together: each a dict of ``groups``, ``step``,
     ``weights`` and ``momenta``, as ranks of all campaigns give them."""
     first = found[0]
     wrong = [f"the ranks differ: {list(found)}"] if any(one != first for one in found) else []

@@ -1,4 +1,4 @@
-"""What runs inside the ranks of a campaign whose tensors are on a GPU that they share, and what befalls a rank there."""
+"""Program of the ranks of a campaign whose tensors are on a GPU that they share, and the faults there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DeviceTraining(Training):
         return left
 
     def used(self) -> int:
-        """Bytes of the GPU that are in use, by all processes together."""
+        """Return bytes of the GPU that are in use, by all processes together."""
         if self.device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self.device)
@@ -48,14 +48,15 @@ class DeviceTraining(Training):
 
 
 def _exhaust(victim: Victim, order: dict[str, Any]) -> None:
-    """Want more memory than the GPU has."""
+    """Allocate more memory than the GPU has."""
     assert isinstance(victim, DeviceTraining)
     total = torch.cuda.mem_get_info(victim.device)[1]
     torch.empty(2 * total, dtype=torch.uint8, device=victim.device)
 
 
 def _fault(victim: Victim, order: dict[str, Any]) -> None:
-    """Have a kernel read where there is no memory: the process can't use the GPU any more, and what it has there is gone."""
+    """Have a kernel read where there is no memory: the process can't use the GPU any more, and its memory there is
+    gone."""
     assert isinstance(victim, DeviceTraining)
     torch.ones(3, device=victim.device)[torch.tensor([10**9], device=victim.device)]
     torch.cuda.synchronize(victim.device)

@@ -1,6 +1,6 @@
 """A process that trains on a pool of its own until it is killed: ``python owner.py RANKS PLANE MAILBOX [NAME]``.
 
-With a name the pool is kept under it. Says on one line what its ranks remember (JSON) once they train.
+With a name the pool is kept under it. Prints on one line its ranks' memory (JSON) once they train.
 """
 
 from __future__ import annotations

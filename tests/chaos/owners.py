@@ -23,7 +23,7 @@ class Owners(Pieces):
     """Trials of the death of a pool's owner."""
 
     def owner(self) -> None:
-        """A process with a pool of its own, which is killed while it trains."""
+        """Start a process with a pool of its own, which is killed while it trains."""
         with self._owned() as (mark, temporary, process, _):
             at = time.monotonic()
             process.kill()
@@ -60,7 +60,7 @@ class Owners(Pieces):
 
     @contextlib.contextmanager
     def _owned(self, *words: str) -> Iterator[tuple[str, Path, subprocess.Popen[bytes], dict[str, Any]]]:
-        """An owner that trains; afterwards nothing of it may be left."""
+        """Yield an owner that trains; afterwards nothing of it may be left."""
         self.campaign.mailbox.clear()
         mark = f"{self.campaign.mark}-{self.outcome.number}"
         shm = census.shared_memory()

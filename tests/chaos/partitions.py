@@ -1,7 +1,8 @@
-"""Hosts that are cut off: who is declared lost, when, and what becomes of the others. Needs the right to make hosts.
+"""Hosts that are cut off: which ranks are declared lost, when, and the fate of the others. Needs the right to make
+hosts.
 
-Three hosts with two ranks each, joined over TLS. Nobody is told of a cut: connections are half-open, until the heartbeat
-finds out or the network is back.
+Three hosts with two ranks each, joined over TLS. No process is notified of a cut: connections are half-open, until the
+heartbeat finds out or the network is back.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ENV = {
     "HVDLAB_DEAD_AFTER": str(DEAD_AFTER),
     "HVDLAB_REATTACH": "2",
 }
-HANG = 60.0
+HANG = 60.0  # seconds after which an unfinished step counts as hanging
 LIMIT = DEAD_AFTER + 1.5
 """Seconds after which all that are left must know who is lost."""
 SOONEST = DEAD_AFTER - PING_AFTER - 0.5
@@ -42,7 +43,7 @@ KEPT: dict[str, Any] = {}
 
 
 def fill(seed: int) -> str:
-    """Variables that must be there afterwards; their hash."""
+    """Define variables that must be there afterwards; return their hash."""
     KEPT["data"] = np.random.default_rng([seed, context.engine().rank]).standard_normal(50_000)
     return remember()
 
@@ -79,7 +80,7 @@ def total_of_survivors() -> float:
 
 
 def attempts() -> int:
-    """How many of three collectives are done here."""
+    """Return how many of three collectives are done here."""
     done = 0
     for _ in range(3):
         try:
@@ -99,10 +100,10 @@ def rejoin() -> None:
 
 
 class Partitions:
-    """Plays trials on one job over several hosts, which is replaced only if it can't be used any more.
+    """Campaign of trials on one job over several hosts, which is replaced only if it can't be used any more.
 
     Args:
-        seed: What everything is drawn from.
+        seed: Seed of all draws.
 
     Attributes:
         started: How many jobs there were.
@@ -139,7 +140,7 @@ class Partitions:
                 self._for_good(ranks, outcome, host, rng, killed=kind == KINDS[2])
         except TimeoutError as error:
             outcome.hang = str(error)
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is what came of this fault)
+        except Exception as error:  # noqa: BLE001  (any error is this fault's outcome)
             outcome.wrong.append(f"{type(error).__name__}: {error}")
         if not outcome.ok:
             self._discard()
@@ -158,11 +159,11 @@ class Partitions:
     def _discard(self) -> None:
         ranks, self._ranks = self._ranks, None
         for process in ranks.processes if ranks is not None else ():
-            process.kill()  # else they wait for those that are gone
+            process.kill()  # otherwise they wait for those that are gone
         self._stack.close()
 
     def _for_a_moment(self, ranks: RanksOnHosts, outcome: Outcome, host: int, rng: random.Random) -> None:
-        """Shorter than the heartbeat: nobody is lost, and training goes on."""
+        """Cut for less than the heartbeat: no rank is lost, and training continues."""
         seconds = rng.uniform(0.2, DEAD_AFTER / 3)
         running = ranks.start(train, 300)
         time.sleep(rng.uniform(0, 0.3))
@@ -181,7 +182,8 @@ class Partitions:
     def _for_good(
         self, ranks: RanksOnHosts, outcome: Outcome, host: int, rng: random.Random, *, killed: bool
     ) -> None:
-        """Longer than the heartbeat: they are lost, the others go on, and who lives may return with the network."""
+        """Cut for longer than the heartbeat: they are lost, the others continue, and living ones can return with the
+        network."""
         gone = range(host * PER_HOST, (host + 1) * PER_HOST)
         left = [rank for rank in range(ranks.size) if rank not in gone]
         running = {rank: ranks.start(train, 10**9, ranks=[rank]) for rank in range(ranks.size)}
@@ -204,7 +206,7 @@ class Partitions:
                 self._cut_off(ranks, outcome, running, gone)
         finally:
             ranks.network.hosts[host].mend()
-        if killed:  # where the processes of a job are started by hand there is nobody to start them anew
+        if killed:  # where the processes of a job are started by hand nothing restarts them
             self._check_memory(ranks, outcome, left)
             self._discard()
             return
@@ -221,7 +223,7 @@ class Partitions:
         cut: float,
         gone: range,
     ) -> None:
-        """What one that is left was told, and when."""
+        """Check the error that a remaining rank received, and its time."""
         _, why, culprits, at = ended
         if why != CauseKind.RANK_DIED.value or not set(culprits) <= set(gone):
             outcome.wrong.append(f"rank {rank} was told of {why} and ranks {culprits}")
@@ -240,7 +242,7 @@ class Partitions:
             outcome.wrong.append(f"ranks {list(gone)}, which were cut off, did {done} collectives")
 
     def _check_all(self, ranks: RanksOnHosts, outcome: Outcome) -> None:
-        """All are there, with what they had."""
+        """Check that all ranks are there, with their memory."""
         wanted = float(sum(range(1, ranks.size + 1)))
         found = ranks.run(total, timeout=HANG)
         if found != [wanted] * ranks.size:

@@ -19,7 +19,7 @@ PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "co
 
 
 class Parts(Pieces):
-    """Trials of what befalls the other processes of a pool."""
+    """Trials of faults in the other processes of a pool."""
 
     def losing_part(self) -> None:
         run = self.begin()
@@ -47,7 +47,7 @@ class Parts(Pieces):
             self.outcome.wrong.append("nobody said that it is gone")
 
     def bothering(self) -> None:
-        """Strangers connect to all that listens, send what is no message, or one of another protocol, and stay."""
+        """Connect strangers to all listeners; they send no message, or one of another protocol, and stay."""
         self.victim = self.outcome.victim = -1
         run = self.begin(steps=60)
         self.await_instant()
@@ -58,6 +58,7 @@ class Parts(Pieces):
             unix.settimeout(self.campaign.hang_after)
             unix.connect(path)
             unix.sendall(len(garbage := self.rng.randbytes(200)).to_bytes(4, "little") + garbage)
+            # A connection that is closed with unread bytes is reset.
             with contextlib.suppress(ConnectionResetError):
                 while unix.recv(4096):
                     pass
@@ -68,15 +69,17 @@ class Parts(Pieces):
             for port in theirs:
                 tcp = strangers.enter_context(socket.socket())
                 tcp.settimeout(0.2)  # a port that lets no stranger in does not answer
+                # A port may refuse it, or close the connection before all is sent.
                 with contextlib.suppress(OSError):
                     tcp.connect(("127.0.0.1", port))
                     tcp.sendall(self.rng.randbytes(self.rng.choice((1, 64, 5000))))
             self._goes_on(run)
 
     def _ports(self) -> list[int]:
-        """Where processes of the pool listen on the loopback interface."""
+        """Return where processes of the pool listen on the loopback interface."""
         found: set[int] = set()
         for pid in census.marked(self.campaign.mark):
+            # Processes of the pool can end while they are listed.
             with contextlib.suppress(psutil.Error):
                 listening = psutil.Process(pid).net_connections("tcp4")
                 found |= {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}

@@ -53,12 +53,12 @@ PHASES = ("announce", "negotiate", "pack", "transfer", "unpack")
 
 
 class Ambush:
-    """Strikes once, when the wrapped functions have been called so often.
+    """Ambush that strikes once, when the wrapped functions have been called so often.
 
     Args:
         plane, phase: Where.
         after: At which call of any of the functions.
-        strike: What to do there, on whichever thread it is.
+        strike: The act there, on whichever thread it is.
     """
 
     def __init__(self, plane: str, phase: str, after: int, strike: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""What all trials are made of: the beginning, the end, what is told, and what must work afterwards."""
+"""Parts of all trials: the beginning, the end, the messages to the user, and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from pool_probe import PoolProbe
 
-FOREVER = 10**9
+FOREVER = 10**9  # more steps than any trial lasts: only the fault ends the training
 
 
 def names(text: str, rank: int) -> bool:
@@ -43,11 +43,11 @@ class Pieces:
         self.sink = Sink()
 
     def event(self, text: str) -> None:
-        """Note what happens, for who looks for the reason of a failure."""
+        """Record an event, for the search for a failure's reason."""
         self.outcome.events.append(f"{time.monotonic() - self.began:8.3f} {text}")
 
     def play(self) -> Outcome:
-        """Play it. Whatever goes wrong is in the outcome."""
+        """Play it. Every error is in the outcome."""
         outcome, whole = self.outcome, False
         try:
             if self.fault.play in ("owner", "keeping_owner"):
@@ -65,10 +65,10 @@ class Pieces:
             whole = True
         except Hang as hang:
             outcome.hang = str(hang)
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is what came of this fault)
+        except Exception as error:  # noqa: BLE001  (any error is this fault's outcome)
             outcome.wrong.append(f"{type(error).__name__}: {error}")
         self._note_told()
-        if not whole:  # nobody knows what state the pool is in
+        if not whole:  # the state of the pool is unknown
             self.campaign.discard()
         return outcome
 
@@ -107,13 +107,13 @@ class Pieces:
             **more,
         }
         if self.spot == "any":
-            order["victim"] = -2  # nobody does it to himself
+            order["victim"] = -2  # no rank does it to itself
         self.event(f"order {order}")
         campaign.mailbox.clear()
         return campaign.pool.start_run(f"{self.fault.loop}.run({order!r})", out=self.sink, label="[7]")
 
     def await_fault(self, ranks: set[int] | None = None) -> float:
-        """The time at which the last of the victims was hit."""
+        """Return the time at which the last of the victims was hit."""
         letters = self.campaign.mailbox.wait("fault", ranks or {self.victim}, self.campaign.hang_after)
         return float(max(letter["at"] for letter in letters))
 
@@ -143,7 +143,7 @@ class Pieces:
             return f"no status: {error}"
 
     def told(self, fault_at: float, at: float, text: str) -> None:
-        """The user knows; ``text`` is what he was told."""
+        """Record that the user was notified, by ``text``."""
         self.outcome.report = at - fault_at
         if self.victim >= 0 and not names(text, self.victim):
             self.outcome.wrong.append(f"rank {self.victim} is not named: {text!r}")
@@ -151,7 +151,7 @@ class Pieces:
             self.outcome.wrong.append(f"`{self.fault.says}` is not said: {text!r}")
 
     def go_on(self) -> None:
-        """What must work after every fault: memory, the next collective, and the lost rank's return."""
+        """Check memory, the next collective and the lost rank's return, which must work after every fault."""
         campaign, outcome = self.campaign, self.outcome
         pool = campaign.pool
         left = list(pool.ranks)
@@ -177,7 +177,7 @@ class Pieces:
     """A rank that was started anew already."""
 
     def check(self, ranks: list[int]) -> None:
-        """A collective of each kind works on exactly these ranks, with right results."""
+        """Check that a collective of each kind works on exactly these ranks, with right results."""
         if self._new in ranks:
             self.campaign.set_up([self._new])
         for rank, found in self.campaign.values("training.check()", ranks).items():
@@ -190,6 +190,6 @@ class Pieces:
             self.outcome.wrong.append(f"the cell did not go on: {self.outcome.said}")
 
     def _pids(self) -> dict[int, int]:
-        """Processes by rank; those that can't answer as well."""
+        """Return processes by rank; those that can't answer as well."""
         pids: dict[int, int] = PoolProbe(self.campaign.pool).group.pids()
         return pids

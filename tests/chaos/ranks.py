@@ -15,7 +15,7 @@ from pool_probe import PoolProbe
 
 
 class Ranks(Pieces):
-    """Trials of what befalls ranks."""
+    """Trials of faults in ranks."""
 
     def failing(self) -> None:
         run = self.begin()

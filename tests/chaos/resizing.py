@@ -8,10 +8,10 @@ from chaos.pieces import Pieces
 
 
 class Resizing(Pieces):
-    """Trials of what befalls cells on ranks that are new."""
+    """Trials of cells on new ranks."""
 
     def resizing(self) -> None:
-        """New ranks come, which lack what a cell needs: it fails before any collective was matched; then they go again."""
+        """Add ranks that lack a cell's variables: it fails before any collective was matched; then they go again."""
         campaign = self.campaign
         pool, size = campaign.pool, campaign.size
         pool.resize(size + 1)

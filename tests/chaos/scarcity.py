@@ -1,4 +1,4 @@
-"""Much output, and little room for it: trials in which everything goes on, and what is the price of it."""
+"""Much output, and little room for it: trials in which all work continues, and the price of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROWTH = 150 << 20
 
 
 class CountingSink(Sink):
-    """Counts what a rank writes instead of keeping it; the first and the last piece are told."""
+    """Sink that counts a rank's output instead of keeping it; it records the first and the last piece."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -42,10 +42,11 @@ class CountingSink(Sink):
 
 
 class Scarcity(Pieces):
-    """Trials of what is too much or too little."""
+    """Trials of too much output and of too little room."""
 
     def flooding(self) -> None:
-        """A rank writes 100 MB in the middle of the training: all of it comes, and the notebook's process stays small."""
+        """Let a rank write 100 MB in the middle of the training: all of it comes, and the notebook's process stays
+        small."""
         sink = self.sink = CountingSink(self.victim)
         run = self.begin(steps=30, bytes=FLOOD)
         before = psutil.Process().memory_info().rss
@@ -62,7 +63,7 @@ class Scarcity(Pieces):
             )
 
     def filling_disk(self) -> None:
-        """There is no room for what the notebook's process keeps of a cell: it is shown, and the cell goes on."""
+        """Fill the disk on which the notebook's process keeps a cell's output: it is shown, and the cell continues."""
         sink = self.sink = CountingSink(self.victim)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         # Which no process inherits that is forked for the ranks: the fork server is there already.

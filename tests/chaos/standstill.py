@@ -1,6 +1,6 @@
 """Sees when the whole machine stands still: a process that does nothing but look at the clock, ten times a second.
 
-Nobody can be told anything in such a time, and what a campaign measures then says nothing.
+No process can be notified in such a time, and a campaign's measurements of it are void.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-EVERY = 0.1
+EVERY = 0.1  # seconds between two readings of the clock
 LEAST = 0.5
 """Seconds that are no standstill yet."""
 
@@ -21,8 +21,8 @@ def start(mailbox: str, mark: str) -> subprocess.Popen[bytes]:
     """Start it; it ends with its standard input.
 
     Args:
-        mailbox: Where it tells.
-        mark: Variable that it is not to have, as it is no part of what is looked for.
+        mailbox: Socket for its reports.
+        mark: Variable that it is not to have, so that it does not count as one of the pool's processes.
     """
     environ = {name: value for name, value in os.environ.items() if name != mark}
     command = [sys.executable, "-S", __file__, mailbox]

@@ -1,4 +1,4 @@
-"""Strangers at what listens while a pool trains: each speaks a protocol of its own, or nearly that of the port."""
+"""Strangers at all listeners while a pool trains: each speaks a protocol of its own, or nearly that of the port."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FLOOD = 8 << 20
 
 
 def web_page(sock: socket.socket) -> None:
-    """What a page has the user's browser send to any port."""
+    """Send the bytes that a page has the user's browser send to any port."""
     body = b'{"type": "request"}'
     head = f"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://evil.example\r\nContent-Length: {len(body)}\r\n\r\n"
     sock.sendall(head.encode() + body)
 
 
 def flood(sock: socket.socket) -> None:
-    """More than anybody wants, in frames of the control plane."""
+    """Send too much, in frames of the control plane."""
     sock.sendall((65_000).to_bytes(4, "little") + bytes(FLOOD))
 
 
@@ -32,7 +32,7 @@ def secure_flood(sock: socket.socket) -> None:
 
 
 def slow_browser(sock: socket.socket) -> None:
-    """A request that does not end."""
+    """Send a request that does not end."""
     sock.sendall(b"GET / HTTP/1.1\r\nHost: 127")
 
 
@@ -45,10 +45,12 @@ STRANGERS: tuple[Callable[[socket.socket], None], ...] = (
 
 
 def visit(sockets: contextlib.ExitStack, port: int) -> None:
-    """All of them come to a port of the loopback interface, one after the other; who is let stay stays."""
+    """Connect all of them to a port of the loopback interface, one after the other; a connection that is not closed
+    stays."""
     for stranger in STRANGERS:
         sock = sockets.enter_context(socket.socket())
         sock.settimeout(0.2)  # a port that lets no stranger in does not answer, nor read
+        # A port may refuse it, or close the connection before all is sent.
         with contextlib.suppress(OSError):
             sock.connect(("127.0.0.1", port))
             stranger(sock)

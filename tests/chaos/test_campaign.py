@@ -25,7 +25,7 @@ ALL = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *WRAPPED)
 
 
 def play(seed: int, plane: str, faults: list[Fault], count: int, **options: Any) -> list[Outcome]:
-    """Play a campaign, which gets the options; fails with the whole story of whatever is not as it should be."""
+    """Play a campaign, which gets the options; fail with the whole story of any error."""
     outcomes: list[Outcome] = []
     with Campaign(seed, plane, faults=faults, **options) as campaign:
         outcomes += campaign.play(count)
@@ -43,7 +43,7 @@ def test_nothing_hangs_and_nothing_is_lost(plane: str, seed: int) -> None:
     faults = OF_PLANE[plane]
     outcomes = play(seed, plane, faults, len(faults))
     assert {outcome.fault for outcome in outcomes} == {fault.name for fault in faults}
-    # Whether it was told in time is a matter for a quiet machine (benchmarks/chaos.py); that it was told is one for any.
+    # The delay of the report is checked on a quiet machine (benchmarks/chaos.py); the report itself on any.
     assert all(outcome.report is not None for outcome in outcomes)
 
 

@@ -29,7 +29,7 @@ def own_compiler_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def play(seed: int, plane: str, names: tuple[str, ...], count: int, *, views: bool) -> list[Outcome]:
-    """Play a campaign; fails with the whole story of whatever is not as it should be."""
+    """Play a campaign; fail with the whole story of any error."""
     changes = [change for change in CHANGES if change.play in names]
     with ElasticCampaign(seed, plane, changes=changes, views=views) as campaign:
         outcomes = list(campaign.play(count))

@@ -14,7 +14,7 @@ BRIEF = ("join", "kill", "leave", "kill_while_joining")
 
 
 def play(seed: int, names: tuple[str, ...], count: int, dead_after: float = DEAD_AFTER) -> None:
-    """Play a campaign; fails with the whole story of whatever is not as it should be."""
+    """Play a campaign; fail with the whole story of any error."""
     if hosts.missing():
         pytest.skip(hosts.missing())
     changes = [change for change in CHANGES if change.play in names]

@@ -1,4 +1,4 @@
-"""What a campaign makes of its outcomes, and that the page has what was measured."""
+"""A campaign's summary of its outcomes, and the page with its measurements."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from chaos.membership import Change, MembershipCampaign, Teller, wrong_results
 
 
 class Letters:
-    """What ranks have told; as a :class:`~chaos.campaign.Mailbox`, without ranks."""
+    """Reports of ranks; acts as a :class:`~chaos.campaign.Mailbox`, without ranks."""
 
     def __init__(self) -> None:
         self.letters: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ END = Change("the training ends", "end")
 
 
 class Pretended(MembershipCampaign):
-    """A training of two ranks, whose letters each change writes."""
+    """Training of two ranks, whose letters each change writes."""
 
     within = 1.0
     longest_wait = 0.0

@@ -1,4 +1,4 @@
-"""Hosts that are cut off, again and again: who is lost, when, and that the others go on."""
+"""Hosts that are cut off, again and again: the lost ranks, the times, and the others' progress."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What runs inside the ranks of a campaign: a training loop that checks each of its results, and the faults it meets.
+"""Program of the ranks of a campaign: a training loop that checks each of its results, and the faults it meets.
 
-A rank tells the campaign by datagrams when it is under way and when a fault begins, with the time of the clock that all
-processes of a host share.
+A rank reports to the campaign by datagrams when it is under way and when a fault begins, with the time of the clock
+that all processes of a host share.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BIG, SMALL = 60_000, 3_000
 
 
 class Boom(Exception):
-    """The error that a rank is made to raise."""
+    """Error that a rank is made to raise."""
 
 
 def _left_to_gloo() -> list[int]:
-    """Counts from now on how many groups are left to Gloo, which can't cancel an operation."""
+    """Count from now on how many groups are left to Gloo, which can't cancel an operation."""
     count = [0]
     give_up = gloo.GlooPlane._give_up
 
@@ -66,13 +66,13 @@ def digest(array: npt.NDArray[Any]) -> str:
 
 
 class Victim:
-    """A rank that trains, and to which faults happen.
+    """Rank that trains, and to which faults happen.
 
     Args:
         mailbox: Socket of the campaign's mailbox.
 
     Attributes:
-        deeds: What the rank can do to itself, by name.
+        deeds: Faults that the rank can cause in itself, by name.
         rank: This rank.
         steps: Steps completed.
     """
@@ -86,7 +86,7 @@ class Victim:
         self._mailbox = mailbox
 
     def tell(self, what: str) -> None:
-        """Say something to the campaign."""
+        """Send a message to the campaign."""
         message = {"rank": self.rank, "what": what, "at": time.monotonic_ns() / 1e9, "step": self.steps}
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(json.dumps(message).encode(), self._mailbox)
@@ -120,11 +120,11 @@ class Training(Victim):
         self.digest = self.hash_of(self.weights)
 
     def tensor(self, values: npt.NDArray[Any]) -> Any:
-        """What the collectives are given for these values."""
+        """Return the collectives' argument for these values."""
         return values
 
     def values(self, tensor: Any) -> npt.NDArray[Any]:
-        """The values of what a collective returned."""
+        """Return the values of a collective's result."""
         return np.asarray(tensor)
 
     def hash_of(self, tensor: Any) -> str:
@@ -133,7 +133,7 @@ class Training(Victim):
     # -- training -------------------------------------------------------------------------------------------------
 
     def run(self, order: dict[str, Any]) -> int:
-        """Train until the fault, or for as many steps as the order says. Returns the steps completed."""
+        """Train until the fault, or for as many steps as the order asks for. Returns the steps completed."""
         self.resume()
         mine = order["victim"] == self.rank or order["victim"] < 0
         ambush = None
@@ -156,7 +156,7 @@ class Training(Victim):
         return self.steps
 
     def step(self, order: dict[str, Any] | None = None) -> None:
-        """One step; the fault of ``order`` strikes in the middle of it."""
+        """Run one step; the fault of ``order`` strikes in the middle of it."""
         ranks, number = self._group(), self.steps
         factor = 1 + number % 7
         total = sum(r + 1 for r in ranks) * factor
@@ -181,7 +181,8 @@ class Training(Victim):
         return self.ops.allreduce_async(tensor, name=name, op=hvd.Sum)
 
     def _group(self) -> tuple[int, ...]:
-        """The ranks that train; an error if they are not those that began, of whom one may end between collectives."""
+        """Return the group that trains. Raises if its ranks are not those that began, one of which can end between
+        collectives."""
         if (ranks := context.engine().ranks()) != self.ranks:
             raise GroupChanged(f"ranks {ranks} are left of {self.ranks}")
         return ranks
@@ -195,7 +196,7 @@ class Training(Victim):
         self.weights, self.digest, self.steps = weights, self.hash_of(weights), int(steps.max())
 
     def check(self) -> list[int]:
-        """Every kind of collective once, with a result that is known. Returns the ranks that took part."""
+        """Run every kind of collective once, with a known result. Return the ranks that took part."""
         ranks = context.engine().ranks()
         for count in (1, SMALL, BIG):
             mine = self.tensor(np.full(count, self.rank + 1.0))
@@ -208,7 +209,7 @@ class Training(Victim):
         return list(ranks)
 
     def forget(self) -> int:
-        """Let go of the last traceback, whose frames keep what they had in use. Returns how many groups Gloo keeps."""
+        """Let go of the last traceback, whose frames keep their operands alive. Returns how many groups Gloo keeps."""
         for name in ("last_exc", "last_value", "last_traceback"):
             if hasattr(sys, name):
                 delattr(sys, name)
@@ -219,7 +220,7 @@ class Training(Victim):
         return LEFT[0]
 
     def memory(self) -> dict[str, Any]:
-        """Hashes of all that a fault elsewhere must leave alone."""
+        """Return hashes of all that a fault elsewhere must leave alone."""
         return {
             "pid": os.getpid(),
             "steps": self.steps,
@@ -283,7 +284,7 @@ def _mismatch(victim: Victim, order: dict[str, Any]) -> None:
 
 
 def _compute(victim: Victim, order: dict[str, Any]) -> None:
-    """Busy in Python."""
+    """Compute in Python."""
     until = time.monotonic() + order["seconds"]
     while time.monotonic() < until:
         sum(range(1000))
@@ -291,7 +292,7 @@ def _compute(victim: Victim, order: dict[str, Any]) -> None:
 
 def _call_c(victim: Victim, order: dict[str, Any]) -> None:
     """Busy in a C function that no signal ends; it lets other threads run. Longer than it should on a busy machine."""
-    rounds, began = 20_000, time.thread_time()  # not what passes while others run: it would be too short then
+    rounds, began = 20_000, time.thread_time()  # not the time while others run: it would be too short then
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)
     speed = rounds / (time.thread_time() - began)
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", int(speed * order["seconds"]))
@@ -303,7 +304,7 @@ def _linger(victim: Victim, order: dict[str, Any]) -> None:
 
 
 def _exhaust(victim: Victim, order: dict[str, Any]) -> None:
-    """Want more memory than the limit allows."""
+    """Allocate more memory than the limit allows."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + (256 << 20), before[1]))

@@ -1,4 +1,4 @@
-"""Views that are open while faults happen: what they got must be what the recording has, and none may have failed."""
+"""Views that are open while faults happen: their contents must equal the recording's, and none may have failed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CATCHES_UP = 15.0
 
 
 class Page:
-    """What a browser has after all that was sent to it."""
+    """State of a browser after all messages sent to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Page:
             self.failures = message.get("failures", self.failures)
 
     def wrong(self, recording: Recording, *, rows: bool) -> list[str]:
-        """In what it differs from the recording."""
+        """Return its differences from the recording."""
         with self._lock:
             found = [failure["trace"] for failure in self.failures]
             first, kept = recording.rows_since(0)
@@ -106,7 +106,7 @@ class _Desk:
 
 
 class _Words(logging.Handler):
-    """Keeps what a notebook would show under the user's cell."""
+    """Record of the text that a notebook would show under the user's cell."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -117,7 +117,7 @@ class _Words(logging.Handler):
 
 
 class OpenViews:
-    """A timeline, charts, a table of ranks, their coming and going, and the panel, open on one pool."""
+    """Timeline, charts, a table of ranks, their coming and going, and the panel, open on one pool."""
 
     def __init__(self, pool: Pool) -> None:
         self.recording = pool.client.recording
@@ -139,7 +139,7 @@ class OpenViews:
         logging.getLogger("hvdlab.widgets").addHandler(self._words)
 
     def wrong(self) -> list[str]:
-        """What is not shown as it should be, once the views had time to catch up."""
+        """Return the wrong contents, once the views had time to catch up."""
         found: list[str] = []
 
         def look() -> bool:

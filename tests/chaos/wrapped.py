@@ -1,7 +1,8 @@
-"""What runs inside the ranks of a campaign that wraps a model: ``DistributedDataParallel`` on hvdlab's group, and the faults it meets.
+"""Program of the ranks of a campaign that wraps a model: ``DistributedDataParallel`` on hvdlab's group, and the faults
+it meets.
 
 Each step compares the gradients with those of one process that has the batches of all ranks, so that buckets that are mixed up after a
-failure are seen. What has failed goes on as a user's training does: with the same wrapped model, by ``agree``.
+failure are seen. After a failure the training continues as a user's does: with the same wrapped model, by ``agree``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Wrapped(Victim):
     """A rank's wrapped model, its optimizer and its place in the training.
 
     Args:
-        seed: What the model begins with.
+        seed: Seed of the model's first weights.
         mailbox: As in :class:`Victim`.
 
     Attributes:
@@ -53,7 +54,7 @@ class Wrapped(Victim):
     # -- training -------------------------------------------------------------------------------------------------
 
     def run(self, order: dict[str, Any]) -> int:
-        """Train until the fault, or for as many steps as the order says. Returns the steps completed."""
+        """Train until the fault, or for as many steps as the order asks for. Returns the steps completed."""
         self.resume()
         skips = order["deed"] == "skip"
         for number in range(order["at"] + AFTER_SKIP if skips else order["steps"]):
@@ -67,7 +68,7 @@ class Wrapped(Victim):
         return self.steps
 
     def step(self, order: dict[str, Any] | None = None, *, checked: bool = True) -> None:
-        """One step; the fault of ``order`` strikes in its backward pass, or instead of it."""
+        """Run one step; the fault of ``order`` strikes in its backward pass, or instead of it."""
         ranks, parameters = range(dist.get_world_size()), list(self.module.parameters())
         whole = sum(self._loss(self.module, rank) for rank in ranks) / len(ranks)
         wanted = torch.autograd.grad(torch.as_tensor(whole), parameters)
@@ -84,7 +85,8 @@ class Wrapped(Victim):
         self.steps = self._taken()
 
     def _backward(self, loss: torch.Tensor, order: dict[str, Any] | None) -> None:
-        """The backward pass. The fault comes when the first bucket has been given to the group, and others have not."""
+        """Run the backward pass. The fault comes when the first bucket has been given to the group, and others have
+        not."""
 
         def strike(gradient: torch.Tensor) -> None:
             if order is not None:
@@ -98,20 +100,21 @@ class Wrapped(Victim):
             hook.remove()
 
     def _loss(self, model: Any, rank: int) -> torch.Tensor:
-        """The loss of a rank's batch of this step."""
+        """Return the loss of a rank's batch of this step."""
         generator = torch.Generator().manual_seed(1000 * self.steps + rank)
         batch = torch.randn(8, 32, generator=generator)
         loss: torch.Tensor = (model(batch) - batch[:, :4]).square().mean()
         return loss
 
     def _taken(self) -> int:
-        """Steps of the optimizer, by its own count."""
+        """Return steps of the optimizer, by its own count."""
         return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
 
     # -- after a failure ------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Go on as a user does: with a group of the ranks that there are, and with what the rank has that is ahead."""
+        """Continue as a user does: with a group of the ranks that there are, and with the state of the rank that is
+        ahead."""
         there: Any = dist.group.WORLD if dist.is_initialized() else None
         if there is None or not there.has_its_ranks():
             dist.init_process_group("hvdlab")
@@ -135,7 +138,7 @@ class Wrapped(Victim):
         return before, found.hexdigest()[:16]
 
     def end_epoch(self) -> None:
-        """Give up what is in flight, which is nothing. Called by one rank when all others are done."""
+        """Give up all operations in flight, of which there are none. Called by one rank when all others are done."""
         self._group.abort()
 
 
@@ -148,7 +151,7 @@ def _start_threads() -> None:
 
 
 def _skip(victim: Victim, order: dict[str, Any]) -> None:
-    """Leave the backward pass out, and nothing else."""
+    """Leave the backward pass out, alone."""
 
 
 def _other(victim: Victim, order: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The tuner's samples, and what it finds on functions whose best setting is known."""
+"""The tuner's samples, and its results on functions whose best setting is known."""
 
 from __future__ import annotations
 

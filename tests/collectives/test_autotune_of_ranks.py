@@ -1,4 +1,4 @@
-"""Tuning with real ranks: the log tells what is tried and kept, and results are right all the while."""
+"""Tuning with real ranks: the log shows the trials and the choice, and results are right all the while."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNTS = (3, 1_000, 70_000, 200_000)
 
 
 def train(until: str, limit: float) -> int:
-    """Steps with right results until ``until`` has the last line of a finished tuner; returns how many."""
+    """Run steps with right results until ``until`` has the last line of a finished tuner; returns how many."""
     rank, size = context.engine().rank, context.engine().size
     deadline = time.monotonic() + limit
     for step in range(100_000):

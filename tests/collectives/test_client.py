@@ -94,7 +94,7 @@ def test_a_cell_is_known_before_mail_that_is_sent_after_it_arrives(
         client.post("cell", b"", [0, 1])
         for rank in ranks:
             wait_for(rank, m.Mail)
-            rank.send(m.Announce(0, 1, (0,), (definition,)))  # before its CellBegin: nobody is taken for idle
+            rank.send(m.Announce(0, 1, (0,), (definition,)))  # before its CellBegin: none is taken for idle
         for rank in ranks:
             assert isinstance(wait_for(rank, m.Execute | m.Abort), m.Execute)  # type: ignore[arg-type]  # for isinstance
             rank.send(m.CellEnd(str(number)))
@@ -222,7 +222,7 @@ def test_who_asks_too_late_is_told_of_the_loss_at_once(
 
 
 def test_events_may_be_declined_twice(client: Client) -> None:
-    """And by who never wanted any; the connection lives."""
+    """Also by a client that never subscribed; the connection lives."""
     batches: list[bytes] = []
     for _ in range(2):
         client.off_events(lambda rank, batch: batches.append(batch))
@@ -241,7 +241,7 @@ def test_closing_is_no_loss(coordinator: CoordinatorProcess) -> None:
     with pytest.raises(CoordinatorLostError):
         client.post("t", b"", [0])
     with Client.connect(coordinator.address, coordinator.client_token) as other:
-        assert other.membership().expected == (0,)  # what was said just before close() counts
+        assert other.membership().expected == (0,)  # messages just before close() count
 
 
 def test_waits_have_an_end(client: Client) -> None:
@@ -264,7 +264,7 @@ def kept() -> Iterator[CoordinatorProcess]:
 
 
 def same_process(epoch: int, ranks: tuple[int, ...]) -> m.KnownSet:
-    """A world whose ranks are all connections of this process."""
+    """Return a world whose ranks are all connections of this process."""
     return m.KnownSet(0, epoch, ranks, (os.getpid(),) * len(ranks))
 
 
@@ -469,7 +469,7 @@ def test_ranks_that_are_released_leave_at_their_commit_whatever_becomes_of_the_c
 
 @pytest.mark.parametrize("said", [True, False])
 def test_a_rank_that_is_released_while_only_the_connection_is_lost_leaves_at_its_commit(said: bool) -> None:
-    """Also if the client has never said which ranks there are, as the launcher of a job of fixed size."""
+    """Also if the client has never reported the ranks, as the launcher of a job of fixed size."""
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     with (
         CoordinatorProcess.start(size=None if said else 2, timeout=PATIENCE) as coordinator,

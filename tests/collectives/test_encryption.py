@@ -1,4 +1,5 @@
-"""Nothing goes between hosts in the clear if the user forbids it: neither data, nor what ranks tell each other to meet."""
+"""Nothing goes between hosts in the clear if the user forbids it: neither data, nor the addresses that ranks
+exchange."""
 
 from __future__ import annotations
 

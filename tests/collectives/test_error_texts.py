@@ -1,4 +1,4 @@
-"""What users read of errors."""
+"""Texts of errors for users."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_each_cause_comes_with_what_to_do(kind: CauseKind) -> None:
     said = str(AbortedError(Pending("barrier", "b"), Cause(kind, (2,), "why")))
     head, _, advice = said.partition("\n")
     assert head == "barrier `b`: why"
-    # The coordinator's loss says itself whether there may be another.
+    # The error of the coordinator's loss itself tells of a successor.
     assert advice.endswith(".") == (kind is not CauseKind.COORDINATOR_LOST)

@@ -34,7 +34,8 @@ def test_a_number_that_no_rank_has_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_a_number_of_a_world_that_has_ended_fails_as_its_collectives_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else elastic training would end by an error of the program's, where it goes on with the ranks that are left."""
+    """Otherwise elastic training would end by an error of the program's, where it has to continue with the ranks that
+    are left."""
     died = Cause(CauseKind.RANK_DIED, (2,), "rank 2 died")
     world(monkeypatch, 5, 7, failure=died)
     assert core_rank(1) == 7

@@ -15,7 +15,7 @@ from hvdlab.collectives import system
 
 @pytest.fixture
 def places(tmp_path: Path) -> list[Path]:
-    """One directory in each of three parents, the first of which is missing."""
+    """Return one directory in each of three parents, the first of which is missing."""
     for parent in ("tmp", "cache"):
         (tmp_path / parent).mkdir()
     return [tmp_path / parent / system.private_name() for parent in ("run", "tmp", "cache")]
@@ -64,7 +64,7 @@ def test_nothing_is_made_where_others_could_replace_it(places: list[Path]) -> No
 
 
 def test_another_user_s_directory_is_not_ours(tmp_path: Path) -> None:
-    """The user is real here: what root has made, another one does not trust."""
+    """The user is real here: another user does not trust a directory of root's."""
     if os.getuid() != 0:
         pytest.skip("needs root, to be two users")
     with tempfile.TemporaryDirectory(prefix="hvd-p-", dir="/tmp") as directory:

@@ -12,7 +12,7 @@ from hvdlab.collectives import stopping
 
 @pytest.fixture
 def stops(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the debugger was called with; this is rank 2."""
+    """Return the debugger's calls; this is rank 2."""
     stops: list[dict[str, Any]] = []
     monkeypatch.setattr(sys, "breakpointhook", lambda **options: stops.append(options))
     monkeypatch.setattr(stopping, "_rank", lambda: 2)

@@ -1,4 +1,4 @@
-"""What is printed and told when a rank's program ends by an exception."""
+"""Output and reports when a rank's program ends by an exception."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def alone() -> Iterator[None]:
 
 
 def _sent(operation: str) -> tuple[AbortedError, RuntimeError]:
-    """An error that was passed to native code, and what that raises."""
+    """Return an error that was passed to native code, and the error that code raises."""
     cause = Cause(CauseKind.CELL_ENDED, (1,), "rank 1 finished its cell without it")
     own = AbortedError(Pending(operation, f"{operation}.noname", (0,), (1,)), cause)
     context.engine().sent_through_native.append(own)

@@ -1,4 +1,4 @@
-"""What users' variables change in real ranks."""
+"""Effects of users' variables in real ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ranks import RankFailed, Ranks
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    """Two ranks, and a coordinator, with the test's variables."""
+    """Yield two ranks, and a coordinator, with the test's variables."""
     for name, value in request.param.items():
         monkeypatch.setenv(name, value)
     with Ranks(2) as ranks:

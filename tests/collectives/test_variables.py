@@ -1,4 +1,4 @@
-"""The table of variables: what it says is so, and the documentation shows it."""
+"""The table of variables: it is true, and the documentation shows it."""
 
 from __future__ import annotations
 

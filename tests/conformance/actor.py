@@ -1,4 +1,4 @@
-"""What the cases drive: a plane directly, or (elsewhere) the whole negotiated engine."""
+"""Actors that the cases drive: a plane directly, or (elsewhere) the whole negotiated engine."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class CollectiveActor(ABC):
 
     @abstractmethod
     def message(self, buffer: Array, source: int, target: int, dtype: DType) -> None:
-        """Send the buffer from one member to another, of which this is one; what is received is written to it."""
+        """Send the buffer from one member to another, of which this is one; the received data is written to it."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End what this member waits in. From any thread."""
+        """End this member's wait. From any thread."""
 
     @property
     def gave_up(self) -> bool:
@@ -88,14 +88,14 @@ class CollectiveActor(ABC):
 
 
 def plane_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """An actor for the plane class ``module:Class``. The worker then calls :meth:`CollectiveActor.connect`."""
+    """Return an actor for the plane class ``module:Class``. The worker then calls :meth:`CollectiveActor.connect`."""
     module, _, cls = target.partition(":")
     plane_class: type[HostPlane] = getattr(importlib.import_module(module), cls)
     return PlaneActor(plane_class(context))
 
 
 class PlaneActor(CollectiveActor):
-    """Drives a connected plane."""
+    """Actor that drives a connected plane."""
 
     planned = True
 

@@ -23,7 +23,7 @@ def of_two(a: Wide, b: Wide) -> Wide:
 
 
 def expected(vectors: Sequence[Wide]) -> Wide:
-    """The halves' results combined; members beyond a power of two are combined with the first ones before."""
+    """Return the halves' results combined; members beyond a power of two are combined with the first ones before."""
     power = 1
     while 2 * power <= len(vectors):
         power *= 2
@@ -63,7 +63,8 @@ def formula(
 
 
 def properties(actor: CollectiveActor, count: int) -> int:
-    """Orthogonal tensors are added up, equal ones averaged, parallel ones in a group kept apart from each other."""
+    """Check that orthogonal tensors are added up, equal ones averaged, parallel ones in a group kept apart from each
+    other."""
     n, i = actor.size, actor.index
     lonely = np.zeros(count * n, np.float32)
     lonely[count * i : count * (i + 1)] = 1 + i

@@ -22,7 +22,7 @@ def allreduce(
     in_place: bool = False,
     seed: int = 0,
 ) -> int:
-    """A fused list of buffers of ``counts`` elements; returns the checksum of the results."""
+    """Reduce a fused list of buffers of ``counts`` elements; return the checksum of the results."""
     parts = [
         [inputs.values(seed + i, m, count, dtype) for m in range(actor.size)]
         for i, count in enumerate(counts)
@@ -112,7 +112,7 @@ def alltoall(actor: CollectiveActor, table: Sequence[Sequence[int]], dtype: DTyp
 
 
 def messages(actor: CollectiveActor, count: int, dtype: DType, seed: int = 0) -> None:
-    """Each member sends to each other; what is sent stays as it was."""
+    """Send from each member to each other; the sent data stays unchanged."""
     for source in range(actor.size):
         for target in range(actor.size):
             if source == target or actor.index not in (source, target):
@@ -149,7 +149,7 @@ def halves(actor: CollectiveActor, dtype: DType) -> int:
 
 
 def mixture(actor: CollectiveActor, seed: int, rounds: int) -> int:
-    """A random sequence of all operations and sizes, the same on every member, without a pause in between."""
+    """Run a random sequence of all operations and sizes, the same on every member, without a pause in between."""
     rng = np.random.default_rng(seed)
     total = 0
     for step in range(rounds):

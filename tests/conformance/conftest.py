@@ -23,7 +23,7 @@ def _params(planes: Iterable[PlaneUnderTest], fits: Callable[[PlaneUnderTest, in
 
 GROUPS = _params(PLANES, lambda plane, size: True)
 ABORTABLE = _params(PLANES, lambda plane, size: size > 1 and "abort" not in plane.lacks)
-# Workers of their own for each test are dear: thinned out planes get one size, in which someone is left to work with.
+# Workers of their own for each test are dear: thinned out planes get one size, in which a member remains to work with.
 MORTAL = _params(PLANES, lambda plane, size: size == 3 if plane.every > 1 else size > 1)
 _reasons: dict[object, str | None] = {}
 
@@ -41,7 +41,7 @@ def skip_unless_available(plane: PlaneUnderTest, *needs: str) -> None:
 
 @pytest.fixture(scope="package", params=GROUPS)
 def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    """The workers that all tests of one plane and size share."""
+    """Yield the workers that all tests of one plane and size share."""
     plane, size = request.param
     skip_unless_available(plane)
     group = WorkerGroup(plane, size)
@@ -51,20 +51,20 @@ def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
 
 @pytest.fixture
 def group(resident_group: WorkerGroup) -> WorkerGroup:
-    """A configured group; a new epoch if the last test left the plane spent."""
+    """Return a configured group; a new epoch if the last test left the plane spent."""
     make_usable(resident_group)
     return resident_group
 
 
 @pytest.fixture
 def matrix(group: WorkerGroup) -> Matrix:
-    """Runs the combinations of a test's parameters on its group."""
+    """Return an object that runs the combinations of a test's parameters on its group."""
     return Matrix(group)
 
 
 @pytest.fixture(params=MORTAL)
 def mortal_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    """A configured group of several members for one test, whose workers may be killed."""
+    """Yield a configured group of several members for one test, whose workers may be killed."""
     plane, size = request.param
     skip_unless_available(plane, "survive")
     group = WorkerGroup(plane, size)

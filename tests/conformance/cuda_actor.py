@@ -1,4 +1,4 @@
-"""The planes of GPUs with arrays: they are put on a GPU, and what a plane leaves there is copied back.
+"""The planes of GPUs with arrays: they are put on a GPU, and a plane's results there are copied back.
 
 Tensors lie at odd places of their allocations by turns, so that those that a kernel reads line by line and those that it reads
 element by element both occur; on the simulated GPU some are in memory that other processes can't open.
@@ -49,7 +49,7 @@ def real_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
 
 
 def fake_staged_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """The way through the host, on the simulated GPU."""
+    """Return the way through the host, on the simulated GPU."""
     return PlaneActor(ThroughGpu(StagedPlane(context, fake_cuda.install(), 0), FakeMemory()))
 
 
@@ -104,7 +104,7 @@ class RealMemory(FakeMemory):
 
 
 class ThroughGpu(HostPlane):
-    """The plane as one of the host."""
+    """GPU plane that acts as one of the host."""
 
     name: ClassVar[str] = "through-gpu"
 
@@ -222,7 +222,8 @@ class ThroughGpu(HostPlane):
 
 
 class ThroughNccl(ThroughGpu):
-    """The same with NCCL itself, which keeps a socket of a communicator that is aborted because another member has died: descriptors may be left."""
+    """GPU plane with NCCL itself, which keeps a socket of a communicator that is aborted because another member has died:
+    descriptors may be left."""
 
     _was_aborted = False
 

@@ -19,13 +19,13 @@ from hvdlab.collectives.types import OpKind, ReduceOp
 
 
 def device_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """An engine beside whose plane for the host there is one for the device."""
+    """Return an engine beside whose plane for the host there is one for the device."""
     fake_device.register()
     return DeviceActor("shm", context)
 
 
 class DeviceActor(EngineActor):
-    """Puts what it is given on the device, and copies back what it gets."""
+    """Actor that puts its arguments on the device, and copies the results back."""
 
     def connect(self, timeout: float) -> None:
         super().connect(timeout)
@@ -35,11 +35,11 @@ class DeviceActor(EngineActor):
     @contextmanager
     def _aborting(self) -> Iterator[Engine]:
         with super()._aborting() as engine:
-            yield OnDevice(engine)  # type: ignore[misc]  # what of an engine the actor uses
+            yield OnDevice(engine)  # type: ignore[misc]  # the part of an engine that the actor uses
 
 
 class OnDevice:
-    """An engine for whose callers all tensors seem to be on the host."""
+    """Engine for whose callers all tensors seem to be on the host."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -77,7 +77,7 @@ def _for_the_host(request: Request) -> bool:
 
 
 class Copying:
-    """A handle whose result is copied back."""
+    """Handle whose result is copied back."""
 
     def __init__(self, engine: OnDevice, request: Request, handle: Handle) -> None:
         self._engine, self._request, self._handle = engine, request, handle

@@ -1,6 +1,6 @@
 """The whole engine as the actor of the cases: every operation is negotiated by a coordinator, then executed.
 
-Two things are no part of what an engine offers: reducescatter splits by Horovod's rule only (``ragged``), and after an
+Two things are no part of an engine's interface: reducescatter splits by Horovod's rule only (``ragged``), and after an
 abort the next operation works, in a new epoch, instead of being refused (``abort``).
 """
 
@@ -28,7 +28,7 @@ SITE = "conformance"
 
 
 class Coordination:
-    """The coordinator of a group, and a client that says who makes up its world once that changes."""
+    """Coordinator of a group, and a client that announces its world's ranks once they change."""
 
     def __init__(self, size: int) -> None:
         self._coordinator = CoordinatorProcess.start(size=size)
@@ -55,14 +55,14 @@ class Coordination:
 
 
 def engine_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """An engine that is made to use the plane class ``module:Class``."""
+    """Return an engine that is made to use the plane class ``module:Class``."""
     module, _, cls = target.partition(":")
     plane: type[HostPlane] = getattr(importlib.import_module(module), cls)
     return EngineActor(plane.name, context)
 
 
 class EngineActor(CollectiveActor):
-    """Drives an engine. Its rank is the worker's number; ``index`` is its position among those that live."""
+    """Actor that drives an engine. Its rank is the worker's number; ``index`` is its position among those that live."""
 
     planned = False
 
@@ -190,7 +190,7 @@ class EngineActor(CollectiveActor):
 
     @contextmanager
     def _aborting(self) -> Iterator[Engine]:
-        """What ends an operation early has the name here that the cases know."""
+        """Raise the cases' own exception for errors that end an operation early."""
         assert self._engine is not None
         try:
             yield self._engine

@@ -1,4 +1,4 @@
-"""Cases in which a member does not get what it waits for. They run inside workers."""
+"""Cases in which a member waits in vain. They run inside workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAITING = ("allreduce", "allreduce-large", "allreduce-fused", "allreduce-bf16", 
 
 
 def start(actor: CollectiveActor, what: str, count: int) -> None:
-    """One operation of ``count`` elements per member, on zeros."""
+    """Run one operation of ``count`` elements per member, on zeros."""
     n, dtype = actor.size, DType.BF16 if what == "allreduce-bf16" else DType.F32
     buffer = np.zeros(count * n, storage_type(dtype))
     if what == "adasum":
@@ -92,7 +92,7 @@ def abort_at_random(actor: CollectiveActor, seed: int) -> None:
 
 
 def abort_first(actor: CollectiveActor) -> None:
-    """Nothing starts after an abort; aborting again, and after closing, does nothing."""
+    """Check that nothing starts after an abort; aborting again, and after closing, does nothing."""
     actor.abort()
     actor.abort()
     assert_spent(actor)
@@ -102,7 +102,8 @@ def abort_first(actor: CollectiveActor) -> None:
 
 
 def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, count: int) -> None:
-    """Work until the victim has killed itself, and someone told this member so if it did not notice by itself."""
+    """Work until the victim has killed itself, and another process has notified this member if it did not notice by
+    itself."""
 
     def die() -> None:
         time.sleep(0.05)  # somewhere in the middle
@@ -133,7 +134,7 @@ def outlive(actor: CollectiveActor, victim: int, victim_pid: int, what: str, cou
 
 
 def is_aborted(operation: Callable[[], None], *errors: type[Exception]) -> None:
-    """The operation raises ``PlaneAborted`` or one of ``errors``; it must."""
+    """Check that the operation raises ``PlaneAborted`` or one of ``errors``; it must."""
     try:
         operation()
     except (PlaneAborted, *errors):
@@ -142,7 +143,7 @@ def is_aborted(operation: Callable[[], None], *errors: type[Exception]) -> None:
 
 
 def assert_spent(actor: CollectiveActor) -> None:
-    """After an abort every operation is refused, without waiting for anybody."""
+    """Check that after an abort every operation is refused, without waiting for any member."""
     for what in WAITING:
         is_aborted(lambda w=what: start(actor, w, 100))  # type: ignore[misc]  # mypy can't infer a lambda's default
 

@@ -4,14 +4,14 @@ How to add a plane
 ------------------
 1. Add a :class:`PlaneUnderTest` to ``PLANES`` in ``conformance/planes_under_test.py``: the plane's class as
    ``module:Class``, the group sizes to test, and, if the processes can't simply be spawned (MPI), a launcher.
-2. Nothing else: the tests of this directory are parametrised over ``PLANES``. A plane whose ``unavailable()`` gives
-   a reason is skipped with it. What a plane can't do by its nature is listed in ``lacks``.
+2. No more: the tests of this directory are parametrised over ``PLANES``. A plane whose ``unavailable()`` gives
+   a reason is skipped with it. Operations that a plane can't do by its nature are listed in ``lacks``.
 
 How it works
 ------------
 :class:`WorkerGroup` starts ``conformance/worker.py`` once per member; each connects to the group's Unix socket and
-says its index. ``group.configure()`` begins an epoch: every worker gets a ``PlaneContext`` (with a fresh memfd if the
-plane wants one, and a key-value store served by the parent) and connects a new plane. ``group.run("module:function",
+sends its index. ``group.configure()`` begins an epoch: every worker gets a ``PlaneContext`` (with a fresh memfd if the
+plane needs one, and a key-value store served by the parent) and connects a new plane. ``group.run("module:function",
 **params)`` calls ``function(actor, **params)`` in all workers at once and returns the results by index; an exception
 in any worker is raised in the test, with the worker's traceback. ``group.outcomes(...)`` returns results and
 exceptions side by side instead. A call that takes longer than its timeout kills the group and raises
@@ -43,10 +43,10 @@ from ranks import Process
 
 TESTS = Path(__file__).resolve().parent.parent
 WORKER = TESTS / "conformance" / "worker.py"
-CALL_TIMEOUT = 60.0
+CALL_TIMEOUT = 60.0  # seconds after which the group is killed as hung
 CONFIGURE_TIMEOUT = 60.0
 """Seconds for connecting; the first time every worker imports what its plane stands on."""
-START_TIMEOUT = 120.0
+START_TIMEOUT = 120.0  # seconds until all workers have connected
 END_TIMEOUT = 40.0
 """Seconds for the interpreter of a worker to end, with torch and MPI loaded, on a busy machine."""
 PATIENCE = 3.0
@@ -56,7 +56,7 @@ Launcher = Callable[[int, str, Mapping[str, str]], "Sequence[Process]"]
 
 
 def fork_with(modules: tuple[str, ...]) -> Launcher:
-    """A launcher that forks each member from a process that has imported ``modules``."""
+    """Return a launcher that forks each member from a process that has imported ``modules``."""
 
     def launch(size: int, path: str, environment: Mapping[str, str]) -> Sequence[Process]:
         return [
@@ -80,7 +80,7 @@ class Service(Protocol):
     """Something beside the workers that a group needs as long as it lives.
 
     Attributes:
-        environment: Variables that tell the workers of it.
+        environment: Variables that describe it to the workers.
     """
 
     environment: Mapping[str, str]
@@ -102,11 +102,11 @@ class PlaneUnderTest:
         launcher: Starts the workers.
         memory: Bytes of the memfd for a context of ``size`` members, or ``None`` if the plane needs none.
         options: ``PlaneContext.options``.
-        lacks: What the plane can't do: ``abort`` (end a waiting operation), ``survive`` (go on after a member's
-            death with the processes that are left), ``ragged`` (reducescatter by any counts but Horovod's rule),
-            ``messages`` (from one member to another: those of a device's tensors are the host plane's).
+        lacks: Abilities that the plane does not have: ``abort`` (end a waiting operation), ``survive`` (go on after a
+            member's death with the processes that are left), ``ragged`` (reducescatter by any counts but Horovod's
+            rule), ``messages`` (from one member to another: those of a device's tensors are the host plane's).
         environment: Extra variables of the workers.
-        actor: ``module:function`` that makes the actor from ``target`` and the context, for what is no plane.
+        actor: ``module:function`` that makes the actor from ``target`` and the context, for targets that are no plane.
         service: Starts what a group of this size needs beside its workers.
         every: Of the cases of a test (:mod:`conformance.matrix`) only every so-manieth runs at each size: the sums of their
             parameters' positions are dealt out to the sizes in turn. So each case runs at some size, and each value of
@@ -116,7 +116,7 @@ class PlaneUnderTest:
         library: The plane stands on a library whose first use opens descriptors for the life of the process; they
             are no leak of the plane.
         hosts: A letter for each worker: those with the same one are on one host. All are on one if it is empty.
-        missing: Says why the plane can't be tested here, where the plane itself can only tell inside its launcher.
+        missing: Returns why the plane can't be tested here, where the plane itself only finds out inside its launcher.
     """
 
     name: str
@@ -136,11 +136,11 @@ class PlaneUnderTest:
     hosts: str = ""
 
     def host(self, worker: int) -> str:
-        """Host key of a worker."""
+        """Return host key of a worker."""
         return f"host-{self.hosts[worker]}" if self.hosts else "here"
 
     def unavailable(self) -> str | None:
-        """Why it can't be tested here: the plane's own answer, asked in a process of its own."""
+        """Return why it can't be tested here: the plane's own answer, asked in a process of its own."""
         if self.missing is not None:
             return self.missing()
         module, _, cls = self.target.partition(":")
@@ -154,7 +154,7 @@ class PlaneUnderTest:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a worker. ``error`` is the exception itself if it could be sent, else ``None``."""
+    """An exception in a worker. ``error`` is the exception itself if it could be sent, otherwise ``None``."""
 
     kind: str
     text: str
@@ -377,7 +377,7 @@ class WorkerGroup:
         self._begin()
 
     def kill(self) -> None:
-        """SIGKILL what is left of the workers and let go of everything. Idempotent."""
+        """SIGKILL the remaining workers and release all resources. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -407,7 +407,7 @@ class WorkerGroup:
 def _kill_quietly(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+    except ProcessLookupError:  # it has ended by itself
         return
 
 

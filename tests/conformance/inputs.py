@@ -35,7 +35,7 @@ def from_bf16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 
 def to_float64(array: Array, dtype: DType) -> npt.NDArray[np.float64]:
-    """The values of an array in storage type."""
+    """Return the values of an array in storage type."""
     return (from_bf16(array) if dtype is DType.BF16 else array).astype(np.float64)
 
 
@@ -46,7 +46,7 @@ def from_float64(values: npt.NDArray[np.float64], dtype: DType) -> Array:
 
 
 def values(seed: int, member: int, count: int, dtype: DType) -> Array:
-    """``count`` elements of ``dtype``, other ones for each seed and member."""
+    """Return ``count`` elements of ``dtype``, other ones for each seed and member."""
     rng = np.random.default_rng([seed, member, count])
     if dtype is DType.BOOL:
         return rng.random(count) < 0.7
@@ -58,7 +58,7 @@ def values(seed: int, member: int, count: int, dtype: DType) -> Array:
 
 
 def reduced(parts: Sequence[Array], dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> Array:
-    """What a reduction must give: exact for bool and integers, the float64 result for floating types."""
+    """Return the right result of a reduction: exact for bool and integers, the float64 result for floating types."""
     if dtype.is_floating:
         scaled = [to_float64(p, dtype) * prescale for p in parts]
         if op is ReduceOp.AVERAGE:
@@ -77,7 +77,7 @@ def reduced(parts: Sequence[Array], dtype: DType, op: ReduceOp, prescale: float,
 
 
 def scaled_integers(array: Array, scale: float) -> Array:
-    """Integers scaled in float64, truncated toward zero."""
+    """Return integers scaled in float64, truncated toward zero."""
     if scale == 1.0:
         return array
     return np.trunc(array.astype(np.float64) * scale).astype(np.int64)
@@ -98,7 +98,7 @@ def assert_reduced(got: Array, expected: Array, dtype: DType, what: str) -> None
 
 
 def digest(arrays: Sequence[Array]) -> int:
-    """A checksum of the bits, to compare members."""
+    """Return a checksum of the bits, to compare members."""
     total = 0
     for array in arrays:
         total = crc32(array.tobytes(), total)

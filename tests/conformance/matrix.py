@@ -16,7 +16,7 @@ from hvdlab.collectives.types import DType, ReduceOp
 
 
 class Matrix:
-    """Runs the cases of one test on one group."""
+    """Runner of the cases of one test on one group."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -35,7 +35,7 @@ class Matrix:
             try:
                 make_usable(self.group)
                 case(**combination)
-            except Exception as error:  # noqa: BLE001  # whatever a case raises is raised below, with its name
+            except Exception as error:  # noqa: BLE001  # a case's exception is raised below, with its name
                 error.add_note(", ".join(f"{name}={label(value)}" for name, value in combination.items()))
                 failed.append(error)
                 if isinstance(error, WorkersHung):
@@ -45,7 +45,8 @@ class Matrix:
 
 
 def selected(plane: PlaneUnderTest, size: int, axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """The combinations for a plane and size: all, or those that :attr:`PlaneUnderTest.every` and ``normally`` leave."""
+    """Return the combinations for a plane and size: all, or those that :attr:`PlaneUnderTest.every` and ``normally``
+    leave."""
     every = plane.every if effort.examples(1) > 1 else max(plane.every, plane.normally)
     positions = list(itertools.product(*(range(len(axis)) for axis in axes)))
     if len(positions) >= every:
@@ -54,7 +55,7 @@ def selected(plane: PlaneUnderTest, size: int, axes: Sequence[Sequence[Any]]) ->
 
 
 def make_usable(group: WorkerGroup) -> None:
-    """Begin a new epoch if what ran last left the plane spent, with new workers if it hung."""
+    """Begin a new epoch if the last run left the plane spent, with new workers if it hung."""
     if group.closed:
         group.renew()
     if not group.clean:
@@ -62,7 +63,7 @@ def make_usable(group: WorkerGroup) -> None:
 
 
 def label(value: Any) -> str:
-    """A parameter's value as reports name it."""
+    """Return a parameter's value as reports name it."""
     match value:
         case DType():
             return value.label

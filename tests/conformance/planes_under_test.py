@@ -1,4 +1,4 @@
-"""The planes that the conformance suite runs over; ``harness.py`` says how to add one."""
+"""The planes that the conformance suite runs over; ``harness.py`` describes how to add one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ HIERARCHICAL = "hvdlab.collectives.planes.hierarchical:HierarchicalPlane"
 
 
 def hierarchical(hosts: str, outer: str = "gloo", every: int = 12, block_bytes: int = 0) -> PlaneUnderTest:
-    """The hierarchical plane on simulated hosts, a letter for each member."""
+    """Return the hierarchical plane on simulated hosts, a letter for each member."""
     how: dict[str, Any] = {}
     if outer == "mpi":
         how = {"launcher": mpiexec, "missing": mpi_missing, "lacks": frozenset({"survive"})}
@@ -140,7 +140,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     hierarchical("abb"),
     hierarchical("abab", outer="mpi"),
     hierarchical("aabab", outer="mpi"),
-    # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.
+    # Once more with everything in front of the plane; operations that can't run on it are listed in engine_actor.py.
     negotiated("shm", "hvdlab.collectives.planes.shm:ShmPlane", launcher=LIGHT),
     # Tensors on a device, whose plane ends operations later.
     PlaneUnderTest(

@@ -16,7 +16,7 @@ BITS = {DType.F16: 10, DType.BF16: 7}
 def rounded_once(
     got: npt.NDArray[np.float64], exact: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], dtype: DType
 ) -> None:
-    """``got`` is ``exact`` to half a unit in the last place, give or take what float32 loses of addends of ``sizes``."""
+    """Whether ``got`` is ``exact`` to half a unit in the last place, plus float32's error for addends of ``sizes``."""
     exponents = np.floor(np.log2(np.maximum(np.abs(exact), 2.0**-14)))
     half_unit = np.exp2(exponents - BITS[dtype] - 1)
     excess = np.abs(got - exact) - half_unit - 8 * 2.0**-24 * sizes

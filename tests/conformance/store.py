@@ -11,7 +11,7 @@ from hvdlab.collectives.planes.base import KeyValue
 
 
 class StoreServer:
-    """Serves ``set`` and a blocking ``get`` on a Unix socket; one thread per client, all joined by :meth:`close`."""
+    """Server of ``set`` and a blocking ``get`` on a Unix socket; one thread per client, all joined by :meth:`close`."""
 
     def __init__(self, path: str) -> None:
         self._listener = Listener(path, family="AF_UNIX", backlog=64)
@@ -26,7 +26,7 @@ class StoreServer:
         while True:
             try:
                 connection = self._listener.accept()
-            except OSError:
+            except OSError:  # close() has shut the listener
                 return
             thread = threading.Thread(target=self._serve, args=(connection,), name="conformance-store-client")
             with self._changed:
@@ -42,12 +42,12 @@ class StoreServer:
             while True:
                 try:
                     verb, key, argument = connection.recv()
-                except (EOFError, OSError):
+                except (EOFError, OSError):  # the worker has ended, or close() its connection
                     return
                 answer = self._set(key, argument) if verb == "set" else self._get(key, argument)
                 try:
                     connection.send(answer)
-                except OSError:
+                except OSError:  # the worker was killed while it waited
                     return
 
     def _set(self, key: str, value: bytes) -> bytes:

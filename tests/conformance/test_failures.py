@@ -1,7 +1,7 @@
-"""A member that does not get what it waits for is let go, and the next epoch works.
+"""A member that waits in vain is released, and the next epoch works.
 
-Nothing else would end its wait: Gloo, which has a limit of its own, waits for an hour. A member that is not let go hangs, and
-the call fails.
+Only the abort ends its wait: Gloo, which has a limit of its own, waits for an hour. A member that is not released
+hangs, and the call fails.
 """
 
 from __future__ import annotations

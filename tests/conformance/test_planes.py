@@ -187,7 +187,7 @@ def test_messages_of_each_member_to_each_other(group: WorkerGroup, matrix: Matri
 
     def case(dtype: DType, count: int) -> None:
         group.run("conformance.cases:messages", count=count, dtype=dtype, seed=count)
-        same(group.run("conformance.cases:mixture", seed=count, rounds=3))  # they disturb nothing else
+        same(group.run("conformance.cases:mixture", seed=count, rounds=3))  # they disturb no other tests
 
     matrix.run(case, dtype=[DType.F32, DType.BF16, DType.BOOL], count=[0, 1, 1001, 13 * CHUNK + 1])
 

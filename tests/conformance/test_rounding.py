@@ -36,7 +36,7 @@ THREADED = {
 
 
 class Store(KeyValue):
-    """A rendezvous store within this process."""
+    """Rendezvous store within this process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -37,7 +37,7 @@ class Worker:
         while True:
             try:
                 verb, *arguments = self.connection.recv()
-            except EOFError:
+            except EOFError:  # the test process has ended
                 return
             if verb == "close":
                 self.reset()
@@ -80,11 +80,11 @@ class Worker:
             self.actor.close()
             self.gave_up = self.gave_up or self.actor.gave_up
             self.actor = None
-            if self.fds is None:  # a library under the plane keeps what its first use opened
+            if self.fds is None:  # a library under the plane keeps its first use's descriptors open
                 self.fds = open_fds()
 
     def leftovers(self) -> str:
-        """Threads and descriptors that outlived all planes, as text; empty if none."""
+        """Return threads and descriptors that outlived all planes, as text; empty if none."""
         threads = [t.name for t in set(threading.enumerate()) - self.threads]
         fds = {k: v for k, v in open_fds().items() if self.fds is not None and self.fds.get(k) != v}
         if self.gave_up:
@@ -93,19 +93,19 @@ class Worker:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function ``module:function``."""
+    """Return the function ``module:function``."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
 
 
 def open_fds() -> dict[str, str]:
-    """Sockets, pipes and memfds of this process, by number."""
+    """Return sockets, pipes and memfds of this process, by number."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if target.startswith(("socket:", "pipe:", "/memfd:")):
             found[name] = target
@@ -113,7 +113,7 @@ def open_fds() -> dict[str, str]:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """The fields of a ``Failure``; the exception travels too if it can be pickled."""
+    """Return the fields of a ``Failure``; the exception travels too if it can be pickled."""
     sendable: BaseException | None = error
     try:
         pickle.dumps(error)

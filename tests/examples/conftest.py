@@ -1,4 +1,4 @@
-"""What the tests of notebooks share."""
+"""Shared fixtures of the tests of notebooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jupyter_core.utils import ensure_event_loop
 
 @pytest.fixture(scope="session", autouse=True)
 def jupyter_loop() -> Iterator[None]:
-    """The event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
+    """Yield the event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
     loop = ensure_event_loop()
     yield
     loop.close()

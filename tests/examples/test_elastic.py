@@ -1,4 +1,4 @@
-"""The elastic example, with a rank that is lost on the way, alone and started anew by the launcher."""
+"""The elastic example, with a rank that is lost on the way, alone and restarted by the launcher."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def test_alone(tmp_path: Path) -> None:
 def test_a_lost_rank_is_started_anew_and_takes_part_again(tmp_path: Path, lost: int) -> None:
     launcher = (sys.executable, "-m", "hvdlab", "run", "-np", "2", "--min-np", "2")
     output = run(tmp_path, *launcher, arguments=("--epochs", "5", "--lose", str(lost)))
-    assert (
-        "rank 0: going on with 2 ranks in epoch 1" in output
-    )  # the one that was there before, whatever it was then
+    assert "rank 0: going on with 2 ranks in epoch 1" in output  # the earlier one, of any kind
     assert (tmp_path / "lost").exists()
     found = accuracies(output)
     assert len(found) == 2

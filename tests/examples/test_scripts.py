@@ -1,4 +1,5 @@
-"""Every script of ``examples/`` runs as its own text says, on small data, and gets to a result that is worth something."""
+"""Every script of ``examples/`` runs as its own text describes, on small data, and gets to a result that is worth
+something."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ needs_tensorflow = pytest.mark.skipif(find_spec("tensorflow") is None, reason="n
 
 
 def launch(np: int, script: str, *arguments: str, cwd: Path) -> str:
-    """Standard output of all ranks of ``hvdlab run``."""
+    """Return standard output of all ranks of ``hvdlab run``."""
     command = [sys.executable, "-m", "hvdlab", "run", "-np", str(np)]
     done = subprocess.run(
         [*command, sys.executable, str(EXAMPLES / script), *arguments],
@@ -37,7 +38,7 @@ def launch(np: int, script: str, *arguments: str, cwd: Path) -> str:
 
 
 def run_as_main(script: str, arguments: tuple[str, ...], directory: str) -> str:
-    """On a rank: what the script writes to standard output."""
+    """Return on a rank the script's standard output."""
     os.chdir(directory)
     sys.argv = [script, *arguments]
     written = io.StringIO()
@@ -47,7 +48,7 @@ def run_as_main(script: str, arguments: tuple[str, ...], directory: str) -> str:
 
 
 def run(np: int, script: str, *arguments: str, cwd: Path) -> str:
-    """The same, from ranks that are forked with what scripts import: importing it costs more than most scripts do."""
+    """Do the same with ranks that are forked with the scripts' imports: importing costs more than most scripts do."""
     binding = "hvdlab.torch" if script.startswith("torch") else "hvdlab.keras"
     with Ranks(np, init=False, imports=[binding, "sklearn.datasets"]) as ranks:
         return "".join(ranks.run(run_as_main, str(EXAMPLES / script), arguments, str(cwd), timeout=150))

@@ -21,7 +21,7 @@ COUNT_GPUS = "from hvdlab.collectives.planes.gpu import gpu_plane; print(gpu_pla
 
 
 def gpus_of_machine() -> int:
-    """How many GPUs there are. A process of its own asks the driver: one that has used it can't fork ranks."""
+    """Return how many GPUs there are. A process of its own asks the driver: one that has used it can't fork ranks."""
     if why_no_gpu():
         return 0
     return int(subprocess.check_output([sys.executable, "-c", COUNT_GPUS], timeout=60))

@@ -40,7 +40,7 @@ def resident_group(real_gpu: None, request: pytest.FixtureRequest) -> Iterator[W
 
 @pytest.fixture
 def mortal_group(real_gpu: None) -> Iterator[WorkerGroup]:
-    """Three members, of which one may be killed while the others have its memory open."""
+    """Yield three members, of which one may be killed while the others have its memory open."""
     members = WorkerGroup(ONE_WORKS, 3)
     try:
         members.configure()

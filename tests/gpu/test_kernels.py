@@ -26,7 +26,8 @@ def real_gpu() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels() -> Any:
-    """The compiler, and the GPU if there is one. The driver keeps descriptors for the life of the process, which are no leak."""
+    """Return the compiler, and the GPU if there is one. The driver keeps descriptors for the life of the process, which
+    are no leak."""
     pytest.importorskip("cuda.bindings", reason="NVIDIA's bindings are not installed")
     from hvdlab.collectives.planes.gpu import driver as kernels
 

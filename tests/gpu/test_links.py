@@ -1,4 +1,4 @@
-"""What lies between the GPUs of two ranks, as the library says it on a machine with several."""
+"""Links between the GPUs of two ranks, as the library reports them on a machine with several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ranks import Ranks
 
 
 def other_gpus() -> int:
-    """How many GPUs a process sees beside the first."""
+    """Return how many GPUs a process sees beside the first."""
     from cuda.bindings import driver
 
     driver.cuInit(0)
@@ -18,7 +18,7 @@ def other_gpus() -> int:
 
 
 def between_all() -> list[tuple[bool, list[str]]]:
-    """For each GPU beside the first: whether that reaches its memory, and the links that are said."""
+    """Return for each GPU beside the first whether that reaches its memory, and the reported links."""
     first = gpus().open(0)
     found = []
     for ordinal in range(1, other_gpus() + 1):

@@ -67,7 +67,7 @@ def resident_group(real_nccl: None, request: pytest.FixtureRequest) -> Iterator[
 
 @pytest.fixture
 def mortal_group(real_nccl: None) -> Iterator[WorkerGroup]:
-    """Three members, of which one may be killed while the others wait for it on the GPU."""
+    """Yield three members, of which one may be killed while the others wait for it on the GPU."""
     members = WorkerGroup(NCCL, SIZE)
     try:
         members.configure()
@@ -157,7 +157,7 @@ def trained() -> list[float]:
 
 
 def behind_a_stream() -> float:
-    """What is computed on a side stream is there when the collective reads it."""
+    """Check that results of a side stream are there when the collective reads them."""
     import torch
 
     side = torch.cuda.Stream()

@@ -1,4 +1,5 @@
-"""Ranks that train with torch on one GPU which they share: what torch's streams, allocator and autograd do, and faults on the GPU."""
+"""Ranks that train with torch on one GPU which they share: effects of torch's streams, allocator and autograd, and
+faults on the GPU."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def total(count: int = 100_000) -> float:
 
 
 def behind_a_stream() -> float:
-    """What is computed on a side stream is there when the collective reads it, without a word from the user."""
+    """Check that results of a side stream are there when the collective reads them, without the user's help."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         slow = torch.randn(4096, 4096, device=GPU)
@@ -169,7 +170,7 @@ def interrupted() -> None:
 
 
 def in_sets_by_turns() -> list[float]:
-    """Two process sets with the same ranks have the same memory open, and close it when it was freed."""
+    """Check that two process sets with the same ranks have the same memory open, and close it when it was freed."""
     from hvdlab.collectives import context
 
     pair = hvd().add_process_set(hvd().ProcessSet([0, 1]))

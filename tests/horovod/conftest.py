@@ -39,7 +39,7 @@ def python(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def real_horovod(tmp_path: Path) -> str:
-    """A directory for ``PYTHONPATH`` in which something else is installed as Horovod."""
+    """Return a directory for ``PYTHONPATH`` in which another package is installed as Horovod."""
     package = tmp_path / "site" / "horovod"
     (package / "torch").mkdir(parents=True)
     (package / "__init__.py").write_text("__version__ = '0.28.1'\nREAL = True\n")
@@ -49,7 +49,7 @@ def real_horovod(tmp_path: Path) -> str:
 
 @pytest.fixture
 def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A world of this process alone, whatever launcher the environment names."""
+    """Yield a world of this process alone, with any launcher's variables in the environment."""
     for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
         monkeypatch.delenv(name)
     hvd.init()

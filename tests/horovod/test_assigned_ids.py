@@ -23,7 +23,7 @@ def three() -> Iterator[Ranks]:
 
 
 def _refusals(process_set: hvd.ProcessSet) -> list[str]:
-    """What each use of a set raises, as text."""
+    """Return the error of each use of a set, as text."""
     found = []
     for use in (
         process_set.rank,

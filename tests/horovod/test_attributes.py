@@ -86,7 +86,7 @@ def two() -> Iterator[Ranks]:
 
 
 def _step(optimizer: Any, parameter: torch.nn.Parameter) -> float:
-    """How a step with the gradient `rank + 1` changes a parameter, with a learning rate of 1."""
+    """Return how a step with the gradient `rank + 1` changes a parameter, with a learning rate of 1."""
     before = parameter.item()
     (parameter * (hvd.rank() + 1)).backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""``horovod.runner.elastic.discovery``: what programs that derive from Horovod's classes rely on."""
+"""``horovod.runner.elastic.discovery``: the interface on which programs that derive from Horovod's classes rely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script that was written for Horovod observes on two ranks: results, and which errors it can catch."""
+"""Observations of a script written for Horovod, on two ranks: results, and which errors it can catch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def distributed(**arguments: Any) -> Any:
 
 
 WRONG_HERE = {
-    # What is wrong on this rank alone, and what it is caught as.
+    # Errors of this rank alone, and the types that catch them.
     "hvd.allreduce(ones(2), average=True, op=hvd.Sum)": ValueError,
     "hvd.allreduce(ones(2), op=77)": ValueError,
     "hvd.allreduce(ones(2), op='sum')": ValueError,
@@ -113,7 +113,7 @@ def _evaluate(expression: str) -> Any:
 
 
 def _error_of(expression: str) -> tuple[list[str], str]:
-    """Names of the error's classes, and its text."""
+    """Return names of the error's classes, and its text."""
     try:
         eval(expression)
     except Exception as error:  # noqa: BLE001  (the test looks at it)

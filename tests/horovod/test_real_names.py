@@ -118,7 +118,7 @@ print(json.dumps(failures))
 
 
 def _printed(script: str, given: object) -> Any:
-    """What a script that is run in an interpreter of its own prints in its last line, from JSON."""
+    """Return the last line printed by a script in an interpreter of its own, from JSON."""
     done = subprocess.run(
         [sys.executable, "-c", script],
         input=json.dumps(given),

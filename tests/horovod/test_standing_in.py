@@ -1,4 +1,5 @@
-"""``import horovod`` means hvdlab where it was asked to, or where nothing else is installed; elsewhere it doesn't."""
+"""``import horovod`` means hvdlab where it was asked to, or where no other Horovod is installed; elsewhere it
+doesn't."""
 
 from __future__ import annotations
 
@@ -200,7 +201,7 @@ def test_uninstall(python: Run, real_horovod: str) -> None:
     )
 
 
-# -- what is not there ------------------------------------------------------------------------------------------------
+# -- missing features -------------------------------------------------------------------------------------------------
 
 
 def test_modules_that_are_not_there_say_what_to_use(python: Run) -> None:

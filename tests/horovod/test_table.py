@@ -1,4 +1,4 @@
-"""``docs/reference/horovod.md`` is what the code says, and a row that is not true is noticed."""
+"""``docs/reference/horovod.md`` agrees with the code, and a false row is found."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_row_has_a_verdict() -> None:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module that stands for one of Horovod's."""
+    """Return a module that stands for one of Horovod's."""
 
     class Base:
         @staticmethod

@@ -1,4 +1,4 @@
-"""The notebook side knows frameworks through one registry of hooks, and their names nowhere else."""
+"""The notebook side knows frameworks through one registry of hooks, and their names only there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = re.compile(r"\b(torch|tensorflow|jax|jaxlib|cupy)\b")
 
 
 def texts(tree: ast.AST) -> list[tuple[int, str]]:
-    """Names and texts of a module's code, without its docstrings."""
+    """Return names and texts of a module's code, without its docstrings."""
     found: list[tuple[int, str]] = []
     described = {
         id(node.body[0].value)

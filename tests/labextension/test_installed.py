@@ -1,4 +1,4 @@
-"""What people install: a wheel that was built without node brings the panel, the widgets and the kernel."""
+"""Installation by users: a wheel that was built without node brings the panel, the widgets and the kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps({"at": hvdlab.__file__, "scripts": sorted(one.name for one in S
 
 
 def without_node(directory: Path) -> dict[str, str]:
-    """An environment with nothing on PATH but what the system itself needs, and no node."""
+    """Return an environment with nothing on PATH but the system's own programs, and no node."""
     tools = directory / "tools"
     tools.mkdir()
     for name in ("node", "npm", "jlpm", "jupyter-builder"):
@@ -75,7 +75,8 @@ def test_a_fresh_environment_gets_panel_widgets_and_kernel(tmp_path: Path) -> No
     run(
         sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", tmp_path / name
     )
-    # What it depends on, from here: behind its own packages, and without what makes this checkout importable.
+    # Dependencies come from this environment: behind its own packages, and without the path that makes this checkout
+    # importable.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     found = json.loads(run(python, "-c", WHAT))

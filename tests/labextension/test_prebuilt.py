@@ -1,4 +1,4 @@
-"""What JupyterLab loads was made from the sources beside it, and fits the package that brings it."""
+"""The files that JupyterLab loads were made from the sources beside it, and fit the package that brings them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_panel_is_up_to_date() -> None:
 
 
 def test_no_file_of_the_panel_was_changed_after_it_was_built() -> None:
-    """The sources' digests say nothing about what JupyterLab loads."""
+    """The sources' digests do not cover the files that JupyterLab loads."""
     lines = (EXTENSION / "outputs.txt").read_text().splitlines()
     built = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     there = {

@@ -1,4 +1,4 @@
-"""What is reported of ranks that are known by their connections alone."""
+"""Reports of ranks that are known by their connections alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdlab.launch.starter import Ended, Started, Waiting
 
 
 class Coordinator:
-    """Tells of memberships as a test likes, and collects what is reported."""
+    """Coordinator that sends memberships as a test asks, and collects the reports."""
 
     def __init__(self) -> None:
         self.told: list[Callable[[Membership], None]] = []
@@ -25,7 +25,7 @@ class Coordinator:
         self.events.append(event)
 
     def tell(self, *pids: int, deaths: tuple[m.Death, ...] = ()) -> list[Started | Ended]:
-        """The members of ranks 0, 1, ... have these processes (0: none); what is reported of that."""
+        """Set the processes of ranks 0, 1, ... (0: none); return the reports of that."""
         members = tuple(
             m.Member(rank=rank, pid=pid, host="elsewhere") for rank, pid in enumerate(pids) if pid
         )

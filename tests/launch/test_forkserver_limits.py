@@ -1,4 +1,4 @@
-"""The fork server meets the limits of its host: what fails is told, and works again when there is room."""
+"""The fork server meets the limits of its host: the failure is reported, and starts work again when there is room."""
 
 from __future__ import annotations
 

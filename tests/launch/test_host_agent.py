@@ -28,7 +28,7 @@ SLEEPS = wire.Start((b"sleep", b"1000"), b"/", {})
 
 
 class Ordered:
-    """An agent in a process of its own, whose reports are read one by one."""
+    """Agent in a process of its own, whose reports are read one by one."""
 
     def __init__(self, errors: Path) -> None:
         self.errors = errors
@@ -160,7 +160,7 @@ def test_whatever_is_ordered_the_agent_reports_and_goes_on(agent: Ordered) -> No
 
 
 class Answers:
-    """A zygote of which the test sends the answers; its process only waits to be killed."""
+    """Zygote of which the test sends the answers; its process only waits to be killed."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         interpreter = directory / "python3"

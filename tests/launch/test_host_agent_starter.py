@@ -1,4 +1,4 @@
-"""What the agents of hosts are ordered to do, by an agent that only listens."""
+"""Orders to the agents of hosts, recorded by an agent that only listens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from protocol_fuzz import make, run, spoil
 
 
 class Listener:
-    """A connection to an agent that reads its orders and reports nothing."""
+    """Connection to an agent that reads its orders and reports nothing."""
 
     def __init__(self) -> None:
         self.inbox, self._reports = os.pipe()
@@ -55,7 +55,7 @@ class Listener:
         os.write(self._reports, b"".join(map(wire.encode, reports)))
 
     def lose(self) -> None:
-        """The agent is gone."""
+        """Lose the agent."""
         if not self._lost:
             self._lost = True
             os.close(self._reports)
@@ -76,7 +76,7 @@ class Listener:
 
 
 class Listeners:
-    """Reaches hosts whose agents only listen."""
+    """Connector that reaches hosts whose agents only listen."""
 
     def __init__(self) -> None:
         self.connected: list[Listener] = []

@@ -39,7 +39,7 @@ def test_scripts_that_are_no_help(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(StartError, match=text):
             HostDiscoveryScript(command).find()
-    # What it leaves in the background ends with it.
+    # Its background processes end with it.
     hangs = HostDiscoveryScript(
         f"(sleep 1000; touch {tmp_path}/late) & echo $! >{tmp_path}/pid; wait", within=0.5
     )

@@ -29,7 +29,7 @@ from hvdlab.launch.host_table import (
 
 
 class Followed:
-    """A table whose answers are collected."""
+    """Table whose answers are collected."""
 
     def __init__(self, cooldown: tuple[float, float] = (5, 20)) -> None:
         self.table = HostTable(cooldown, "the script")
@@ -45,7 +45,7 @@ class Followed:
                 case SayOfHosts(text):
                     self.said.append(text)
                 case HostsChanged(slots, aside):
-                    assert (slots, aside) != (self.usable, self.aside)  # else it is no news
+                    assert (slots, aside) != (self.usable, self.aside)  # otherwise it is no news
                     assert not aside & slots.keys()
                     self.usable, self.aside = dict(slots), aside
         assert self.usable == self.table.usable
@@ -160,7 +160,7 @@ EVENTS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from((0.0, 0.5, 1.0, 7.0, 40.0))), max_size=40))
 def test_any_schedule(schedule: Sequence[tuple[HostEvent, float]]) -> None:
-    """Only what was found is used, never what is put aside; and a steady source is followed in the end."""
+    """Only hosts that were found are used, never those put aside; and a steady source is followed in the end."""
     seen = Followed((5, 20))
     found: dict[str, set[int]] = {name: set() for name in NAMES}
     aside: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What is said of an agent that does not come up on another host, since the other side lacks something."""
+"""Reports of an agent that does not start on another host, since a program is missing there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def executable(path: Path, script: str) -> str:
 
 
 def test_what_the_other_side_lacks_is_said(tmp_path: Path) -> None:
-    # As ssh does: what follows the host's name is for a shell.
+    # As ssh does: the words after the host's name are for a shell.
     shell = executable(tmp_path / "shell", 'shift; exec sh -c "$*"')
     bare = executable(tmp_path / "bare", f'exec {sys.executable} -I -S "$@"')
     for python, said in ((bare, MODULE), ("/no/such/python", PATH), ("true", "")):

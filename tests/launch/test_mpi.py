@@ -1,4 +1,4 @@
-"""What mpiexec is told, by pools and by ``hvdlab run --mpi``, and what is known when it fails."""
+"""Command lines of mpiexec, from pools and from ``hvdlab run --mpi``, and the reports of its failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_ranks_that_mpiexec_can_not_start_are_ended_with_its_last_words() -> Non
 
 @pytest.fixture
 def shell(tmp_path: Path) -> tuple[str, ...]:
-    """What ssh does, on this host; it writes down its command line."""
+    """Return a script that acts as ssh on this host, and writes down its command line."""
     script = tmp_path / "shell"
     script.write_text(
         f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n[ "$1" = broken ] && {{ echo no route >&2; exit 255; }}\nshift\nexec sh -c "$*"\n'
@@ -115,7 +115,7 @@ def test_mpiexec_is_not_told_the_secret_of_ranks_on_other_hosts(
             hosts=hosts,
             options={"shell": shell},
             module="m",
-        )  # type: ignore[arg-type]  # what is used of a client is there
+        )  # type: ignore[arg-type]  # the used part of a client is there
         starter = mpi.MpiStarter(request, SimpleNamespace(handle=lambda event: None), "mpiexec")
         try:
             starter.start((0, 1), 2)

@@ -1,4 +1,4 @@
-"""Children of a fork server that may end while somebody looks at them."""
+"""Children of a fork server that can end while a thread examines them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_a_child_may_end_while_they_are_taken_into_sight(monkeypatch: pytest.Mon
 
     def opened(pid: int, started: int) -> int:
         seen.append(pid)
-        children.pop(2, None)  # what the thread does that reads of its end
+        children.pop(2, None)  # the work of the thread that reads of its end
         return -1
 
     monkeypatch.setattr(client, "open_process", opened)

@@ -1,4 +1,4 @@
-"""Ranks that wait for room: each is either started or reported as ended, once, whatever comes first."""
+"""Ranks that wait for room: each is either started or reported as ended, once, in any order of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from patience import PATIENCE
 
 
 class GivenRooms(RoomStarter):
-    """An engine in this process; a test gives it room."""
+    """Engine in this process; a test gives it room."""
 
     def __init__(self, recorder: Recorded) -> None:
         super().__init__(recorder, "the engine")
@@ -46,7 +46,7 @@ class GivenRooms(RoomStarter):
 
 
 class Recorded:
-    """Takes reports."""
+    """Observer that takes reports."""
 
     def __init__(self) -> None:
         self.events: list[Started | Ended | Waiting] = []
@@ -108,7 +108,7 @@ def test_close_withdraws_ranks_that_wait_and_refuses_more(rooms: GivenRooms, rec
     rooms.give_room(0)
     rooms.close(3.0)
     assert recorded.events == [Ended(1, 0, "it was ended with its job")]
-    # What was placed while the first call waited is ended by the second.
+    # The second call ends the ranks placed while the first one waited.
     assert rooms.calls == [3.0, 0.0, "released"]
     with pytest.raises(InvalidRequestError, match=r"no rank can be started any more: the job has ended\."):
         rooms.start([1], 2)

@@ -1,4 +1,4 @@
-"""What the launcher `slurm` makes of Slurm's words; tests/beside_slurm has a real one."""
+"""Reactions of the launcher `slurm` to Slurm's output; tests/beside_slurm has a real one."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def fake(directory: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def commands(tmp_path: Path) -> dict[str, str]:
-    """The environment in which fakes of Slurm's commands are found first."""
+    """Return the environment in which fakes of Slurm's commands are found first."""
     fake(tmp_path, "sbatch", 'echo "7;cluster"')
     fake(tmp_path, "scancel", f'echo "$1" >> {tmp_path}/cancelled')
     return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
@@ -103,7 +103,7 @@ def test_a_job_is_cancelled_once_it_is_not_held_any_more(commands: dict[str, str
 def test_a_job_that_nobody_waits_for_is_submitted_and_cancelled(
     commands: dict[str, str], tmp_path: Path
 ) -> None:
-    """The notebook is gone before Slurm has answered: the job's number is written to nobody."""
+    """The notebook is gone before Slurm has answered: the job's number has no reader."""
     fake(tmp_path, "sbatch", f"read line < {tmp_path}/go; echo 8")
     os.mkfifo(tmp_path / "go")
     job = SlurmAllocation(["--wrap=true"], commands)

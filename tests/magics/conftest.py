@@ -18,7 +18,7 @@ from magics_fakes import FakePool, Notebook
 
 @pytest.fixture(scope="session", autouse=True)
 def jupyter_loop() -> Iterator[None]:
-    """The event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
+    """Yield the event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
     loop = ensure_event_loop()
     yield
     loop.close()

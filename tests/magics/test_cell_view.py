@@ -1,4 +1,4 @@
-"""What is written after the end of a cell: when ranks get room for more."""
+"""Output after the end of a cell: the time at which ranks get room for more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from patience import PATIENCE
 
 
 class SlowSink(OutputSink):
-    """Holds back what it was given until it may show it."""
+    """Sink that holds its output back until it may show it."""
 
     def __init__(self) -> None:
         self.held = 0

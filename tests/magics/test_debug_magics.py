@@ -1,4 +1,4 @@
-"""What %hvd_debug says when there is nothing to look at."""
+"""Output of %hvd_debug without any rank that has stopped."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ print(z)
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ranks come and go in the kernel that all these tests share."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_function_of_a_cell_that_ran_before_has_breakpoints_too(kernel: LiveKe
             path,
             5,
         )
-        # What calls it is the cell that runs now.
+        # Its caller is the cell that runs now.
         assert debugging.frames(thread)[1]["line"] == 2
         debugging.ask("continue", threadId=thread)
         kernel.finish(cell)
@@ -295,7 +295,7 @@ def _pids(kernel: LiveKernel, debugging: Debugging, cell: object) -> list[str]:
 
 
 def left_out(kernel: LiveKernel, debugging: Debugging) -> None:
-    """A rank has another debugpy than is known here: that is told, and the others are debugged."""
+    """Give a rank another debugpy than the known one: that is reported, and the others are debugged."""
     assert kernel.run("%hvd_pool resize 3").error is None
     broken = kernel.run(
         "%%hvd_rank 2\nimport debugpy.server.api\nfrom _pydevd_bundle.pydevd_api import PyDevdAPI\n"
@@ -333,7 +333,7 @@ def test_switched_on_before_there_are_ranks_and_before_the_extension_is_loaded(t
         debugging.ask("continue", threadId=1)
         kernel.finish(cell)
         assert cell.error is None
-        assert cell.lines()[-1] == "[0,1] 1"  # after what is said of the start
+        assert cell.lines()[-1] == "[0,1] 1"  # after the lines about the start
         debugging.switch_off()
         left_out(kernel, debugging)
     finally:

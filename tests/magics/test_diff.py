@@ -26,7 +26,7 @@ def found(name: str, *groups: tuple[int, ...], rows: int = 0) -> Diff:
 
 @pytest.fixture
 def asked(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the pool of a notebook was asked to compare."""
+    """Return the comparisons asked of a notebook's pool."""
     calls: list[tuple[Any, ...]] = []
 
     def diff(name: str, ranks: list[int], *, special: str) -> Diff:

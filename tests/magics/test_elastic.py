@@ -1,4 +1,4 @@
-"""What ``%hvd_elastic`` shows."""
+"""Output of ``%hvd_elastic``."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_ranks_come_and_go_under_a_cell_of_the_notebook(kernel: LiveKernel, tmp_
         return cell
 
     told("[0,1] trains with 2")
-    # The newcomer lacks nothing, so nothing is said of what it lacks.
+    # The newcomer lacks nothing, so no missing variables are reported.
     assert done("%hvd_pool resize 3").lines() == ["ranks 0-2 are ready"]
     told("[0-2] trains with 3")
     refused = kernel.run("%hvd_pool resize 4")

@@ -1,4 +1,5 @@
-"""What outlives a cell on its ranks, in a real kernel: threads and tasks that print, and displays that are updated."""
+"""Threads and displays that outlive a cell on its ranks, in a real kernel: prints of threads and tasks, and updates of
+displays."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ threading.Thread(target=late).start()
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """A part of the pool may come up while the kernel that these tests share is used; others see it end."""
+    """Skip the check for leaks: a part of the pool can come up while the kernel that these tests share is used; others
+    see it end."""
 
 
 @pytest.fixture(scope="module")

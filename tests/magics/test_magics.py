@@ -74,7 +74,7 @@ def test_the_link_of_cuda_tensors_stands_beside_the_planes() -> None:
 
 
 def test_servers_have_a_table_of_their_own_below_the_ranks() -> None:
-    """Each once, as the rank tells that knows most of it; only ranks of its host know its memory."""
+    """Each once, by the report of the rank that knows most of it; only ranks of its host know its memory."""
     alone = StatusTable([RankStatus(0, "a#1")])
     assert "server" not in repr(alone) + alone._repr_html_()
     here, there = (

@@ -20,7 +20,7 @@ from magics_fakes import FakePool, Notebook
 
 
 class SlowStart:
-    """``Pool.start`` that says a step and waits until it may go on."""
+    """``Pool.start`` that reports a step and waits until it may go on."""
 
     def __init__(self) -> None:
         self.go, self.error = threading.Event(), None

@@ -1,4 +1,4 @@
-"""``%hvd_output``: what a cell wrote, again."""
+"""``%hvd_output``: a cell's output, again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pools a notebook can show, and what it saves of them."""
+"""Which pools a notebook can show, and the state that it saves of them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ SETUP = (
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ranks come and go in the kernel that all these tests share; test_real_notebook.py sees them end with it."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share; test_real_notebook.py sees
+    them end with it."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def thinks(kernel: PromptingKernel, seconds: float, answer: str) -> Answer:
     """The user looks at it for a while."""
 
     def think() -> None:
-        time.sleep(seconds)  # nothing happens meanwhile, which is what is tested
+        time.sleep(seconds)  # no event must come in this time
         kernel.client.input(answer)
 
     return think

@@ -1,4 +1,4 @@
-"""Ranks that ask, in plain IPython, in `jupyter console`, and where nobody can be asked."""
+"""Ranks that ask, in plain IPython, in `jupyter console`, and where no user can be asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-PATIENCE = 60
+PATIENCE = 60  # seconds until a wait for the terminal or the notebook fails
 
 
 def spawn(tmp_path: Path, *arguments: str) -> pexpect.spawn[str]:
@@ -36,7 +36,7 @@ def spawn(tmp_path: Path, *arguments: str) -> pexpect.spawn[str]:
 def interrupt_input(child: pexpect.spawn[str]) -> None:
     """Press Ctrl-C at a prompt.
 
-    Python's input() loses a signal that comes after it has shown the prompt and before it waits for what is typed.
+    Python's input() loses a signal that comes after it has shown the prompt and before it waits for typed text.
     """
     stat = Path(f"/proc/{child.pid}/stat")
     while stat.read_text().rpartition(")")[2].split()[0] != "S":  # of its main thread

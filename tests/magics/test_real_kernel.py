@@ -19,7 +19,8 @@ SETUP = "%%hvd_run -np 4\nimport os, sys, time\nrank = int(os.environ['RANK'])\n
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ranks come and go in the kernel that all these tests share; test_real_notebook.py sees them end with it."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share; test_real_notebook.py sees
+    them end with it."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
 
 @pytest.fixture
 def kernel(started: LiveKernel) -> LiveKernel:
-    """A kernel with four ranks that know ``rank`` and ``x``."""
+    """Return a kernel with four ranks that know ``rank`` and ``x``."""
     started.run("%load_ext hvdlab")
     cell = started.run(SETUP)
     assert cell.error is None, cell.error
@@ -99,7 +100,7 @@ def test_80000_lines_are_complete_and_in_order(kernel: LiveKernel, alike: bool) 
 
 
 def wait_for(name: str) -> str:
-    """A line with which ranks wait for a file in the kernel's directory."""
+    """Return a line with which ranks wait for a file in the kernel's directory."""
     return f"while not os.path.exists({name!r}): time.sleep(0.01)"
 
 

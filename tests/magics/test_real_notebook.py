@@ -1,4 +1,4 @@
-"""Whole notebooks, and what is left when their kernel ends: nothing."""
+"""Whole notebooks, and no leftovers when their kernel ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a notebook gets to see, message by message."""
+"""Messages to a notebook, one by one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_ranks_do_not_stand_above_nothing() -> None:
     nothing = '<pre style="white-space: pre">\n<span></span></pre>\n'
     notebook.show(Shown((0, 1), Display({"text/plain": "\n", "text/html": nothing}, {})))
     assert recorder.sent == []
-    # What has an id may be filled later, and what is no text may be seen.
+    # An output with an id can be filled later, and one that is no text can be visible.
     notebook.show(Shown((0, 1), Display({"text/plain": "", "text/html": nothing}, {}, display_id="x")))
     notebook.show(Shown((1,), html("<pre><img src='x'></pre>")))
     notebook.show(Shown((2,), Display({"text/plain": "", "image/png": "aaaa"}, {})))
@@ -137,7 +137,7 @@ def test_what_a_cell_waits_for_is_told_in_place_and_next_time_below() -> None:
 
 
 class Terminal(io.StringIO):
-    """A tty that knows what is on its screen."""
+    """Tty that keeps the contents of its screen."""
 
     def isatty(self) -> bool:
         return True
@@ -208,7 +208,7 @@ def drain(notebook: NotebookScreen, clock: Clock) -> None:
 
 
 class Server(Recorder):
-    """Counts as Jupyter's server does, which drops what is over 3 MB or 3,000 messages in 3 seconds."""
+    """Server that counts as Jupyter's server does, which drops messages over 3 MB or 3,000 messages in 3 seconds."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is told of ranks that wait, do not answer an interrupt, or die; in a real kernel with real ranks."""
+"""Reports of ranks that wait, do not answer an interrupt, or die; in a real kernel with real ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SUM = "%%hvd_run\nprint(hvd.allreduce(np.ones(1), name='again')[0], x)"
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ranks come and go in the kernel that all these tests share; test_real_notebook.py sees them end with it."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share; test_real_notebook.py sees
+    them end with it."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def kernel(started: LiveKernel) -> LiveKernel:
 
 
 def told(cell: Cell) -> list[str]:
-    """What was shown below the cell while it waited, one after the other."""
+    """Return the lines shown below the cell while it waited, one after the other."""
     shown = [*cell.of("display_data"), *cell.of("update_display_data")]
     areas = {content["transient"]["display_id"] for content in shown}
     assert len(areas) <= 1, areas
@@ -159,7 +160,7 @@ def test_what_is_known_of_a_death_is_told(kernel: LiveKernel, code: str, said: s
     number = cell.reply["execution_count"]
     assert report[2 : 2 + len(lines)] == [f"  Cell In[{number}], {line}" for line in lines]
     assert "ranks 0,2: stopped in allreduce `loss` because rank 1 died" in report
-    # After a while it is also told while the others go on, on a slow machine before they have ended.
+    # After a while it is also shown while the others go on, on a slow machine before they have ended.
     assert [line for line in cell.lines("stderr") if "died" not in line] == (
         ["[1] bye"] if "bye" in code else []
     )

@@ -26,7 +26,7 @@ SUMMARY = {"text/plain": "2 ranks · 9 s"}
 
 
 class View:
-    """A view that only counts."""
+    """View that only counts."""
 
     def __init__(self) -> None:
         self.refreshed: list[tuple[float, str]] = []
@@ -54,7 +54,7 @@ class View:
 
 
 class Cell:
-    """A cell on two ranks whose clock the test moves."""
+    """Cell on two ranks whose clock the test moves."""
 
     def __init__(self, view: View | None = None, *, limit: int = 0, ranks: int = 2) -> None:
         self.recorder, self.clock = Recorder(), Clock()
@@ -77,7 +77,7 @@ class Cell:
         return make
 
     def run(self, until: float) -> None:
-        """As the driver of a cell does: tick when told, and when the time has come."""
+        """Run as the driver of a cell does: tick when called, and when the time has come."""
         at = self.sink.tick(self.clock.now)
         while at is not None and at <= until:
             self.clock.now = max(at, self.clock.now)

@@ -24,7 +24,8 @@ print('ended')
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """A part of the pool may come up while the kernel that these tests share is used; others see it end."""
+    """Skip the check for leaks: a part of the pool can come up while the kernel that these tests share is used; others
+    see it end."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def strips(cell: Cell) -> list[dict[str, Any]]:
 
 
 def updates(kernel: LiveKernel) -> list[tuple[float, dict[str, Any]]]:
-    """States of strips that went to the page; before ipykernel 7 they belong to the cell."""
+    """Return states of strips that went to the page; before ipykernel 7 they belong to the cell."""
     came = [*kernel.others, *(one for cell in kernel.cells.values() for one in cell.messages)]
     states = [
         (at, content["data"]["state"]["pace"])

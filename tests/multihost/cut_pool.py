@@ -1,7 +1,7 @@
 """A pool over ssh whose second host is cut off, and comes back: ``python cut_pool.py FIRST SECOND SHELL``.
 
 Runs on the first host. Writes a line when the cable is to be pulled, and when a cell runs that the cut ranks don't get; reads one when that is done.
-Prints what was found, in JSON.
+Prints its findings, in JSON.
 """
 
 from __future__ import annotations

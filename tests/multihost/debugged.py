@@ -1,6 +1,6 @@
 """A pool over two hosts whose far rank is debugged from here: ``python debugged.py HOSTS``.
 
-Prints what was found, in JSON.
+Prints its findings, in JSON.
 """
 
 from __future__ import annotations

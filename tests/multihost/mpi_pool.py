@@ -1,6 +1,6 @@
 """A pool by mpiexec on two hosts, with all that passes the first host's cable: ``python mpi_pool.py HOSTS``.
 
-Runs in the first host's network; prints what was found, in JSON.
+Runs in the first host's network; prints its findings, in JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A pool over ssh whose agent on the second host is killed: ``python ssh_pool.py FIRST SECOND SHELL``.
 
-Runs on the first host; prints what was found, in JSON.
+Runs on the first host; prints its findings, in JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hosts themselves are what the other tests take them for, and leave nothing behind."""
+"""The hosts themselves behave as the other tests assume, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ time.sleep(1000)
 
 @pytest.fixture(scope="module")
 def server(network: Network) -> Iterator[Host]:
-    """The second host, where somebody answers at port 7000."""
+    """Yield the second host, where a server answers at port 7000."""
     host = network.hosts[1]
     with host.popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

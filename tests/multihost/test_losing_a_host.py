@@ -1,4 +1,4 @@
-"""A host whose cable is pulled: the others go on, its ranks end with an error, and nobody hangs."""
+"""A host whose cable is pulled: the others go on, its ranks end with an error, and none hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from patience import GONE, HOUR, PATIENCE
 from ranks import RankFailed
 from ranks_on_hosts import RanksOnHosts
 
-DEAD_AFTER = 2.0
+DEAD_AFTER = 2.0  # seconds of silence after which a host is lost: short, for a short test
 HEARTBEAT = {"HVDLAB_PING_AFTER": "0.5", "HVDLAB_DEAD_AFTER": str(DEAD_AFTER)}
 
 
@@ -54,7 +54,7 @@ def total_of_survivors() -> float:
 
 
 def reduce_until_it_fails() -> None:
-    """What ends a rank that reduces all the time."""
+    """Reduce all the time, until an error ends it."""
     while True:
         total(1.0, 200_000)
 
@@ -65,7 +65,8 @@ def rejoin() -> None:
 
 
 def train() -> tuple[int, object]:
-    """Train until the ranks of the second host have been away and are back: the steps, and what is kept here."""
+    """Train until the ranks of the second host have been away and are back: return the steps, and the state kept
+    here."""
 
     def steps(state: HandledState) -> None:
         members = 0.0
@@ -73,7 +74,7 @@ def train() -> tuple[int, object]:
             members = float(hvd.allreduce(np.ones(1), "members", op=hvd.Sum)[0])
             state.apart = state.apart or members == 2
             state.batch += 1
-            time.sleep(0.01)  # what a step takes
+            time.sleep(0.01)  # time of a step
             state.commit()
 
     state = HandledState(HandlerRegistry([]), batch=0, apart=False)
@@ -92,7 +93,7 @@ def place() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """Leave without any hurry: what is waited for must end, not its time."""
+    """Leave without any hurry: the operation must end, not the time limit."""
     context.engine().close(HOUR)
     context.shutdown()
 

@@ -1,4 +1,5 @@
-"""Networks that fail by halves: one direction is dead, or all is late. Who is lost is told, on both sides, and not before."""
+"""Networks that fail by halves: one direction is dead, or all is late. The lost ranks are reported, on both sides, and
+not before."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def add_own_set() -> int:
 
 
 def reduce_until_it_fails() -> tuple[AbortedError, float]:
-    """What ends a rank that reduces all the time, and when."""
+    """Return the error that ends a rank that reduces all the time, and its time."""
     while True:
         try:
             total(1.0, 50_000)
@@ -104,7 +105,7 @@ def test_a_network_that_works_in_one_direction(ranks: RanksOnHosts, *, incoming:
         outcomes = running.outcomes(DEAD_AFTER + SLACK)
         for rank, (error, when) in enumerate(outcomes):
             assert isinstance(error, AbortedError), error
-            # The last sign of life may have come as long before as there is nothing to be said.
+            # The last sign of life can be as old as the time for which silence is allowed.
             assert when - begin > DEAD_AFTER - PING_AFTER - 0.5, (rank, when - begin, error)
             if rank < 2:
                 assert error.cause.kind is CauseKind.RANK_DIED
@@ -112,7 +113,7 @@ def test_a_network_that_works_in_one_direction(ranks: RanksOnHosts, *, incoming:
             else:
                 assert error.cause.kind in (CauseKind.COORDINATOR_LOST, CauseKind.RANK_DIED)
         assert ranks.run(total_of_survivors, ranks=[0, 1]) == [2.0] * 2
-        # Those who are cut off are no group of their own, not even in a process set of their own.
+        # The ranks that are cut off are no group of their own, not even in a process set of their own.
         assert (
             ranks.run(alone, per_rank=[(sets[2],), (sets[3],)], ranks=[2, 3], timeout=60) == [[False] * 3] * 2
         )

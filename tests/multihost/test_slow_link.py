@@ -1,4 +1,4 @@
-"""A host behind a slow cable: everything is right, nobody is taken for dead, and who is late is named."""
+"""A host behind a slow cable: everything is right, no rank is taken for dead, and the late rank is named."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if hosts.slow_missing():
     pytest.skip(hosts.slow_missing(), allow_module_level=True)
 
 DELAY, RATE = 0.02, 10e6
-DEAD_AFTER = 3.0
+DEAD_AFTER = 3.0  # seconds of silence after which a host is lost: shorter than one transfer
 
 
-pytestmark = pytest.mark.alone  # what a delay adds is only seen where nothing else delays
+pytestmark = pytest.mark.alone  # a delay is only visible where it is the only one
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def ranks(request: pytest.FixtureRequest, log: Path) -> Iterator[RanksOnHosts]:
 
 
 def small() -> float:
-    """Seconds that one small allreduce takes."""
+    """Return seconds that one small allreduce takes."""
     hvd.allreduce(np.ones(2), op=hvd.Sum)
     begin = time.monotonic()
     for _ in range(5):

@@ -14,7 +14,7 @@ from two_hosts import finished
 
 SCRIPT = str(Path(__file__).with_name("ssh_pool.py"))
 CUT = str(Path(__file__).with_name("cut_pool.py"))
-DEAD_AFTER = 2.0
+DEAD_AFTER = 2.0  # seconds of silence after which a host is lost: short, for a short test
 
 
 def test_ranks_of_a_host_that_lost_its_agent_are_replaced_there(

@@ -1,4 +1,5 @@
-"""Data over Gloo can be read between hosts, and can't where it goes through a tunnel: as the how-to says, with its variables."""
+"""Data over Gloo can be read between hosts, and can't where it goes through a tunnel: as the how-to describes, with its
+variables."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from patience import PATIENCE
 
 TESTS = Path(__file__).parents[1]
 PORT = "29640"
-GRADIENT = 1.23456789
+GRADIENT = 1.23456789  # its bytes, four times over, are searched for on the wire
 #: Four elements of the gradient of a rank, as they lie in memory.
 PATTERN = (struct.pack("<d", GRADIENT) * 4).hex()
 TRAIN = f"""\
@@ -33,7 +34,7 @@ print(engine.plane(), round(float(total[0]), 6), flush=True)
 
 @contextmanager
 def helper(host: Host, script: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One that says when it is up, and ends with its input."""
+    """Run a helper that reports when it is up, and ends with its input."""
     process = host.popen(
         [sys.executable, str(TESTS / script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

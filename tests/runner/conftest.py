@@ -1,4 +1,4 @@
-"""Running ``hvdlab run`` as a user does, and looking at what it leaves behind."""
+"""Running ``hvdlab run`` as a user does, and checking its leftovers."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Ran:
 
     @property
     def launcher(self) -> list[str]:
-        """What the launcher itself said."""
+        """Return the launcher's own output."""
         return [
             line.removeprefix("hvdlab: ") for line in self.err.splitlines() if line.startswith("hvdlab: ")
         ]
 
     def of(self, rank: int, stream: str = "stdout") -> list[str]:
-        """The lines of a rank."""
+        """Return the lines of a rank."""
         head = f"[{rank}]<{stream}>:"
         source = self.out if stream == "stdout" else self.err
         return [line.removeprefix(head) for line in source.splitlines() if line.startswith(head)]
 
 
 class Launcher:
-    """Starts launchers; those that a test leaves are killed, and must leave nothing behind.
+    """Starter of launchers; leftovers of a test are killed, and must leave nothing behind.
 
     Every process it starts, however far down, inherits a variable, by which it is found.
     """
@@ -104,20 +104,21 @@ class Launcher:
         return Ran(process.returncode, out, err)
 
     def descendants(self) -> list[int]:
-        """Processes that these launchers started, however they were orphaned."""
+        """Return processes that these launchers started, however they were orphaned."""
         found = []
         for place in Path("/proc").glob("[0-9]*"):
             try:
                 if self.mark.encode() in (place / "environ").read_bytes().split(b"\0"):
                     found.append(int(place.name))
-            except OSError:
+            except OSError:  # it has ended since the listing, or belongs to another user
                 continue
         return found
 
     def running(self, text: str) -> list[int]:
-        """Those among them that have this in their command line."""
+        """Return those among them that have this in their command line."""
         found = []
         for pid in self.descendants():
+            # A process can end between the listing and the reading.
             with contextlib.suppress(OSError):
                 if text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)

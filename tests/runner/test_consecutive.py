@@ -57,7 +57,8 @@ def rows(lines: list[str]) -> list[dict[str, object]]:
 def test_numbers_are_those_below_the_size_and_rank_0_was_there_before(launcher) -> None:
     ran = launcher.python(3, SCRIPT, flags=("--min-np", "2"))
     assert ran.code == 0, ran.err
-    # Output is labelled by the number that a rank was started with; the first process of rank 0 told once, its next once.
+    # Output is labelled by the number that a rank was started with; the first process of rank 0 printed once, its next
+    # once.
     told = {rank: rows(ran.of(rank)) for rank in range(3)}
     assert [[row["rank"] for row in told[rank]] for rank in range(3)] == [[0, 2], [1, 0, 0], [2, 1, 1]]
     assert [[row["size"] for row in told[rank]] for rank in (1, 2)] == [[3, 2, 3]] * 2

@@ -1,6 +1,6 @@
 """Elastic jobs in random schedules of hosts, ranks and coordinators that come and go: hundreds each time, many more in the soak.
 
-See ``joint_elastic.py`` for what may happen and what must hold, and for how to have one again that failed.
+See ``joint_elastic.py`` for the events and the invariants, and for the way to repeat a failed schedule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_hundreds_of_elastic_jobs() -> None:
 
 
 def test_schedules_are_drawn_from_all_kinds() -> None:
-    """Else the others would prove less than they say."""
+    """Otherwise the others would prove less than they claim."""
     drawn = [ElasticSchedule(seed) for seed in range(60)]
     for schedule in drawn:
         schedule.close()
@@ -44,7 +44,7 @@ def test_schedules_are_drawn_from_all_kinds() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
 def test_a_hundred_thousand_elastic_jobs() -> None:
-    """Goes on where it was interrupted: remove the file to begin anew."""
+    """Goes on where it was interrupted: remove the file to start over."""
     progress = Path(os.environ.get("HVDLAB_ELASTIC_SCHEDULES", "out/elastic-schedules.json"))
     progress.parent.mkdir(parents=True, exist_ok=True)
     jobs = os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The first failure comes first, its exit code is the job's, and nobody is left behind."""
+"""The first failure comes first, its exit code is the job's, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PARTS = """
 )
 def test_the_culprit_comes_first(launcher, how: str, code: int, said: str) -> None:
     ran = launcher.python(3, PARTS, how)
-    # The launcher does not wait long for the end of a rank that has said why it fails.
+    # The launcher does not wait long for the end of a rank that has reported its error.
     assert ran.launcher[0] in {said, said.replace("exit code 1 (ValueError: boom)", "ValueError: boom")}
     assert ran.code == code
     if how == "raise":

@@ -1,4 +1,4 @@
-"""The table of flags, and what is made from it: parser, configuration file, environment, documentation."""
+"""The table of flags, and its products: parser, configuration file, environment, documentation."""
 
 from __future__ import annotations
 

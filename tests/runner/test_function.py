@@ -90,7 +90,7 @@ def test_variables_for_ranks(run) -> None:
 
 
 class OddError(Exception):
-    """Takes other arguments than it has."""
+    """Error that takes other arguments than it has."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")

@@ -77,7 +77,7 @@ SLEEPS_ON_B_AT_FIRST = """
 
 @pytest.fixture
 def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
-    """Runs the script with a discovery script that prints a file."""
+    """Return a function that runs the script with a discovery script that prints a file."""
     shell = tmp_path / "shell"
     shell.write_text(SHELL)
     shell.chmod(0o755)
@@ -164,7 +164,7 @@ OTHER_VERSION = """
 
 @pytest.mark.parametrize("where", ["the shell", "the script"])
 def test_a_host_where_a_start_hangs_is_put_aside_and_the_others_begin(elastic, where: str) -> None:
-    """Its shell never says anything, or its rank never comes to ``hvd.init()``."""
+    """Its shell never prints anything, or its rank never comes to ``hvd.init()``."""
     shell = where == "the shell"
     ran = elastic(
         "a+hangs" if shell else "a+b",

@@ -1,4 +1,4 @@
-"""What the launcher's loop does with events, without processes; the clock is the test's."""
+"""Reactions of the launcher's loop to events, without processes; the clock is the test's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from job_stand_ins import IdleStarter, NoSink
 
 
 class Loop:
-    """A job with up to three ranks whose hosts come and go, and what it has its client and its starter do."""
+    """Job with up to three ranks whose hosts come and go, and the calls of its client and its starter."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ class Loop:
         self.run._starter = _Starter(self.started)
 
     def monotonic(self) -> float:
-        """The clock that the loop reads."""
+        """Return the clock that the loop reads."""
         return self.now
 
     def take(self, *posted: QueuedEvent) -> None:
@@ -49,7 +49,7 @@ class Loop:
 
 
 class _Starter(IdleStarter):
-    """Records what is started where; nothing runs."""
+    """Starter that records the starts and their hosts; nothing runs."""
 
     def __init__(self, started: list[tuple[str, tuple[int, ...]]]) -> None:
         self._started = started
@@ -66,7 +66,8 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
 
 
 def test_what_is_expected_last_are_the_ranks_that_there_are(loop: Loop) -> None:
-    """A host fails just as another one may be tried again: the table of hosts says so amid the effects of the failure."""
+    """A host fails just as another one may be tried again: the table of hosts reports it amid the effects of the
+    failure."""
     loop.take(HostsFound({"a": 1, "b": 1, "c": 1}))
     loop.come(0, 1, 2)
     loop.take(e.Unstartable((1,), "the connection to b is lost"))

@@ -1,4 +1,4 @@
-"""``hvdlab run --launcher``: ours, one that an installed package offers, and what is refused."""
+"""``hvdlab run --launcher``: ours, one that an installed package offers, and refused ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALLREDUCE = """
 
 @pytest.fixture
 def offered(tmp_path: Path) -> dict[str, str]:
-    """The environment of a command that finds the package that offers a launcher."""
+    """Return the environment of a command that finds the package that offers a launcher."""
     offer(tmp_path)
     places = (tmp_path, Path(__file__).parents[1], *filter(None, [os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": os.pathsep.join(map(str, places))}

@@ -1,4 +1,4 @@
-"""The queue between what starts ranks and the loop of a job."""
+"""The queue between the starters of ranks and the loop of a job."""
 
 from __future__ import annotations
 

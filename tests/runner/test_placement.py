@@ -1,4 +1,4 @@
-"""Which ranks are started where when hosts come and go, and what the supervisor makes of it."""
+"""Placement of ranks when hosts come and go, and the supervisor's reaction to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOTS = st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 3))
 def test_hosts_are_filled_and_emptied() -> None:
     plan = changes({"a": 2, "b": 2}, (), {}, (), 1, 3)
     assert plan == Changes({0: "a", 1: "a", 2: "b"}, ())
-    # The lowest free number comes back, wherever there is room; what runs is not moved.
+    # The lowest free number comes back, on any host with room; running ranks are not moved.
     assert changes({"a": 2, "b": 2}, (), {0: "a", 2: "b"}, (), 1, 3) == Changes({1: "a"}, ())
     assert changes({"b": 2}, (), {0: "a", 1: "a", 2: "b"}, (), 1, 9) == Changes({3: "b"}, (0, 1))
     assert changes({}, ("a",), {0: "a"}, (), 1, 9) == Changes({}, ())
@@ -67,7 +67,7 @@ def test_plans(
 
 
 class Job:
-    """A supervisor with hosts that come and go, and the world as it leaves it."""
+    """Supervisor with hosts that come and go, and the world as it leaves it."""
 
     def __init__(self, least: int = 1, start: int = 1, most: int = 4, resets: int = 3) -> None:
         growth = Growth(start, most, wait=100.0)
@@ -157,7 +157,7 @@ def test_one_that_is_let_in_when_its_host_is_gone_leaves_as_all_others_do() -> N
     job.come(0)
     job.hosts(a=1)
     job.come(1)
-    assert job.effects[-1] == e.ReleaseRanks((1,))  # again: it was not in the world when that was said
+    assert job.effects[-1] == e.ReleaseRanks((1,))  # again: it was not in the world at that report
     assert not [effect for effect in job(e.JobTick(), 5.0) if isinstance(effect, e.SendSignal)]
 
 
@@ -247,7 +247,7 @@ def test_a_host_where_nothing_starts_is_given_up() -> None:
 
 
 def test_a_host_where_others_run_is_not_given_up() -> None:
-    """To end what hangs there would end them, too."""
+    """Ending the hung start there would end them, too."""
     job = Job()
     job.hosts(a=1, b=1)
     job.come(0, 1)
@@ -276,7 +276,7 @@ def test_the_limit_of_resets() -> None:
 
 
 def test_those_that_wait_for_the_world_do_without_one_that_can_not_be_started() -> None:
-    """They would fail if they were told of its death before it is expected no more."""
+    """They would fail if they were notified of its death before it is expected no more."""
     job = Job(start=3)
     job.hosts(a=1, b=1, c=1)
     del job.running[1]

@@ -40,7 +40,7 @@ ENDS = {
 
 
 def alike(launcher, *command: str, **options: object) -> None:
-    """Fail unless a command does and says the same when it is forked and when it is executed."""
+    """Fail unless a command does and prints the same when it is forked and when it is executed."""
     forked, executed = (
         launcher.run("-np", "1", *flags, *command, **options) for flags in (FLAG, ())
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``hvdlab run`` with real processes: what goes well, and what ranks get and say."""
+"""``hvdlab run`` with real processes: successes, and the ranks' input and output."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_timeline(launcher) -> None:
     assert main(["trace", "check", str(launcher.directory / "t.json")]) == 0
     events = json.loads((launcher.directory / "t.json").read_text())
     spans = [event for event in events if event.get("ph") == "X"]
-    assert {event["pid"] for event in spans} == {0, 1}, events  # though nobody called shutdown()
+    assert {event["pid"] for event in spans} == {0, 1}, events  # though no rank called shutdown()
 
 
 def test_a_configuration_file(launcher) -> None:

@@ -46,7 +46,7 @@ kv.push("w", np.ones(4, np.float32))
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A directory for the files of a job, with a path that leaves room for the names of sockets."""
+    """Yield a directory for the files of a job, with a path that leaves room for the names of sockets."""
     with tempfile.TemporaryDirectory(prefix="hvd-", dir="/tmp") as name:
         yield Path(name)
 

@@ -21,7 +21,7 @@ KILLED = ExitStatus(signal=signal.SIGKILL)
 
 
 class Script:
-    """A supervisor with a clock of its own, and everything it wanted done."""
+    """Supervisor with a clock of its own, and all its requests."""
 
     def __init__(self, size: int, **policy: Any) -> None:
         self.now = 0.0
@@ -432,11 +432,11 @@ def test_any_order_of_events_ends(minimum: int | None, data: st.DataObject) -> N
         living = set(script.supervisor.living)
         effects = script.tell(event)
         for effect in effects:
-            if isinstance(effect, e.SendSignal):  # nobody is signalled who has ended
+            if isinstance(effect, e.SendSignal):  # no ended process is signalled
                 assert set(effect.ranks) <= living
             if isinstance(effect, e.FailureReport):
                 assert effect.rank not in effect.followers
-    # Whatever has happened, the operator's word ends it.
+    # After any events, the operator's request ends it.
     for _ in range(2):
         script.tell(e.Stopped(signal.SIGINT))
     for rank in script.supervisor.living:
@@ -454,7 +454,7 @@ def test_any_order_of_events_ends(minimum: int | None, data: st.DataObject) -> N
 
 
 def unstarted(*hosts: str, started: tuple[int, ...] = (0,), **policy: Any) -> Script:
-    """A job of ranks on these hosts, of which some have been started."""
+    """Return a job of ranks on these hosts, of which some have been started."""
     script = Script(0)
     script.supervisor = Supervisor(Policy(hosts, start_timeout=30.0, **policy), 0.0)
     script.tell(*(e.Spawned(rank, 100 + rank) for rank in started))
@@ -560,7 +560,7 @@ def test_what_may_run_and_is_not_known_to_is_ended_with_its_host() -> None:
 
 
 def newcomers(**policy: Any) -> Script:
-    """A job that trains, with two newcomers whose processes run; one of them is in the world."""
+    """Return a job that trains, with two newcomers whose processes run; one of them is in the world."""
     policy = {"growth": Growth(1, 4), **policy}
     script = Script(0, min_ranks=1, join_timeout=60.0, newcomer_timeout=600.0, **policy)
     script.tell(e.Hosts({"a": 1}), e.Spawned(0, 100), e.Connected(0), e.Formed())

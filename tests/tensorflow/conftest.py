@@ -22,7 +22,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="package", params=[1, 4])
 def others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """A world of 1 or 4 ranks."""
+    """Yield a world of 1 or 4 ranks."""
     folder = str(tmp_path_factory.mktemp("tensorflow"))
     with Ranks(request.param, imports=["hvdlab.tensorflow"], env={"HVDLAB_TEST_FOLDER": folder}) as ranks:
         yield ranks

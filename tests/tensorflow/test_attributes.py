@@ -1,4 +1,4 @@
-"""What is set on Horovod's objects for TensorFlow and Keras takes effect."""
+"""Attributes set on Horovod's objects for TensorFlow and Keras take effect."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def local_gradients() -> list[float]:
 
 
 def states_follow() -> None:
-    """A state saves and restores the objects that were assigned to it last."""
+    """Check that a state saves and restores the objects that were assigned to it last."""
     import keras
     import tensorflow as tf
 
@@ -91,7 +91,7 @@ def states_follow() -> None:
     state = hvd.elastic.TensorFlowKerasState(first, epoch=1)
     state.model, state.optimizer = second, second.optimizer
     kept = [each.numpy() for each in second.variables]
-    for committed in (False, True):  # also before anything else was saved
+    for committed in (False, True):  # also before any other save
         if committed:
             second.variables[0].assign(second.variables[0] * 0 + 5.0)
             state.save()

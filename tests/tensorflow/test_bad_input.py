@@ -1,4 +1,4 @@
-"""Calls that can't work raise an error whose one sentence says why, and the next collective works."""
+"""Calls that can't work raise an error whose one sentence gives the reason, and the next collective works."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def _cases() -> list[tuple[Callable[[], Any], type[Exception], str]]:
 
 
 def _making() -> list[tuple[Callable[..., Any], str]]:
-    """The functions that take an operator for gradients, each with the error's text for operators that it does not take."""
+    """Return the functions that take an operator for gradients, each with the error's text for operators that it does
+    not take."""
     import keras
     import tensorflow as tf
     import tf_keras
@@ -96,7 +97,8 @@ def _making() -> list[tuple[Callable[..., Any], str]]:
 
 
 def refused_operators() -> None:
-    """A wrong operator is refused when the tape or optimizer is made, not in the middle of the first step."""
+    """Check that a wrong operator is refused when the tape or optimizer is made, not in the middle of the first
+    step."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd

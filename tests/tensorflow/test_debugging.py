@@ -70,7 +70,7 @@ model_of(Failing{eagerly}).fit(x, y, verbose=0)"""
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """No check for leaks: ranks come and go in the kernel that all these tests share."""
+    """Skip the check for leaks: ranks come and go in the kernel that all these tests share."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,8 @@ def both_go_on(kernel: PromptingKernel) -> bool:
 
 
 def lines_of(cell: Cell) -> set[str]:
-    """The lines that the ranks have written, without the ranks' numbers, which depend on how lines were merged."""
+    """Return the lines that the ranks have written, without the ranks' numbers, which depend on how lines were
+    merged."""
     return {line.partition("] ")[2] for line in plain(cell.text()).splitlines()}
 
 

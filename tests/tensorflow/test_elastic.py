@@ -176,7 +176,7 @@ def test_a_killed_rank_comes_back_and_takes_part_again(kind: str, tmp_path: Path
     assert first["epoch"] == second["epoch"] == EPOCHS
     assert first["log"] == second["log"]
     assert len(first["log"]) >= BATCHES * EPOCHS
-    if kind != "keras_fit":  # fit() begins its data anew
+    if kind != "keras_fit":  # fit() starts over with its data
         assert first["log"] == [(e, b + 1) for e in range(EPOCHS) for b in range(BATCHES)]
     for mine, theirs in zip(first["values"], second["values"], strict=True):
         np.testing.assert_array_equal(mine, theirs)

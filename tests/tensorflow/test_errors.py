@@ -91,7 +91,7 @@ def refusals() -> None:
 
 
 def without_threads() -> None:
-    """Where no thread can be started, a kernel fails before the core gets its memory."""
+    """Check that where no thread can be started, a kernel fails before the core gets its memory."""
     tf, hvd = _modules()
     from hvdlab.tensorflow import interrupts
 

@@ -22,7 +22,8 @@ def _keras(version: int) -> Any:
 
 
 def _load(version: int) -> Callable[..., Any]:
-    """The public ``load_model`` for Keras 3; for Keras 2, which is not ``tf.keras`` here, the function that it calls."""
+    """Return the public ``load_model`` for Keras 3; for Keras 2, which is not ``tf.keras`` here, the function that it
+    calls."""
     import hvdlab.tensorflow.keras as hvd_keras
     from hvdlab.tensorflow.compression import Compression
     from hvdlab.tensorflow.keras.optimizers import load_model
@@ -35,7 +36,7 @@ def _load(version: int) -> Callable[..., Any]:
 
 
 def _own(keras: Any) -> Any:
-    """A user's own class of optimizer: SGD with a factor, a further setting, that makes its steps longer."""
+    """Return a user's own class of optimizer: SGD with a factor, a further setting, that makes its steps longer."""
 
     class Further(keras.optimizers.SGD):  # type: ignore[misc]
         def __init__(self, learning_rate: Any = 0.1, factor: float = 1.0, **kwargs: Any) -> None:
@@ -135,7 +136,8 @@ def own_optimizers(version: int) -> None:
 
 
 def without_optimizers(version: int) -> None:
-    """A file without optimizer gives a model without; a model that Keras did not compile can be compiled with a distributed one."""
+    """Check that a file without optimizer gives a model without; a model that Keras did not compile can be compiled
+    with a distributed one."""
     import hvdlab.tensorflow.keras as hvd_keras
 
     keras, load = _keras(version), _load(version)
@@ -151,7 +153,7 @@ def without_optimizers(version: int) -> None:
 
 
 def scaled_losses(version: int) -> None:
-    """The optimizer within loss scaling is distributed, and only once."""
+    """Check that the optimizer within loss scaling is distributed, and only once."""
     import hvdlab.tensorflow.keras as hvd_keras
 
     keras, load = _keras(version), _load(version)

@@ -57,7 +57,7 @@ def submodules() -> None:
 
 
 def refused() -> None:
-    """If TensorFlow is missing or too old, the import's error says what to install."""
+    """Check that if TensorFlow is missing or too old, the import's error names the packages to install."""
     import sys
     from types import SimpleNamespace
     from unittest.mock import patch

@@ -28,7 +28,7 @@ def _modules() -> tuple[Any, Any]:
 
 
 def _total(hvd: Any) -> float:
-    """The sum of the ranks' numbers, counted from 1."""
+    """Return the sum of the ranks' numbers, counted from 1."""
     return hvd.size() * (hvd.size() + 1) / 2
 
 
@@ -77,7 +77,7 @@ def unsigned_shorts() -> None:
 
 
 def in_process_sets() -> None:
-    """Every operation and its gradient in a process set, while ranks outside run another operation."""
+    """Run every operation and its gradient in a process set, while ranks outside run another operation."""
     tf, hvd = _modules()
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     mine, other = sets[hvd.rank()], sets[hvd.rank() - 1]
@@ -172,7 +172,8 @@ def every_operation() -> None:
 
 
 def integer_slices() -> None:
-    """An average of integer slices is not rounded before it is added up; scale factors are not rounded to the integers' dtype."""
+    """Check that an average of integer slices is not rounded before it is added up; scale factors are not rounded to
+    the integers' dtype."""
     tf, hvd = _modules()
     size = hvd.size()
 
@@ -220,7 +221,8 @@ def any_order() -> None:
 
 
 def executions() -> None:
-    """Operations on constants are not folded, and equal ones not merged: every rank executes them each time."""
+    """Check that operations on constants are not folded, and equal ones not merged: every rank executes them each
+    time."""
     tf, hvd = _modules()
 
     @tf.function(autograph=False)
@@ -374,7 +376,7 @@ def test_operations_in_other_worlds(others: Ranks, function: Callable[[], None])
 
 
 def gradients() -> None:
-    """Gradients are the same outside of functions and inside, and follow Horovod's conventions."""
+    """Check that gradients are the same outside of functions and inside, and follow Horovod's conventions."""
     tf, hvd = _modules()
     rank, size = hvd.rank(), hvd.size()
     x = tf.constant((np.arange(2.0 * size).reshape(size, 2) + 1) * (rank + 1))
@@ -430,7 +432,7 @@ def gradients() -> None:
 
 
 def twice() -> None:
-    """The gradient of a gradient."""
+    """Check the gradient of a gradient."""
     tf, hvd = _modules()
 
     def second(x: Any) -> Any:
@@ -457,7 +459,8 @@ def test_gradients(two: Ranks, function: Callable[[], None]) -> None:
 
 
 def fallback() -> None:
-    """If operations can't be registered, collectives in graphs run through numpy_function, and a warning says so."""
+    """Check that if operations can't be registered, collectives in graphs run through numpy_function, and a warning
+    reports it."""
     import warnings
 
     tf, _ = _modules()
@@ -485,7 +488,7 @@ def test_without_operations(two: Ranks) -> None:
 
 
 def not_found() -> None:
-    """If TensorFlow's library lacks a function, the error names it; nothing crashes."""
+    """Check that if TensorFlow's library lacks a function, the error names it; nothing crashes."""
     from hvdlab.tensorflow import kernels
 
     found = kernels.CApi()
@@ -524,7 +527,8 @@ def loaded(folder: Path, rank: int) -> None:
 
 
 def threads_of_kernels() -> list[tuple[int, bool]]:
-    """For each of many kernels the thread that it began on, and whether Python met that thread for the first time."""
+    """Return for each of many kernels the thread that it began on, and whether Python met that thread for the first
+    time."""
     tf, hvd = _modules()
     from hvdlab.tensorflow import kernels
 

@@ -22,7 +22,7 @@ def _keras(version: int) -> Any:
 
 
 def _data(bad: int) -> tuple[Any, Any]:
-    """Data for batches of :data:`BATCH` rows; if ``bad``, a row of that batch has a NaN."""
+    """Return data for batches of :data:`BATCH` rows; if ``bad``, a row of that batch has a NaN."""
     x = np.random.default_rng(5).normal(size=(BATCH * BATCHES, 3)).astype(np.float32)
     if bad:
         x[BATCH * (bad - 1) + 2, 1] = np.nan
@@ -69,7 +69,7 @@ def fits(version: int) -> None:
                 states = [each.numpy() for each in fresh.variables]
                 np.testing.assert_array_equal(found.run(fresh), found.run(fresh))  # dropout as well
                 np.testing.assert_array_equal(states[-1], fresh.variables[-1].numpy())
-            # Recording a model anew begins anew, and a model that is not recorded any more still trains.
+            # Recording a model again starts over, and a model that is not recorded any more still trains.
             again = hvd.record(model)
             assert not recorded.steps
             model.train_on_batch(x[:BATCH], y[:BATCH])
@@ -82,7 +82,8 @@ def fits(version: int) -> None:
 
 
 def the_model_went_wrong(version: int) -> None:
-    """The recorded loss, and in half precision the norm, are those that Keras would have without loss scaling."""
+    """Check that the recorded loss, and in half precision the norm, are those that Keras would have without loss
+    scaling."""
     import hvdlab.tensorflow as hvd
 
     keras = _keras(version)
@@ -113,7 +114,8 @@ def the_model_went_wrong(version: int) -> None:
 
 
 def steps_of_ones_own(version: int) -> None:
-    """The user's own train_step, with conditions that AutoGraph rewrites for Keras 2, and several passes per step."""
+    """Run the user's own train_step, with conditions that AutoGraph rewrites for Keras 2, and several passes per
+    step."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd

@@ -88,7 +88,7 @@ def partial_tapes() -> None:
 
 
 def rewritten() -> list[str]:
-    """The functions whose source AutoGraph rewrote when it traced a step."""
+    """Return the functions whose source AutoGraph rewrote when it traced a step."""
     tf, hvd, _ = _modules()
     v = tf.Variable([1.0, 2.0])
     optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
@@ -153,7 +153,7 @@ def first_optimizers() -> None:
 
 
 def gradients_of_some_passes() -> None:
-    """A variable that has no gradient in some passes of a step moves by those of the others."""
+    """Check that a variable that has no gradient in some passes of a step moves by those of the others."""
     tf, hvd, _ = _modules()
     mean = (hvd.size() + 1) / 2
 
@@ -184,7 +184,7 @@ def gradients_of_some_passes() -> None:
 
 
 def steps_that_are_given_up() -> None:
-    """Where the ranks can't reduce in a step's last pass, the next pass begins a step of its own."""
+    """Check that where the ranks can't reduce in a step's last pass, the next pass begins a step of its own."""
     tf, hvd, _ = _modules()
     fails = tf.Variable(False)
 
@@ -291,7 +291,7 @@ def fits(version: int) -> None:
 
 
 def _slopes(tf: Any, weights: list[Any], x: Any, y: Any) -> list[Any]:
-    """The gradients of the mean squared error of two dense layers."""
+    """Return the gradients of the mean squared error of two dense layers."""
     variables = [tf.Variable(each) for each in weights]
     first, shift, second, end = variables
     with tf.GradientTape() as tape:
@@ -300,7 +300,8 @@ def _slopes(tf: Any, weights: list[Any], x: Any, y: Any) -> list[Any]:
 
 
 def partial_optimizers(version: int) -> None:
-    """The first layer's gradients stay on their rank, divided by the number of ranks or not; in ``fit`` and in a loop."""
+    """Check that the first layer's gradients stay on their rank, divided by the number of ranks or not; in ``fit`` and
+    in a loop."""
     keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
     import hvdlab.keras as plain
 
@@ -335,7 +336,7 @@ def partial_optimizers(version: int) -> None:
 
 
 def passes(version: int) -> None:
-    """With two passes in a step, gradients are reduced and applied only in the second."""
+    """Check that, with two passes in a step, gradients are reduced and applied only in the second."""
     keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
     variable = keras.Variable(1.0) if version == 3 else tf.Variable(1.0)
     optimizer = hvd_keras.DistributedOptimizer(
@@ -353,7 +354,7 @@ def passes(version: int) -> None:
 
 
 def clones(version: int) -> None:
-    """An optimizer that is made from a distributed one's class and settings is distributed, too."""
+    """Check that an optimizer that is made from a distributed one's class and settings is distributed, too."""
     keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
     clone = type(optimizer).from_config(optimizer.get_config())
@@ -364,7 +365,8 @@ def clones(version: int) -> None:
 
 
 def pickled(version: int) -> None:
-    """A model that is sent to another rank trains with the other ranks there, as it would have on its own rank."""
+    """Check that a model that is sent to another rank trains with the other ranks there, as it would have on its own
+    rank."""
     keras, (_, hvd, hvd_keras) = _keras(version), _modules()
     random = np.random.default_rng(hvd.rank())
     x, y = random.normal(size=(32, 4)).astype(np.float32), random.normal(size=(32, 1)).astype(np.float32)
@@ -396,7 +398,7 @@ def pickled(version: int) -> None:
 
 
 def computed_gradients() -> None:
-    """Keras 2: gradients are reduced when they are computed, and only once."""
+    """Check in Keras 2 that gradients are reduced when they are computed, and only once."""
     keras, (tf, hvd, _) = _keras(2), _modules()
     start, slope = np.array([1.0, 2.0]), np.array([2.0, 4.0]) * (hvd.size() + 1) / 2
     variable = tf.Variable(start)
@@ -500,7 +502,7 @@ def saves(version: int) -> None:
 
 
 def mixed_precision() -> None:
-    """If one rank's gradients overflow, all ranks skip the step: no rank waits for another."""
+    """Check that if one rank's gradients overflow, all ranks skip the step: no rank waits for another."""
     keras, (_, hvd, hvd_keras) = _keras(3), _modules()
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -551,7 +553,8 @@ def best_models() -> None:
 
 
 def names_that_packages_replace() -> None:
-    """Every reduction of a Keras optimizer goes through ``_allreduce`` and ``_allreduce_grads``, which packages replace."""
+    """Check that every reduction of a Keras optimizer goes through ``_allreduce`` and ``_allreduce_grads``, which
+    packages replace."""
     tf, hvd, hvd_keras = _modules()
     import tf_keras
 
@@ -585,7 +588,7 @@ def names_that_packages_replace() -> None:
 
 
 def gradients_of_legacy_optimizers() -> None:
-    """They are reduced where they are computed, once."""
+    """Check that they are reduced where they are computed, once."""
     tf, hvd, hvd_keras = _modules()
     import tf_keras
 
@@ -678,7 +681,7 @@ def normalization() -> None:
 
 
 def far_from_zero() -> None:
-    """A variance that is small beside the mean is not lost in rounding."""
+    """Check that a variance that is small beside the mean is not lost in rounding."""
     tf, hvd, _ = _modules()
     every = [
         np.random.default_rng(r).normal(3000 + r, 0.5, (64, 3)).astype(np.float32) for r in range(hvd.size())
@@ -690,7 +693,7 @@ def far_from_zero() -> None:
 
 
 def masked_normalization() -> None:
-    """Elements that a mask leaves out do not count on any rank; also in half precision."""
+    """Check that elements that a mask leaves out do not count on any rank; also in half precision."""
     tf, hvd, _ = _modules()
     keras = tf.keras
     rank, size = hvd.rank(), hvd.size()
@@ -810,7 +813,7 @@ def variables_differ() -> None:
 
 
 def compiled() -> None:
-    """compile() refuses XLA before anything is traced, and Keras does not choose XLA by itself."""
+    """Check that compile() refuses XLA before anything is traced, and Keras does not choose XLA by itself."""
     _, _, hvd_keras = _modules()
     for version in (3, 2):
         keras = _keras(version)

@@ -34,7 +34,8 @@ def _model(keras: Any) -> Any:
 
 
 def _changes(keras: Any) -> tuple[Any, list[float]]:
-    """A callback, and a list of the gradients' norms, which it computes from the changes that SGD's steps make."""
+    """Return a callback, and a list of the gradients' norms, which it computes from the changes that SGD's steps
+    make."""
     norms: list[float] = []
 
     class Changes(keras.callbacks.Callback):  # type: ignore[misc]
@@ -51,7 +52,8 @@ def _changes(keras: Any) -> tuple[Any, list[float]]:
 
 
 def fits(version: int) -> None:
-    """The norm of the reduced gradients after every few steps, whether the optimizer was used before it was watched or not."""
+    """Check the norm of the reduced gradients after every few steps, whether the optimizer was used before it was
+    watched or not."""
     import hvdlab.tensorflow as hvd
     import hvdlab.tensorflow.keras as hvd_keras
 
@@ -91,7 +93,7 @@ def fits(version: int) -> None:
 
 
 def plain_optimizers(version: int) -> None:
-    """An optimizer that is not distributed is measured, too, until the watch is closed."""
+    """Check that an optimizer that is not distributed is measured, too, until the watch is closed."""
     import hvdlab.keras
 
     keras, (x, y) = _keras(version), _data()
@@ -116,7 +118,7 @@ def plain_optimizers(version: int) -> None:
 
 
 def _looped(keras: Any, rate: Any, wrapped: Callable[[Any], Any]) -> dict[str, list[tuple[int, float]]]:
-    """The metrics of four steps of the user's own loop, of two passes each, with sparse gradients."""
+    """Return the metrics of four steps of the user's own loop, of two passes each, with sparse gradients."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd
@@ -146,7 +148,7 @@ def _looped(keras: Any, rate: Any, wrapped: Callable[[Any], Any]) -> dict[str, l
 
 
 def loops(version: int) -> None:
-    """Steps of the user's own loop, in functions and outside."""
+    """Run steps of the user's own loop, in functions and outside."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd
@@ -190,7 +192,7 @@ def scaled_losses(version: int) -> None:
 
 
 def several_at_a_time(version: int) -> None:
-    """Of steps that are executed together, the norm of the last is recorded."""
+    """Check that of steps that are executed together, the norm of the last is recorded."""
     import hvdlab.tensorflow as hvd
 
     keras, (x, y) = _keras(version), _data()

@@ -19,7 +19,7 @@ def _world(size: int) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session", params=[1, 2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A world of 1, 2 or 4 ranks, which ends when no further test uses a world of that size."""
+    """Yield a world of 1, 2 or 4 ranks, which ends when no further test uses a world of that size."""
     yield from _world(request.param)
 
 
@@ -35,7 +35,8 @@ def two_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as the only rank. Its random numbers are the same in each test, so that none fails for what is rare."""
+    """Make this process the only rank. Its random numbers are the same in each test, so that none fails by a rare
+    value."""
     torch.manual_seed(0)
     for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
         monkeypatch.delenv(name)

@@ -29,7 +29,8 @@ def one() -> Iterator[Ranks]:
 def announcements(
     elements: int, seconds: float, coordinator: int, *, fails: bool = False
 ) -> tuple[list[int], int, int]:
-    """Collectives in each announcement of a backward pass, how many are not announced after it, and the step's sum.
+    """Return collectives in each announcement of a backward pass, how many are not announced after it, and the step's
+    sum.
 
     The coordinator is stopped meanwhile: each of its messages would make a rank announce all that waits.
     """

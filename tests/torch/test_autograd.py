@@ -79,7 +79,8 @@ def transposed(lists: list[Tensors]) -> list[Tensors]:
 
 
 def in_one_process(case: str, given: list[Tensors]) -> tuple[list[Tensors], float]:
-    """Outputs of every rank, and the factor by which Horovod's gradient differs from that of the sum of losses."""
+    """Return outputs of every rank, and the factor by which Horovod's gradient differs from that of the sum of
+    losses."""
     size = len(given)
     firsts = [ts[0] for ts in given]
     match case:
@@ -150,7 +151,8 @@ GROUPS: dict[str, Callable[[Tensors, Any], Tensors]] = {
 def _one_output_after_the_other(
     case: str, ranks: list[int] | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The gradients by a backward pass for each output, and those by one pass for all; nothing on a rank outside."""
+    """Return the gradients by a backward pass for each output, and those by one pass for all; nothing on a rank
+    outside."""
     members = hvd.global_process_set if ranks is None else hvd.add_process_set(hvd.ProcessSet(ranks))
     pairs = []
     if members.included():

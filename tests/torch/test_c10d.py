@@ -46,7 +46,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def watched(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A world whose groups have Gloo inside and are watched."""
+    """Yield a world whose groups have Gloo inside and are watched."""
     env = {"HVDLAB_C10D_WATCH": "watched:gloo"}
     with Ranks(request.param, init=False, imports=["hvdlab.torch"], env=env) as ranks:
         ranks.run(_begin, timeout=60)
@@ -54,7 +54,7 @@ def watched(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small whole numbers that differ between ranks, and which every dtype holds exactly."""
+    """Return small whole numbers that differ between ranks, and which every dtype holds exactly."""
     generator = torch.Generator().manual_seed(7 + rank)
     return torch.randint(0, 5, shape, generator=generator).to(dtype)
 
@@ -189,7 +189,8 @@ def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
 
 
 def _any_source(group: Group, rank: int, size: int) -> Tensors:
-    """Rank 0 receives from all others, in any order, with two tags; the sum of what came does not depend on the order."""
+    """Receive on rank 0 from all others, in any order, with two tags; the messages' sum does not depend on the
+    order."""
     found: Tensors = []
     for tag in (5, 6):
         if rank:
@@ -281,7 +282,7 @@ MATRIX: dict[str, Callable[[Group, int, int], Tensors]] = {
 
 
 def _differences(without: str = "") -> list[str]:
-    """The cases of the matrix whose results differ from Gloo's; one of them may be left out."""
+    """Return the cases of the matrix whose results differ from Gloo's; one of them may be left out."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name, case in MATRIX.items():
@@ -327,7 +328,7 @@ def _wrong_calls(group: Group, rank: int, size: int) -> dict[str, Callable[[], o
 
 
 def _other_errors() -> list[str]:
-    """The wrong calls that raise an error that code written for Gloo would not catch."""
+    """Return the wrong calls that raise an error that code written for Gloo would not catch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name in _wrong_calls(None, rank, size):
@@ -418,7 +419,7 @@ def test_profilers_show_operations_as_they_show_gloos(world: Ranks) -> None:
 
 
 def _unsorted() -> list[str]:
-    """The differences from Gloo in the matrix, on groups whose ranks are not in ascending order."""
+    """Return the differences from Gloo in the matrix, on groups whose ranks are not in ascending order."""
     found = []
     ranks = list(range(dist.get_world_size()))
     for order in {tuple(ranks[::-1]), (*ranks[1:], ranks[0])}:
@@ -500,7 +501,8 @@ def test_a_skipped_call_that_is_like_the_next_is_found(world: Ranks) -> None:
 
 
 def _late_message() -> None:
-    """A receive that takes too long is given up alone: other operations that are in flight in the group go on."""
+    """Check that a receive that takes too long is given up alone: other operations that are in flight in the group go
+    on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     total, value = torch.ones(2), torch.zeros(3)
     if rank == 0:
@@ -554,7 +556,8 @@ def test_more_receives_from_any_rank_than_threads_have_futures(world: Ranks) -> 
 
 
 def _one_from_any_fails() -> None:
-    """What fails on this rank alone, such as for want of memory, fails where it is called, and later receives get the messages."""
+    """Check that a failure on this rank alone, such as a lack of memory, is raised by the call, and later receives get
+    the messages."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank:
         dist.send(torch.full((2,), float(rank)), 0, tag=13)
@@ -609,7 +612,8 @@ def test_groups_in_any_order_of_ranks(world: Ranks) -> None:
 
 
 def _beyond_gloo() -> None:
-    """What Gloo lacks: averages, scaled sums, further dtypes for moving data, uneven lists, coalesced forms, truth values."""
+    """Call operations that Gloo lacks: averages, scaled sums, further dtypes for moving data, uneven lists, coalesced
+    forms, truth values."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = range(size)
     mean, scaled, truth = values(rank, 4), values(rank, 4), torch.tensor([rank == 0, False])
@@ -742,7 +746,7 @@ def _root_options(root: int, tensor: int = 0, of: Any = dist.BroadcastOptions) -
 
 
 def _told_otherwise() -> list[str]:
-    """The words that are missing in the error of their wrong call. Nothing is sent, so the group goes on."""
+    """Return the words that are missing in the error of their wrong call. Nothing is sent, so the group goes on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for words, call in WRONG_CALLS.items():
@@ -812,7 +816,8 @@ def test_groups_by_members_alone_and_once_more(world: Ranks, tmp_path: Path) -> 
 
 
 def _meet() -> None:
-    """Return once all ranks know what one of them has given up: the others may learn of it only in their next operation."""
+    """Return once all ranks know the operation that one of them has given up: the others may learn of it only in their
+    next operation."""
     while True:
         with contextlib.suppress(AbortedError):
             dist.barrier()

@@ -25,7 +25,7 @@ from patience import HOUR, PATIENCE
 
 
 def said(lines: Sequence[str], first: int = 0) -> CallHistoryMessage:
-    """Calls from these lines, numbered from 1 on in the epoch."""
+    """Return calls from these lines, numbered from 1 on in the epoch."""
     return CallHistoryMessage(
         "group",
         3,
@@ -35,7 +35,7 @@ def said(lines: Sequence[str], first: int = 0) -> CallHistoryMessage:
 
 
 def found(own: str, other: str, *, first: int = 0) -> tuple[int, str, str] | None:
-    """How many calls were skipped, and the first lines that differ."""
+    """Return how many calls were skipped, and the first lines that differ."""
     shift = find_shift(said(own.split()), said(other.split()[first:], first))
     return None if shift is None else (shift.skipped, shift.own.site, shift.other.site)
 
@@ -91,7 +91,7 @@ def test_it_is_told_by_both_sides_alike() -> None:
 
 
 def steps(of_calls: Sequence[int], first: int = 0) -> CallHistoryMessage:
-    """Calls from one line, each with the number of steps before it."""
+    """Return calls from one line, each with the number of steps before it."""
     calls = tuple(CallRecord(first + i + 1, "all_reduce", "line", step) for i, step in enumerate(of_calls))
     return CallHistoryMessage("group", 3, first, calls)
 
@@ -132,7 +132,7 @@ def test_who_is_ahead_is_told_by_both_sides_alike() -> None:
 
 
 class Mail:
-    """What :class:`Histories` uses of the engine of rank 0: the mail that it sends waits here."""
+    """Mail of rank 0's engine, as :class:`Histories` uses it: the mail that it sends waits here."""
 
     rank, living = 0, (0, 1, 2)
 
@@ -147,7 +147,7 @@ class Mail:
         self.sent.put((msgspec.msgpack.decode(body, type=CallHistoryMessage), tuple(to)))
 
     def answer(self, rank: int, question: CallHistoryMessage, lines: str) -> None:
-        """This rank answers with calls from these lines."""
+        """Answer on this rank with calls from these lines."""
         calls = tuple(CallRecord(i + 1, "all_reduce", line) for i, line in enumerate(lines.split()))
         said = msgspec.structs.replace(question, calls=calls, asks=False)
         self.receive(rank, msgspec.msgpack.encode(said))

@@ -42,7 +42,7 @@ def _inside() -> Any:
 
 
 def _trained() -> list[str]:
-    """The ways to compile whose results differ from one process with the batches of all ranks."""
+    """Return the ways to compile whose results differ from one process with the batches of all ranks."""
     rank, wrong = dist.get_rank(), []
     generator = torch.Generator().manual_seed(1)
     xs, ys = (

@@ -40,7 +40,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers whose sums and products every dtype holds exactly, so that the order of the ranks makes no difference."""
+    """Return numbers whose sums and products every dtype holds exactly, so that the order of the ranks makes no
+    difference."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(1, 3, shape, generator=generator).to(dtype)
 
@@ -153,13 +154,14 @@ def _outcome(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes to compare, since NaN is not equal to itself and torch can't compare some formats. Gloo sums bools to 2 and more."""
+    """Return the bytes to compare, since NaN is not equal to itself and torch can't compare some formats. Gloo sums
+    bools to 2 and more."""
     found = tensor.reshape(-1).view(torch.uint8)
     return found.ne(0) if tensor.dtype is torch.bool else found
 
 
 def _compared() -> tuple[int, list[str]]:
-    """The number of cases in which Gloo works, and those of them in which hvdlab's result differs."""
+    """Return the number of cases in which Gloo works, and those of them in which hvdlab's result differs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     count, wrong = 0, []
     for name, case in _cases():

@@ -98,7 +98,7 @@ def _begin() -> None:
 
 
 def _layers() -> nn.Sequential:
-    """Layers of equal sizes, so that sizes alone do not tell buckets apart."""
+    """Return layers of equal sizes, so that sizes alone do not distinguish buckets."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
 
@@ -170,7 +170,8 @@ WRAPPERS: dict[str, Wrap] = {
 
 
 def _buckets(model: Any) -> list[str]:
-    """The buckets as torch itself reports them, outside of a pass; torch fails to do so if gradients are sparse."""
+    """Return the buckets as torch itself reports them, outside of a pass; torch fails to do so if gradients are
+    sparse."""
     if isinstance(model.module, _Embedded):
         first = "out.bias, out.weight" if model._has_rebuilt_buckets else "out.weight, out.bias"
         return [f"DDP bucket 0: {first}", "DDP bucket 1: words.weight"]
@@ -183,7 +184,7 @@ def _buckets(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _seen() -> Iterator[list[str]]:
-    """The parts of models that the default group's all_reduces are for, in order."""
+    """Yield the parts of models that the default group's all_reduces are for, in order."""
     calls: Any = dist.group.WORLD._calls  # type: ignore[union-attr]
     seen: list[str] = []
     recorded_as = calls.recorded_as
@@ -210,7 +211,7 @@ def _names(name: str) -> list[tuple[str, list[str], list[str]]]:
         with _seen() as seen, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as those on checkpoints of integers
             output = model(x)
-            expected = _buckets(model)  # after the forward pass, which may have made them anew
+            expected = _buckets(model)  # after the forward pass, which can have remade them
             output.square().mean().backward()
         if name == "not synchronized" and number == 0:
             expected = []
@@ -241,7 +242,7 @@ def _two_in_one() -> list[list[str]]:
 
 
 def _made_anew() -> list[list[str]]:
-    """The buckets of a model whose reducer ``agree`` has replaced, as after a pass that has failed."""
+    """Return the buckets of a model whose reducer ``agree`` has replaced, as after a pass that has failed."""
     from hvdlab.torch.c10d import agree
 
     model, found = WRAPPERS["as it is"](), []
@@ -290,7 +291,8 @@ def test_errors_name_the_bucket_on_all_ranks(world: Ranks) -> None:
 
 
 def _waits_for_a_future() -> tuple[bool, bool]:
-    """Whether an error that a future of torch's has raised is known as hvdlab's, and whether what was kept of it holds no frames."""
+    """Return whether an error that a future of torch's has raised is known as hvdlab's, and whether the kept copy holds
+    no frames."""
     if dist.get_rank() == 1:
         with pytest.raises(MismatchError):
             dist.broadcast(torch.zeros(3), 0)

@@ -58,7 +58,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def with_entry_point(tmp_path: Path) -> dict[str, str]:
-    """An environment with the entry point of this tree, whatever the installed package has."""
+    """Return an environment with the entry point of this tree, not the installed package's."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -123,7 +123,7 @@ def test_ranks_of_other_hosts_need_a_launcher() -> None:
         world._founded(store, 1, 2, Settings())
 
 
-# -- another user of the host, to whom torch's store is open ----------------------------------------------------------
+# -- another user of the host, with access to torch's store -----------------------------------------------------------
 
 SECRET = "5" * 64
 
@@ -176,7 +176,7 @@ def test_torchs_store_has_neither_token_nor_address(
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, Path]]:
-    """The listening socket of another user in a directory of theirs, which all may enter."""
+    """Yield the listening socket of another user in a directory of theirs, which all may enter."""
     with (
         tempfile.TemporaryDirectory(prefix="hvd-w-", dir="/tmp") as place,
         socket.socket(socket.AF_UNIX) as sock,
@@ -198,7 +198,7 @@ def _write(host: str, port: int, key: str, card: bytes) -> None:
 
 
 def _written_by_another(key: str, card: bytes) -> dist.Store:
-    """A store with the card that another user has written at torch's port, which asks for no password."""
+    """Return a store with the card that another user has written at torch's port, which asks for no password."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=False)
     ordinary_user.run(_write, "127.0.0.1", server.port, key, card)
     store = dist.HashStore()
@@ -270,7 +270,7 @@ def test_ranks_are_not_left_waiting_if_the_card_can_not_be_written(
 
 
 class GoneStore(dist.HashStore):
-    """A store whose server has ended."""
+    """Store whose server has ended."""
 
     def set(self, key: str, value: object) -> None:
         raise dist.DistStoreError("the store is gone")

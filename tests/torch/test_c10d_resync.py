@@ -93,7 +93,8 @@ OPTIMIZERS: dict[str, Optimizer] = {"Adam": _adam, "momentum": _momentum}
 
 
 def _brought(wrap: str, update: str, without: tuple[int, ...], taken: int) -> tuple[str, bool, Agreement]:
-    """The text of ``agree`` after some ranks missed a step, and whether all is then as if none had, also after a further step."""
+    """Return the text of ``agree`` after some ranks missed a step, and whether all is then as if none had, also after a
+    further step."""
     make, optimizer = MODELS[wrap], OPTIMIZERS[update]
     model = make()
     updating = optimizer(model)
@@ -161,7 +162,7 @@ def test_shards_without_a_replica_are_refused(world: Ranks) -> None:
 
 
 class _FailsOnce(nn.Module):
-    """A layer that raises on rank 1, in the middle of a pass."""
+    """Layer that raises on rank 1, in the middle of a pass."""
 
     def __init__(self, backward: bool) -> None:
         super().__init__()
@@ -232,7 +233,7 @@ def pool() -> Iterator[Pool]:
 def test_the_same_wrapped_model_trains_on_after_a_cell_that_failed_within_it(
     pool: Pool, wrap: str, backward: bool
 ) -> None:
-    for _ in range(4):  # among the passes is the one in which DDP orders its buckets anew, on some ranks only
+    for _ in range(4):  # among the passes is the one in which DDP reorders its buckets, on some ranks only
         failed = pool.run(FAILS.format(wrap=wrap, backward=backward)).errors
         assert failed.keys() == set(range(SIZE))
         assert failed[1].evalue == "bad batch"

@@ -1,4 +1,5 @@
-"""The store of process groups in a world: its values, also through torch's C++, and what ends a wait for a value."""
+"""The store of process groups in a world: its values, also through torch's C++, and the events that end a wait for a
+value."""
 
 from __future__ import annotations
 
@@ -151,7 +152,7 @@ def _listen() -> None:
 
 
 def _waits(how: str) -> str:
-    """The error that ended a rank's wait for a rank that never comes."""
+    """Return the error that ended a rank's wait for a rank that never comes."""
     if how == "init":
         engine: Any = context.init()
         submit = engine.submit

@@ -79,7 +79,7 @@ def _fsdp1() -> Made:
 
 
 def _parallel() -> Made:
-    """Layers that are divided among pairs of ranks, and whose replicas are sharded over the pairs."""
+    """Return layers that are divided among pairs of ranks, and whose replicas are sharded over the pairs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -118,7 +118,7 @@ def _full(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _trained() -> list[str]:
-    """The ways whose parameters in the end differ from those of one process."""
+    """Return the ways whose parameters in the end differ from those of one process."""
     rank, wrong = dist.get_rank(), []
     generator = torch.Generator().manual_seed(1)
     xs, ys = torch.randn(4 * SIZE, 8, generator=generator), torch.randn(4 * SIZE, 4, generator=generator)
@@ -216,7 +216,8 @@ def _saved(path: str) -> None:
 
 
 def _piped() -> None:
-    """A pipeline with a layer on each rank: ranks send the activations and gradients of micro-batches as messages."""
+    """Train a pipeline with a layer on each rank: ranks send the activations and gradients of micro-batches as
+    messages."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     rank, device = dist.get_rank(), torch.device("cpu")
@@ -243,7 +244,7 @@ def _piped() -> None:
 
 
 def _skips_a_layer() -> list[str]:
-    """What ranks read when rank 1 broadcasts while the others gather the last layer."""
+    """Return the ranks' error when rank 1 broadcasts while the others gather the last layer."""
     from hvdlab.collectives.errors import MismatchError
 
     model, _ = _sharded(SIZE)()

@@ -19,7 +19,7 @@ from hvdlab.collectives.errors import AbortedError, InvalidRequestError, Mismatc
 from hvdlab.torch.c10d import WatchOptions, watch_options, watched
 from ranks import Ranks
 
-LATE = 0.3
+LATE = 0.3  # seconds after which a rank counts as late in a watched group
 KEPT: dict[str, Any] = {}
 
 

@@ -26,7 +26,7 @@ SHAPES = [(), (0,), (1,), (17,), (3, 0, 2), (5, 3)]
 
 
 def tensor_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A rank's contribution: small whole numbers, so that every dtype holds sums and products exactly."""
+    """Return a rank's contribution: small whole numbers, so that every dtype holds sums and products exactly."""
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randint(0, 4, shape, generator=generator).to(dtype)
 

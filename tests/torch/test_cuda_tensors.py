@@ -24,7 +24,8 @@ DEFAULT_STREAM = SimpleNamespace(cuda_stream=0)
 
 
 class Simulated(CudaTensors):
-    """Treats tensors in the simulated GPU's memory, which are host tensors for torch, as CUDA tensors."""
+    """Device memory that treats tensors in the simulated GPU's memory, which are host tensors for torch, as CUDA
+    tensors."""
 
     def __init__(self, gpu: fake_cuda.FakeCuda) -> None:
         self.gpu = gpu
@@ -34,7 +35,7 @@ class Simulated(CudaTensors):
         return gpu_plane.CUDA if self.gpu.allocation_of(tensor.data_ptr()) is not None else "cpu"
 
     def view(self, tensor: torch.Tensor) -> Any:
-        return super().view(Located(tensor))  # type: ignore[arg-type]  # has what the method reads
+        return super().view(Located(tensor))  # type: ignore[arg-type]  # it reads no more
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         return on_gpu(self.gpu, torch.zeros(shape, dtype=like.dtype))
@@ -45,7 +46,7 @@ class Simulated(CudaTensors):
 
 
 class Located:
-    """A tensor that claims to be on the first GPU."""
+    """Tensor that claims to be on the first GPU."""
 
     device = torch.device("cuda", 0)
 
@@ -106,7 +107,7 @@ def moved() -> list[Any]:
 
 
 def linked() -> tuple[dict[str, tuple[int, ...]], str]:
-    """What the engine knows, and what it records for the tables of ranks."""
+    """Return the engine's links, and its records for the tables of ranks."""
     from hvdlab.collectives import context
 
     engine = context.engine()

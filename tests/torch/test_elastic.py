@@ -26,7 +26,7 @@ SAMPLES, BATCH, EPOCHS = 36, 2, 2
 
 @pytest.fixture
 def world() -> Iterator[Ranks]:
-    """A world of three ranks for one test, which may lose some of them."""
+    """Yield a world of three ranks for one test, which may lose some of them."""
     with Ranks(3, imports=["hvdlab.torch.elastic"], env={"HOROVOD_ELASTIC_TIMEOUT": "20"}) as ranks:
         yield ranks
 
@@ -35,7 +35,7 @@ def world() -> Iterator[Ranks]:
 
 
 class Training:
-    """A small training with a log of what happened on a rank."""
+    """Small training with a log of a rank's events."""
 
     def __init__(self) -> None:
         hvd.init()
@@ -60,7 +60,7 @@ class Training:
         self.state.register_reset_callbacks([lambda: self.sizes.append(hvd.size())])
 
     def run(self, events: dict[int, str], epochs: int = EPOCHS) -> dict[str, Any]:
-        """Train; ``events`` says what to do on this rank, by the number of its commits after which to do it."""
+        """Train; ``events`` are the acts of this rank, by the number of its commits after which each is due."""
 
         @elastic.run
         def train(state: Any) -> str:
@@ -325,7 +325,7 @@ def registered_anew() -> Any:
 def test_a_process_set_is_registered_anew_where_training_begins_again(world: Ranks) -> None:
     outcomes = world.outcomes(registered_anew, timeout=60)
     assert isinstance(outcomes[2], RankGone)
-    for rank in (0, 1):  # what is left of the sets, also as one sees it who is not in them
+    for rank in (0, 1):  # the rest of the sets, also as a rank outside them sees them
         left = [([0], 1, rank == 0, f"ProcessSet(process_set_id={id}, ranks=[0])") for id in (1, 2)]
         assert outcomes[rank] == (left, 2)
 

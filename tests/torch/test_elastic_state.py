@@ -25,7 +25,7 @@ from ranks import Ranks
 
 
 def trained(seed: int, steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after some steps; all values depend on the seed."""
+    """Return a model and its optimizer after some steps; all values depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))

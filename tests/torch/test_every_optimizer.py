@@ -1,4 +1,4 @@
-"""Every class of ``torch.optim``: its state is broadcast whatever it looks like, and it trains distributed."""
+"""Every class of ``torch.optim``: its state is broadcast in any form, and it trains distributed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ CASES = [*KINDS, *VARIANTS]
 
 
 class Net(nn.Module):
-    """Matrices only, since Muon takes nothing else; with sparse gradients for optimizers that take no others."""
+    """Network of matrices only, since Muon accepts no other shapes; with sparse gradients for optimizers that take no
+    others."""
 
     def __init__(self, seed: int, sparse: bool) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from ranks import Ranks
 
 Tensors = list[torch.Tensor]
 Call = Callable[[Tensors, dict[str, Any]], Sequence[torch.Tensor]]
-STEP = 1e-6
+STEP = 1e-6  # of the central difference
 SCALES: dict[str, Any] = {"prescale_factor": 0.5, "postscale_factor": -3.0}
 OPERATORS = {
     "average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product, "adasum": hvd.Adasum,
@@ -63,7 +63,7 @@ def splits(kw: dict[str, Any]) -> list[int]:
 
 
 def factor(case: str, size: int) -> float:
-    """Horovod's gradient, divided by the derivative of the sum of losses."""
+    """Return Horovod's gradient, divided by the derivative of the sum of losses."""
     if "allgather" in case or case == "broadcast":
         return 1 / size
     return size if "reducescatter" in case and case.rpartition(" ")[2] in ("sum", "average") else 1.0
@@ -100,7 +100,7 @@ def _check(case: str, ranks: list[int] | None) -> tuple[int, list[str]]:
 
 
 def _check_members(case: str, kw: dict[str, Any]) -> tuple[int, list[str]]:
-    """The number of elements that were checked, and texts on those that are wrong."""
+    """Return the number of elements that were checked, and texts on those that are wrong."""
     given = inputs(case, kw)
     value = loss(CALLS[case](given, kw), kw)
     value.backward()
@@ -142,7 +142,8 @@ def test_gradients_in_a_process_set(four_ranks: Ranks, case: str) -> None:
 
 
 def _second(op: str) -> tuple[float, float]:
-    """The second derivative of the sum over ranks of ``reduced ** 2`` along a direction: by autograd, and by differences."""
+    """Return the second derivative of the sum over ranks of ``reduced ** 2`` along a direction: by autograd, and by
+    differences."""
     generator = torch.Generator().manual_seed(hvd.rank())
     x, direction = torch.randn(2, 4, generator=generator, dtype=torch.float64)
     x.requires_grad_()

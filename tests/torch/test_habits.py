@@ -56,7 +56,7 @@ def values(net: nn.Module) -> list[torch.Tensor]:
 
 
 def mean_loss(loss: torch.Tensor, wrap: Wrap) -> float:
-    """The mean of both ranks' losses."""
+    """Return the mean of both ranks' losses."""
     return float(hvd.allreduce(loss.detach()) if wrap is distributed else loss.detach())
 
 
@@ -278,7 +278,7 @@ def on_gradients_of_one_s_own(ranks: list[int], wrap: Wrap) -> Any:
 
 
 def channels_last(ranks: list[int], wrap: Wrap, groups: int) -> Any:
-    """Gradients whose memory is in another order than C's are reduced without a copy."""
+    """Check that gradients whose memory is in another order than C's are reduced without a copy."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 4, (2, 1)), nn.Flatten(), nn.Linear(36, 2)

@@ -121,7 +121,7 @@ def reduce() -> float:
 
 
 def with_gradient() -> list[float]:
-    """The backward pass of a collective is a collective, too, while rank 0 has joined."""
+    """Check that the backward pass of a collective is a collective, too, while rank 0 has joined."""
     if hvd.rank() == 0:
         hvd.join()
         return []

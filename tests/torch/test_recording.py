@@ -15,7 +15,7 @@ from hvdlab.torch.monitoring import TorchRecord
 
 @pytest.fixture(autouse=True)
 def alone(world_of_one: None) -> None:
-    """This process as the only rank."""
+    """Make this process the only rank."""
 
 
 def train(recorded: TorchRecord, model: torch.nn.Module, steps: int, bad: int = 0) -> None:

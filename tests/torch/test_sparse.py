@@ -13,7 +13,7 @@ from ranks import Ranks
 
 
 def sparse(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Two entries at one place, and one at a place that only this rank has; rank 1 has no entries."""
+    """Return two entries at one place, and one at a place that only this rank has; rank 1 has no entries."""
     if rank == 1:
         return torch.sparse_coo_tensor(
             torch.empty(1, 0, dtype=torch.long), torch.empty(0, 2, dtype=dtype), (6, 2), check_invariants=True

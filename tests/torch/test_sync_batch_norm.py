@@ -41,7 +41,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torc
 
 
 def batch(case: str, step: int, rank: int) -> torch.Tensor:
-    """A rank's input; its number of rows depends on the rank."""
+    """Return a rank's input; its number of rows depends on the rank."""
     dims, _, use = CASES[case]
     rows = use.get("rows", (3, 1, 4, 2))[rank]
     generator = torch.Generator().manual_seed(10 * step + rank)
@@ -61,7 +61,7 @@ def layer(case: str, kind: type[Any]) -> nn.Module:
 
 
 def use_layer(case: str, made: nn.Module, batches: list[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """One forward and backward pass over these ranks' batches together; their outputs and input gradients."""
+    """Run one forward and backward pass over these ranks' batches together; return their outputs and input gradients."""
     use = CASES[case][2]
     made.train(step < use.get("eval_from", STEPS))
     whole = torch.cat(batches)

@@ -22,12 +22,12 @@ from ranks import Ranks
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, world_of_one: None) -> None:
-    """This process as the only rank; only the test empties its recorder."""
+    """Make this process the only rank; only the test empties its recorder."""
     monkeypatch.setattr(context.engine()._handlers, "schedule_events", lambda: None)
 
 
 def taken() -> list[Metric]:
-    """The metrics recorded since the last call, without the samples of the process."""
+    """Return the metrics recorded since the last call, without the samples of the process."""
     batches = context.engine().recorder.drain()
     events = [event for batch in batches for event in decode(batch).events if isinstance(event, Metric)]
     return [event for event in events if event.name not in ("hvdlab/cpu", "hvdlab/rss", "hvdlab/threads")]

@@ -1,4 +1,4 @@
-"""A view that can't be drawn says so in itself, draws on, and never says a word under the user's cell."""
+"""A view that can't be drawn reports it in itself, continues to draw, and never prints under the user's cell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def broken(*_: object, **__: object) -> Any:
 
 
 class Page:
-    """Keeps what was sent."""
+    """Page that keeps the messages sent."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -98,7 +98,7 @@ def feed(recording: Recording, seed: int = 1) -> None:
 
 
 def shown(recording: Recording, page: Page, kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One of the views that a publisher feeds, on a page that listens."""
+    """Return one of the views that a publisher feeds, on a page that listens."""
     if kind == "panel":
         panel = Panel(page.send, Desk(recording))
         panel.receive({"type": "hello", "rows": True, "since": 0})

@@ -1,4 +1,4 @@
-"""Which ranks there are, as views show it, and what their buttons do, without a browser."""
+"""Membership as views show it, and the effects of their buttons, without a browser."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class FakePool:
 
 
 class Answers:
-    """What actions have answered, in order."""
+    """Answers of actions, in order."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -107,14 +107,14 @@ def pool() -> FakePool:
 
 
 def do(pool: FakePool, **content: Any) -> dict[str, Any]:
-    """Have a button do something and wait for what it says."""
+    """Press a button and wait for its answer."""
     answers = Answers()
     MembershipActions(pool, lambda: None).begin(content, answers)
     (answer,) = answers.wait()
     return answer
 
 
-# -- what buttons do --------------------------------------------------------------------------------------------------
+# -- effects of buttons -----------------------------------------------------------------------------------------------
 
 
 def test_actions_say_what_they_did(pool: FakePool) -> None:
@@ -182,7 +182,7 @@ def test_one_thing_is_done_at_a_time(pool: FakePool) -> None:
     assert changed[:2] == ["restart of rank 0", ""]
 
 
-# -- what is shown ----------------------------------------------------------------------------------------------------
+# -- display ----------------------------------------------------------------------------------------------------------
 
 
 def test_texts_of_other_hosts_are_only_texts(pool: FakePool) -> None:
@@ -210,7 +210,7 @@ def test_news_come_when_something_has_changed(pool: FakePool) -> None:
     version = recording.version
     pool.states[2] = "lost: killed"
     pool.change(2, "died", "killed")
-    assert recording.version > version  # those who wait for news look at once
+    assert recording.version > version  # waiting threads check at once
     second = news.next_message()
     assert second is not None
     assert second["history"][-1]["what"] == "died"

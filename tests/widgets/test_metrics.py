@@ -1,4 +1,4 @@
-"""Metrics without a browser: what a saved notebook keeps, and what a terminal shows."""
+"""Metrics without a browser: contents of a saved notebook, and output on a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECOND = 1_000_000_000
 
 
 def recorded(ranks: int, *names: str, count: int = 60, late: int = -1) -> Recording:
-    """One point of each name and second; the values of rank ``late`` are ten times as large."""
+    """Record one point of each name and second; the values of rank ``late`` are ten times as large."""
     recording = Recording()
     for rank in range(ranks):
         events: list[Event] = [
@@ -45,7 +45,7 @@ def recorded(ranks: int, *names: str, count: int = 60, late: int = -1) -> Record
 def test_a_terminal_gets_a_line_for_each_name() -> None:
     lines = as_text(recorded(2, "loss", "hvdlab/cpu", "hvdlab/threads", late=1)).split("\n")
     assert lines[0] == "Metrics: 2 ranks, 360 points, 59 s"
-    # What users report comes first, and threads are not for everybody. The two ranks are equally far from the median.
+    # Users' own metrics come first, and threads are hidden by default. The two ranks are equally far from the median.
     assert [line.split("|")[0].strip() for line in lines[1:]] == ["loss", "CPU"]
     assert lines[1].startswith("loss |▁")
     assert "█| 330, rank 0: 60" in lines[1]

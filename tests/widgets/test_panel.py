@@ -1,4 +1,4 @@
-"""The kernel's side of the panel: what pages get, for how long, and what happens when pools come and go."""
+"""The kernel's side of the panel: messages to pages, their lifetime, and the effects of pools that come and go."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from timeline_traces import steps
 
 
 class Desk:
-    """Knows the recordings that a test gives it."""
+    """Desk that knows the recordings that a test gives it."""
 
     def __init__(self) -> None:
         self.recordings: dict[str, Recording | None] = {"": None}
@@ -124,7 +124,7 @@ def test_a_page_that_comes_back_gets_what_it_has_not(panel: Panel, desk: Desk, p
     name, before = page.messages[-1]["recording"], len(page.messages)
     panel.receive(hello(recording=name, since=recording.end - 7))
     page.wait(lambda: page.rows(since=before) == 7)
-    # What it knows of another recording is worth nothing.
+    # Its state of another recording is worth nothing.
     before = len(page.messages)
     panel.receive(hello(recording="another", since=recording.end - 7))
     page.wait(lambda: page.rows(since=before) == recording.end)

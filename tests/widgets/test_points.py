@@ -20,7 +20,7 @@ COLUMNS = [("time", "<f8"), ("value", "<f8"), ("step", "<f8"), ("series", "<u4")
 
 
 class Browser:
-    """Takes points as the script does: by their numbers, none twice."""
+    """Browser that takes points as the script does: by their numbers, none twice."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

@@ -13,12 +13,12 @@ from hvdlab.collectives.types import DType, OpKind
 from hvdlab.widgets.recording_feed import ROWS_PER_MESSAGE, pack_rows
 
 SPANS, RANKS, PER_BATCH = 1_000_000, 8, 1000
-RANK_AT = 8  # where a batch says whose it is
+RANK_AT = 8  # position of a batch's rank
 LAYERS = [f"DistributedOptimizer.model.layer{k}.weight" for k in range(160)]
 
 
 def batch(first: int) -> bytearray:
-    """What rank 0 sends of ``PER_BATCH`` collectives, one each millisecond."""
+    """Return rank 0's batch of ``PER_BATCH`` collectives, one each millisecond."""
     spans = []
     for k in range(first, first + PER_BATCH):
         at = 10**9 + k * 10**6
@@ -56,7 +56,7 @@ def test_a_million_spans_are_64_bytes_each_on_their_way_and_not_many_more_in_the
     finally:
         tracemalloc.stop()
     assert recording.end == SPANS
-    # Each is 64; a batch has a head, and says once in which name and line its spans are.
+    # Each is 64; a batch has a head, and gives the name and line of its spans once.
     each = sum(map(len, batches)) / (len(batches) * PER_BATCH)
     assert 64 <= each < 64 * 1.2, each
     assert held / SPANS < 128, held / SPANS

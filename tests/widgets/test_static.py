@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def digest_of_sources() -> str:
-    """As ``ui/build.mjs`` computes it."""
+    """Return the digest as ``ui/build.mjs`` computes it."""
     files = [path for path in (UI / "src").rglob("*") if path.is_file()]
     files += [UI / "build.mjs", UI / "package-lock.json"]
     digest = hashlib.sha256()
@@ -32,7 +32,7 @@ def digest_of_sources() -> str:
 
 
 def test_no_bundle_was_changed_after_it_was_built() -> None:
-    """The sources' digest in the first line says nothing about what follows it."""
+    """The sources' digest in the first line does not cover the text after it."""
     lines = (UI / "outputs.txt").read_text().splitlines()
     built = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     there = {

@@ -1,4 +1,4 @@
-"""What the strip under a running cell says, without a browser."""
+"""Text of the strip under a running cell, without a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views without a browser: what is sent to it, what a saved notebook keeps, and what a terminal shows."""
+"""Views without a browser: messages to the browser, contents of a saved notebook, and output on a terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def feed(recording: Recording, ranks: int = 4, count: int = 20, **more: Any) -> 
 
 
 def unpack(message: dict[str, Any], buffer: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """The columns, as the script in the browser takes them apart."""
+    """Return the columns, as the script in the browser takes them apart."""
     found, at = {}, 0
     for name, kind in COLUMNS:
         found[name] = np.frombuffer(buffer, kind, message["count"], at)
@@ -56,7 +56,7 @@ def unpack(message: dict[str, Any], buffer: bytes) -> dict[str, np.ndarray[Any, 
 
 
 class Browser:
-    """Takes what comes, in order, like the script; deaf until :meth:`listen`."""
+    """Receiver of messages in order, like the script; deaf until :meth:`listen`."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -76,7 +76,7 @@ class Browser:
             if not self.listening:
                 return
             if message["after"] > len(self.rows):
-                return  # the script asks for what it has missed; that is not answered while a cell runs
+                return  # the script asks for missed messages: not answered while a cell runs
             self.lost = message["lost"]
             if message["cleared"] > self.cleared:
                 self.cleared = message["cleared"]
@@ -84,7 +84,7 @@ class Browser:
             self.names[message["namesFrom"] :] = message["names"]
             self.marks |= dict(message["marks"])
             known = len(self.rows) - message["from"]
-            self.rows += [(-1, 0, 0.0)] * -known  # what is there no more
+            self.rows += [(-1, 0, 0.0)] * -known  # removed rows
             both = zip(
                 columns["rank"].tolist(), columns["op"].tolist(), columns["arrival"].tolist(), strict=True
             )
@@ -376,7 +376,7 @@ def test_a_view_is_told_about_the_ranks_when_they_change(
         assert first["heading"] == "0/2 ranks · idle"
         assert [(row["rank"], row["state"]) for row in first["ranks"]] == [(0, "starting"), (1, "starting")]
         feed(recording, ranks=2, count=1)
-        # Also if nothing follows these rows: what there is to tell is told when it is quiet.
+        # Also without further rows: the rest is sent when it is quiet.
         wait(lambda: sum(row["spans"] for message in told for row in message.get("ranks", ())) > 0)
         before = len(told)
         one.view_ready(0)

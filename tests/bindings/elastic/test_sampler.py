@@ -1,4 +1,4 @@
-"""How an elastic sampler divides what is left."""
+"""Division of the remaining samples by an elastic sampler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Place = Callable[[int, int], None]
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Where the sampler takes itself to be."""
+    """Return where the sampler takes itself to be."""
 
     def put(rank: int, size: int) -> None:
         monkeypatch.setattr(module, "rank", lambda: rank)

@@ -42,7 +42,7 @@ class World:
         self._patch.setattr(sampler_module, "size", lambda: len(self.ranks))
 
     def _together(self, method: str, root: SamplerStateHandler) -> None:
-        """Call a method with collectives on all ranks: once for what each has to say, once with the answer."""
+        """Call a method with collectives on all ranks: once for each rank's part, once with the answer."""
         state = copy.deepcopy(root.value.state_dict())
         self._patch.setattr(handlers_module, "broadcast_object", lambda obj, rank: copy.deepcopy(state))
         self._patch.setattr(SamplerStateHandler, "root_rank", 0)
@@ -58,14 +58,14 @@ class World:
             getattr(handler, method)()
 
     def _begin_again(self) -> None:
-        """What :func:`run_fn` does."""
+        """Begin again as :func:`run_fn` does."""
         for handler in self.ranks:
             self._place(handler)
             handler.reset()
         self.number = 0
 
     def step(self) -> bool:
-        """A batch on all ranks; whether there was one."""
+        """Run a batch on all ranks; return whether there was one."""
         batches = [handler.value.get_indices(self.number, self._batch) for handler in self.ranks]
         if not batches[0]:
             return False
@@ -83,7 +83,7 @@ class World:
         self.new.clear()
 
     def join(self, count: int) -> None:
-        """New ranks, at a commit."""
+        """Add ranks, at a commit."""
         old = list(self.ranks)
         for _ in range(count):
             self._patch.setattr(sampler_module, "rank", lambda: 0)
@@ -108,7 +108,7 @@ class World:
         return lost
 
     def come_back(self, handler: SamplerStateHandler) -> None:
-        """A rank that was cut off is let in, at a commit."""
+        """Admit a rank that was cut off, at a commit."""
         root, self.ranks = self.ranks[0], [*self.ranks, handler]
         self._place(handler)
         handler.restore()
@@ -117,14 +117,14 @@ class World:
         self._together("sync", root)
 
     def leave(self, rank: int) -> None:
-        """A rank is let go, at a commit."""
+        """Release a rank, at a commit."""
         self._together("hand_over", self.ranks[0])
         del self.ranks[rank % len(self.ranks)]
         self._begin_again()
         self._together("sync", self.ranks[0])
 
     def lose(self, rank: int) -> None:
-        """A rank is lost, anywhere. The others go back."""
+        """Lose a rank, anywhere. The others go back."""
         del self.ranks[rank % len(self.ranks)]
         for handler in self.ranks:
             self._place(handler)
@@ -145,7 +145,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 
 def check(world: World, samples: int, peak: int) -> None:
-    """No sample is counted twice before all are; then those are with which the last batches are filled up."""
+    """Check that no sample is counted twice before all are; then those are with which the last batches are filled
+    up."""
     again = world.seen - Counter(range(samples))
     assert set(world.seen) <= set(range(samples))
     if len(world.seen) < samples:

@@ -1,4 +1,5 @@
-"""States with handlers, for objects of no framework: what is saved, restored and synchronized, and by whom."""
+"""States with handlers, for objects of no framework: their saving, restoring and synchronizing, and the ranks that do
+it."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ class Schedule:
         self.rates = [rate]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": self.rates}  # the very list: whoever keeps it has to copy it
+        return {"rates": self.rates}  # the very list: code that keeps it has to copy it
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rates = state["rates"]
 
 
 class Counting(StateHandler[Schedule]):
-    """A handler that counts how it is used."""
+    """Handler that counts how it is used."""
 
     def __init__(self, value: Schedule) -> None:
         super().__init__(value)

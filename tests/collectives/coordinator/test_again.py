@@ -1,4 +1,4 @@
-"""Leaving the world and coming back to it: who is back waits until the old world has gone as a whole."""
+"""Leaving the world and coming back to it: a returning rank waits until the old world has gone as a whole."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_who_dies_while_it_waits_for_the_new_world_is_told_of() -> None:
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 4), rounds=st.integers(1, 5))
 @settings(max_examples=examples(100), deadline=None)
 def test_in_any_interleaving_each_world_is_whole(seed: int, size: int, rounds: int) -> None:
-    """Every rank runs: a collective, shut down, back; nobody waits for anybody but in the collective."""
+    """Every rank runs: a collective, shut down, back; ranks wait for each other only in the collective."""
     chance = random.Random(seed)
     sim = formed(size)
     done = dict.fromkeys(range(size), 0)

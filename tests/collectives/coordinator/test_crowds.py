@@ -1,4 +1,4 @@
-"""Strangers who come in crowds: connections over the network that do not say Hello are bounded in number."""
+"""Strangers in crowds: connections over the network that do not send Hello are bounded in number."""
 
 from __future__ import annotations
 

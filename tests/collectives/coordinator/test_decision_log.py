@@ -1,4 +1,4 @@
-"""Each decision of the coordinator has a number and a cause, and whatever follows from it names that number."""
+"""Each decision of the coordinator has a number and a cause, and all its consequences name that number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who does not read events as fast as they come gets fewer of them, and knows how many he missed."""
+"""A client that reads events slower than they come gets fewer of them, and the number of those that it missed."""
 
 from __future__ import annotations
 

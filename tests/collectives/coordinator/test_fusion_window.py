@@ -1,4 +1,4 @@
-"""The flush delay: what is ready waits for more to fuse with it, but never in vain."""
+"""The flush delay: ready entries wait for more to fuse with it, but never in vain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 
-DELAY = 0.005
+DELAY = 0.005  # seconds of the simulated clock
 
 
 def simulate(**options: float) -> Simulation:
@@ -25,7 +25,7 @@ def submit(sim: Simulation, *names: str, kind: OpKind = OpKind.ALLREDUCE, count:
 
 
 def batches(sim: Simulation) -> list[list[int]]:
-    """How many tensors each batch of each order had."""
+    """Return how many tensors each batch of each order had."""
     orders = [message for message in sim.ranks[0].received if isinstance(message, m.Execute)]
     return [[len(batch.locals) for batch in order.batches] for order in orders]
 

@@ -52,7 +52,7 @@ def test_another_user_who_gets_to_the_socket_gets_nothing(offered: Handover) -> 
     if os.getuid() != 0:
         pytest.skip("needs root, to be two users")
 
-    # The connection is made by the other user, and read by whoever holds it.
+    # The connection is made by the other user, and read by its present holder.
     def connect_and_read() -> bytes:
         with ask(offered.socket.getsockname()) as peer:
             return peer.recv(1 << 16)
@@ -80,7 +80,7 @@ def test_who_is_sent_away_says_so(offered: Handover, monkeypatch: pytest.MonkeyP
     import threading
 
     def credentials(sock: socket.socket) -> tuple[int, int]:
-        """Those of another user on the coordinator's side only."""
+        """Return those of another user on the coordinator's side only."""
         return 1, os.geteuid() + (threading.current_thread() is not threading.main_thread())
 
     monkeypatch.setattr(system, "peer_credentials", credentials)

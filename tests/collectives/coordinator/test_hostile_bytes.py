@@ -1,4 +1,4 @@
-"""A coordinator's process under attack: whatever comes to its ports, its job goes on."""
+"""A coordinator's process under attack: its job continues with any bytes at its ports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hvdlab.collectives.time_limits import Deadline
 from protocol_fuzz import KINDS, make, spoil
 
 DOORS = ("unix", "tls")
-SECONDS = 30
+SECONDS = 30  # until a wait for the coordinator fails
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def coordinator() -> Iterator[CoordinatorProcess]:
 
 
 class Job:
-    """Two ranks by hand, one at each door, that go on working whatever strangers do."""
+    """Two ranks by hand, one at each door, that continue to work beside any acts of strangers."""
 
     def __init__(self, process: CoordinatorProcess) -> None:
         self._process = process
@@ -67,7 +67,7 @@ class Job:
                 assert not isinstance(message, m.Abort), message
 
     def works(self) -> None:
-        """One collective, in the epoch that the job began with."""
+        """Run one collective, in the epoch that the job began with."""
         self._rounds += 1
         name = f"t{self._rounds}"
         definition = m.Definition(self._rounds, m.Signature(0, name, 8, 1, (1,)), "")
@@ -133,7 +133,7 @@ def test_strangers_can_not_use_all_descriptors_up(
     job.works()
     job.endpoints[0].send(m.Bye())
     job.endpoints[0].close()
-    job.endpoints[0] = job.join(0, "tls")  # somebody who knows the token still gets in
+    job.endpoints[0] = job.join(0, "tls")  # a client with the token is still admitted
     for sock in silent:
         sock.close()
 
@@ -148,7 +148,7 @@ def test_a_rank_gets_in_behind_a_crowd(coordinator: CoordinatorProcess, job: Job
 
 
 def secure(process: CoordinatorProcess) -> socket.socket:
-    """A stranger who gets through the handshake."""
+    """Connect as a stranger that completes the handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context.wrap_socket(stranger(process, "tls"))
@@ -181,6 +181,7 @@ def test_garbage_of_strangers_who_stay(coordinator: CoordinatorProcess, job: Job
     for number, data in enumerate(garbage(chance)):
         sock = secure(coordinator) if door == "within tls" else stranger(coordinator, door)
         opened.append(sock)
+        # The coordinator closes the connection as soon as it has read enough to refuse it, often before all is sent.
         with contextlib.suppress(OSError):
             for start in range(0, len(data), 1000):
                 sock.sendall(data[start : start + 1000])
@@ -198,7 +199,7 @@ def test_garbage_of_strangers_who_stay(coordinator: CoordinatorProcess, job: Job
 
 
 def highest(pid: int) -> int:
-    """The most memory that a process had, in bytes."""
+    """Return the most memory that a process had, in bytes."""
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) << 10
 
@@ -212,6 +213,7 @@ def test_a_flood_over_tls_is_not_held(coordinator: CoordinatorProcess, job: Job)
     try:
         for sock in floods:
             sock.settimeout(0.05)
+            # The send ends by its time limit once the buffers of a stopped process are full.
             with contextlib.suppress(OSError):
                 sock.sendall(struct.pack("<I", HELLO_LIMIT) + bytes(32 << 20))
     finally:
@@ -219,7 +221,7 @@ def test_a_flood_over_tls_is_not_held(coordinator: CoordinatorProcess, job: Job)
     for sock in floods:
         sock.settimeout(SECONDS)
         with contextlib.suppress(OSError):
-            assert sock.recv(1) == b""  # what is too long to be a Hello ends the connection
+            assert sock.recv(1) == b""  # a message too long to be a Hello ends the connection
         sock.close()
     job.works()
     grown = highest(coordinator.pid) - before
@@ -231,6 +233,7 @@ def test_who_says_one_byte_at_a_time_holds_nobody_up(coordinator: CoordinatorPro
     slow = [stranger(coordinator, DOORS[number % 2]) for number in range(50)]
     for byte in hello[:20]:
         for sock in slow:
+            # The coordinator may have closed some of them by now.
             with contextlib.suppress(OSError):
                 sock.sendall(bytes([byte]))
         job.works()

@@ -1,4 +1,4 @@
-"""What the coordinator says while ranks have joined: nobody waits for them, and they wait for all."""
+"""The coordinator's messages while ranks have joined: no rank waits for them, and they wait for all."""
 
 from __future__ import annotations
 

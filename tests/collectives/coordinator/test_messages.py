@@ -212,7 +212,7 @@ def from_any(target: int, shape: tuple[int, ...] = (4,)) -> m.Signature:
 
 
 def sources(rank: SimulatedRank) -> list[int]:
-    """The ranks from which this one has received, as its orders say."""
+    """Return the ranks from which this one has received, as its orders say."""
     return [tables[0][0][0] for _, (each,), tables in rank.executed[0, 1] if each.name.startswith("any")]  # type: ignore[attr-defined,index,misc]
 
 

@@ -12,7 +12,7 @@ from hvdlab.collectives.types import OpKind, ReduceOp
 
 
 class Bench:
-    """A matcher with ranks 0, 1, 2 whose local ids are made up as needed."""
+    """Matcher with ranks 0, 1, 2 whose local ids are made up as needed."""
 
     def __init__(self, size: int = 3) -> None:
         self.negotiation = Negotiation(tuple(range(size)))
@@ -278,7 +278,7 @@ def test_nobody_waits_for_a_rank_that_has_joined() -> None:
     assert not complete.same_local_id
     assert bench.ready() == ["a"]
     bench.submit(0, "b")
-    bench.join(1)  # completes what waited for it
+    bench.join(1)  # completes the entries that waited for it
     assert bench.ready() == ["b"]
 
 

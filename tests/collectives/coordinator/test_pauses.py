@@ -1,4 +1,4 @@
-"""While a user looks around in a rank, nobody waits for it in vain, and no clock of a stall runs."""
+"""While a user looks around in a rank, no rank waits for it in vain, and no clock of a stall runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def simulate(**options: float) -> Simulation:
 
 
 def wait(sim: Simulation, seconds: int) -> list[int]:
-    """Seconds that stalls were said to have lasted in this time."""
+    """Return the reported durations of stalls in this time, in seconds."""
     sim.to_client.clear()
     for _ in range(seconds):
         sim.tick(1.0)

@@ -1,4 +1,4 @@
-"""Priorities: the most urgent of what is ready goes first, and nothing that is kept back waits in vain."""
+"""Priorities: the most urgent ready entry goes first, and no entry that is kept back waits in vain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NBYTES = 16
 def simulate(
     credit: int = NBYTES, *, tracked: bool = False, size: int = 2, flush_delay: float = 0.0
 ) -> Simulation:
-    """Ranks whose reports of executed batches the test sends itself."""
+    """Return ranks whose reports of executed batches the test sends itself."""
     sim = Simulation(CoordinatorOptions(size=size, scheduling_credit=credit, flush_delay=flush_delay))
     sim.connect_client()
     for rank in sim.world(*range(size), tracked=tracked):
@@ -32,7 +32,7 @@ def submit(sim: Simulation, name: str, priority: int | None, **fields: object) -
 
 
 def executed(sim: Simulation) -> list[str]:
-    """The names in each batch of the present epoch, in order."""
+    """Return the names in each batch of the present epoch, in order."""
     (rank, *_) = sim.ranks.values()
     sim.check_order()
     batches = rank.executed[0, rank.sets[0].epoch]
@@ -40,7 +40,7 @@ def executed(sim: Simulation) -> list[str]:
 
 
 def report(sim: Simulation) -> None:
-    """The oldest batch that was not reported yet has been executed."""
+    """Report that the oldest batch that was not reported yet has been executed."""
     rank = sim.ranks[0]
     assert rank.reports is not None
     rank.say(rank.reports.pop(0))
@@ -51,7 +51,7 @@ def test_the_first_layers_gradient_overtakes_those_that_were_ready_before() -> N
     sim = simulate()
     for layer in (3, 2, 1, 0):  # as in a backward pass
         submit(sim, f"layer {layer}", -layer)
-    assert executed(sim) == ["layer 3"]  # when it became ready there was nothing else
+    assert executed(sim) == ["layer 3"]  # when it became ready it was the only one
     for _ in range(3):
         report(sim)
     assert executed(sim) == ["layer 3", "layer 0", "layer 1", "layer 2"]
@@ -114,7 +114,7 @@ def test_only_allreduces_have_priorities() -> None:
 
 
 def test_submissions_of_one_name_stay_in_order_although_ranks_disagree_about_the_priority() -> None:
-    """A rank may have submitted both under one local id: what is executed first belongs to the older one."""
+    """A rank can have submitted both under one local id: the first execution belongs to the older one."""
     sim = simulate()
     submit(sim, "a", 0)
     zero, one = sim.ranks.values()
@@ -162,7 +162,7 @@ def test_what_is_kept_back_is_executed_although_a_rank_ends_its_cell() -> None:
 
 
 def test_joining_ends_after_all_that_was_kept_back() -> None:
-    """Also after what a rank that had joined takes part in with zeros: it goes on as if that were over."""
+    """Also after collectives in which a joined rank takes part with zeros: it goes on as if that were over."""
     sim = simulate()
     submit(sim, "a", 0)
     submit(sim, "kept", 0)
@@ -195,7 +195,7 @@ def test_what_is_kept_back_is_announced_again_in_the_next_epoch_that_begins_in_o
     zero.say(m.Renew(0, zero.sets[0].epoch))
     sim.drain()
     assert executed(sim) == ["2"]
-    report(sim)  # that of the former epoch: it says nothing about this one
+    report(sim)  # that of the former epoch: it does not concern this one
     assert executed(sim) == ["2"]
     report(sim)
     assert executed(sim) == ["2", "1"]
@@ -235,7 +235,7 @@ def test_a_rank_that_waits_for_what_is_kept_back_is_in_no_deadlock() -> None:
 
 
 def test_a_deadlock_behind_what_is_kept_back_is_found_once_that_is_over() -> None:
-    """A rank that waits for the second tensor of a name says so while the first is kept."""
+    """A rank that waits for the second tensor of a name reports it while the first is kept."""
     sim = simulate()
     _, second, _ = wait_behind_a_kept_tensor(sim, for_the_second=True)
     assert second.outcome is None

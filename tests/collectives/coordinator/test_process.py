@@ -1,4 +1,4 @@
-"""The coordinator as a process: quick to start, and gone with whoever started it."""
+"""The coordinator as a process: quick to start, and gone with its starter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs that all ranks run to the end, with mistakes: each mistake is told to all ranks, and nothing else."""
+"""Random programs that all ranks run to the end, with mistakes: each mistake is reported to all ranks, and no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdlab.collectives.types import OpKind
 
 @dataclass(frozen=True)
 class Step:
-    """What every rank does once.
+    """Step that every rank takes once.
 
     Attributes:
         names: One name, or those of a group.
@@ -55,7 +55,7 @@ JOIN = signature("join.noname", OpKind.JOIN, shape=())
 
 
 class Program:
-    """A rank that runs the first steps one after another, as far ahead as names allow, and then joins; several times."""
+    """Rank that runs the first steps one after another, as far ahead as names allow, and then joins; several times."""
 
     def __init__(self, rank: SimulatedRank, steps: list[Step], counts: list[int]) -> None:
         self.rank, self.steps, self.counts = rank, steps, counts

@@ -1,4 +1,4 @@
-"""Random schedules: whatever happens in whatever order, every submission ends once, and all agree on the order."""
+"""Random schedules: in any order of events, every submission ends once, and all agree on the order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RandomSchedules(RuleBasedStateMachine):
     )
     def begin(self, size: int, tracked: bool, threshold: int, delay: float) -> None:
         self.size, self.tracked, self.delay = size, tracked, delay
-        #: Planes of which a rank has said that they failed.
+        #: Planes whose failure a rank has reported.
         self.failed: list[tuple[SimulatedRank, int, int]] = []
         options = CoordinatorOptions(
             size=size, fusion_threshold=threshold, flush_delay=delay, scheduling_credit=20
@@ -49,7 +49,7 @@ class RandomSchedules(RuleBasedStateMachine):
             self.start_cell(tuple(range(size)))
 
     def drain(self) -> None:
-        """Deliver everything there is, what is held included; whoever disagrees has waited for the others."""
+        """Deliver all messages, withheld ones included; a rank that disagrees has waited for the others."""
         self.sim.drain()
         if self.delay or any(ps.negotiation.mismatches for ps in self.sim.state.sets):
             self.sim.tick(self.delay + self.sim.state.options.dispute_grace)
@@ -74,7 +74,7 @@ class RandomSchedules(RuleBasedStateMachine):
         ids = sorted(rank.sets)
         return ids[number % len(ids)] if ids else None
 
-    # -- what users do --------------------------------------------------------------------------------------------
+    # -- acts of users --------------------------------------------------------------------------------------------
 
     @rule(who=index, where=index, name=plain_names, extent=extents, priority=priorities)
     def submit(self, who: int, where: int, name: str, extent: int, priority: int | None) -> None:
@@ -93,7 +93,7 @@ class RandomSchedules(RuleBasedStateMachine):
         priority=priorities,
     )
     def submit_everywhere(self, where: int, names: list[str], skipped: int, priority: int | None) -> None:
-        """The same on all ranks, sometimes but one: most programs are right most of the time."""
+        """Submit the same on all ranks, sometimes but one: most programs are right most of the time."""
         for rank in list(self.sim.ranks.values()):
             if rank.left or rank.rank == skipped % 8 or (set_id := self.target(rank, where)) is None:
                 continue
@@ -247,7 +247,7 @@ class RandomSchedules(RuleBasedStateMachine):
         self.drain()
         self.check_nothing_waits_in_vain()
 
-    # -- what must hold -------------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------------
 
     def check_nothing_waits_in_vain(self) -> None:
         state = self.sim.state
@@ -262,7 +262,8 @@ class RandomSchedules(RuleBasedStateMachine):
             joined = {r for r in waiting if JOIN in waiting[r]}
             assert not (names and ps.gone), "a rank has left while others wait"
             for name in names:
-                # What a rank submits after it has joined, and others have done without it, is another one.
+                # A rank's submission after it has joined, and after others have executed theirs without it, is another
+                # one.
                 held = [
                     c
                     for group in ps.negotiation.incomplete_groups.values()
@@ -313,7 +314,7 @@ class RandomSchedules(RuleBasedStateMachine):
         sim.check_order()
 
     def check_failed_planes_were_told(self) -> None:
-        """What was executed on a plane that failed has ended, whatever became of its epoch meanwhile."""
+        """Check that operations executed on a plane that failed have ended, in any later state of its epoch."""
         self.sim.tick(0.3)
         self.drain()
         for rank, set_id, epoch in self.failed:

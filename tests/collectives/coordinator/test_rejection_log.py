@@ -1,4 +1,4 @@
-"""Whoever can reach the port can't fill the operator's log."""
+"""No client of the port can fill the operator's log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlab.collectives.coordinator.connections import LOGGED_PER_MINUTE, MINUTE
 
 
 class Clock:
-    """Time that passes when it is told to, and the calls that are due then."""
+    """Clock that the test moves, and the calls that are due then."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -15,7 +15,7 @@ SIZE = 1000
 
 @pytest.fixture(scope="module")
 def sim() -> Simulation:
-    """A world of a thousand that has been formed; the tests go on with it in order."""
+    """Return a world of a thousand that has been formed; the tests go on with it in order."""
     sim = Simulation(CoordinatorOptions(size=SIZE), validate=False)
     sim.world(*range(SIZE))
     sim.state.validate_state()

@@ -52,7 +52,7 @@ class Lines:
 
 
 class Running:
-    """A server on a thread of this process."""
+    """Server on a thread of this process."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ def join(running: Running, rank: int, *, token: str = TOKEN, tls: bool = False, 
 
 
 def still_works(running: Running) -> None:
-    """Two ranks can join and execute something: whatever happened before disturbed nobody."""
+    """Check that two ranks can join and execute an operation, undisturbed by the events before."""
     peers = [join(running, rank) for rank in (0, 1)]
     definition = m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), "")
     for peer in peers:
@@ -356,7 +356,7 @@ def test_a_silent_peer_that_can_not_be_alive_is_lost(start: Start) -> None:
     silent = join(running, 0, tls=True)
     other = join(running, 1)
     other.wait_for(m.Configure)
-    # The ping of the server is read by nobody, as on a machine that has lost its network.
+    # The ping of the server is not read, as on a machine that has lost its network.
     while not any(isinstance(message, m.Abort) for message in other.seen):
         select.select([other.endpoint], [], [], 10)
         messages = [decode_to_peer(payload) for payload in other.endpoint.receive()]
@@ -433,12 +433,12 @@ def test_who_does_not_read_is_dropped(start: Start) -> None:
 
 
 def test_who_is_dropped_for_a_question_is_told_of_at_once(start: Start) -> None:
-    """The one byte too many is the server's own ping, while nobody says anything."""
+    """The one byte too many is the server's own ping, while no peer sends a message."""
     running = start(ping_after=0.1)
     peers = [join(running, rank) for rank in (0, 1)]
     peers[0].wait_for(m.Configure)
     flood(peers[0], 20)
-    for _ in range(5):  # until nothing else is due
+    for _ in range(5):  # until no other message is due
         peers[0].seen.clear()
         peers[0].wait_for(m.Ping)
     connections = running.server.connections
@@ -595,7 +595,7 @@ def test_an_idle_job_wakes_up_for_heartbeats_only(start: Start) -> None:
         peer.endpoint.send(m.Ping(1))
         peer.wait_for(m.Pong)
     timeout = running.server.timeout()
-    # What was told to the ranks while they came is due first, once.
+    # Messages sent to the ranks while they connected are due first, once.
     assert timeout is not None
     assert timeout > 59 or running.server.state.next_deadline() is not None
     for peer in peers:

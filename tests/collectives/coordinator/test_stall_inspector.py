@@ -1,4 +1,4 @@
-"""What waits for long is reported, and ended if that is wanted."""
+"""Long waits are reported, and ended if so configured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def simulate(**options: float) -> Simulation:
 
 
 def reports(sim: Simulation, seconds: int) -> list[int]:
-    """Seconds after which the client was told of a stall."""
+    """Return the seconds after which the client got a report of a stall."""
     for _ in range(seconds):
         sim.tick(1.0)
         sim.drain()
@@ -67,11 +67,11 @@ def test_a_group_that_never_is_complete_ends_too() -> None:
     assert "its group was not complete within 5 s" in outcome.text
 
 
-# -- what is executed ---------------------------------------------------------------------------------------------------
+# -- executed operations ------------------------------------------------------------------------------------------------
 
 
 def executing(*ranks: int, **options: float) -> Simulation:
-    """All ranks have been told to execute `loss`, and these wait for its end."""
+    """Order all ranks to execute `loss`, while these wait for its end."""
     sim = simulate(**options)
     for rank in (1, 2):
         sim.ranks[rank].submit(signature("loss"))
@@ -87,7 +87,7 @@ def says_that_it_waits(sim: Simulation, rank: int, local: int) -> None:
 
 
 def told(sim: Simulation, seconds: int, *answering: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What the client is told within these seconds, if these ranks answer pings."""
+    """Return the client's messages within these seconds, if these ranks answer pings."""
     sim.to_client.clear()
     for _ in range(seconds):
         sim.tick(1.0)

@@ -1,4 +1,4 @@
-"""What the coordinator says in the situations that users meet."""
+"""The coordinator's messages in the situations that users meet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=m.Message)
 
 
 def simulate(size: int | None = 3, *, tracked: bool = False, **options: float) -> Simulation:
-    """A world of ``size`` ranks and a client; in a pool, all run the cell ``cell``."""
+    """Return a world of ``size`` ranks and a client; in a pool, all run the cell ``cell``."""
     sim = Simulation(CoordinatorOptions(size=size, **options))  # type: ignore[arg-type]  # tests give the right ones
     sim.connect_client()
     if size is not None:
@@ -279,7 +279,7 @@ def test_a_replaced_rank_joins_under_its_old_number() -> None:
     configured = last(sim.ranks[0], m.Configure)
     assert configured.epoch == 3
     assert [member.rank for member in configured.members] == [0, 1, 2]
-    assert count(sim.ranks[0], m.Abort) == 1  # the death; nobody's collective fails for a newcomer
+    assert count(sim.ranks[0], m.Abort) == 1  # the death; no collective fails for a newcomer
     submit(sim, "x", 0, 1, 2)
     assert last(sim.ranks[1], m.Execute).epoch == 3
 
@@ -372,7 +372,7 @@ def test_an_epoch_is_renewed_for_one_whose_memory_was_lost() -> None:
 
 
 def test_members_find_each_other_in_an_epoch_that_was_changed_over_from() -> None:
-    """They finish what they execute in it, and may have to connect first."""
+    """They finish its running operations, and sometimes have to connect first."""
     sim = simulate(2)
     submit(sim, "loss", 0, 1)
     sim.ranks[0].say(m.StoreGet(0, 1, "port", 7))
@@ -401,7 +401,7 @@ def test_a_plane_that_failed_before_its_epoch_was_changed_over_from_ends_what_is
     sim.ranks[1].say(m.Renew(0, 1))
     sim.drain()
     assert last(sim.ranks[0], m.Configure).epoch == 2
-    # The next one fails as well, and is changed over from before anything was said of the first.
+    # The next one fails as well, and is changed over from before any message about the first.
     submit(sim, "more", 0, 1)
     sim.ranks[1].say(m.PlaneFailed(0, 2, "no luck either"))
     sim.ranks[1].say(m.Renew(0, 2))

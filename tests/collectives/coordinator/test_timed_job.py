@@ -1,4 +1,4 @@
-"""The simulation behind docs/design/scale.md: that it counts what is sent, and that the page has what came out."""
+"""The simulation behind docs/design/scale.md: it counts the messages sent, and the page has its results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_death_reaches_all_and_all_go_on(job: TimedJob) -> None:
 
 
 def test_memory_grows_with_ranks_and_tensors() -> None:
-    memory_of_root(1, ("a",))  # what is kept once and for all is there from now on
+    memory_of_root(1, ("a",))  # permanent state is there from now on
     few, many = tuple(map(str, range(10))), tuple(map(str, range(100)))
     assert memory_of_root(64, few) > 3 * memory_of_root(8, few)
     assert memory_of_root(8, many) > 4 * memory_of_root(8, few)

@@ -1,4 +1,4 @@
-"""The coordinator's part: who waits at the door, and when the world begins again."""
+"""The coordinator's part: the ranks that wait for admission, and the time at which the world begins again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=m.Message)
 
 
 def training(size: int = 3, *, tracked: bool = False) -> Simulation:
-    """Ranks in the middle of elastic training; in a pool all run a cell."""
+    """Return ranks in the middle of elastic training; in a pool all run a cell."""
     sim = Simulation(CoordinatorOptions(size=size))
     sim.connect_client()
     sim.world(*range(size), tracked=tracked)
@@ -336,7 +336,7 @@ def test_one_that_waits_to_enter_is_let_go_at_once() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_a_rank_submits_that_was_let_go_fails(before: bool) -> None:
-    """It waits for nobody: the others have gone on without it, and their epochs are not its own."""
+    """It waits for no rank: the others have gone on without it, and their epochs are not its own."""
     sim = Simulation(CoordinatorOptions(size=3))
     sim.connect_client()
     sim.world(*range(3))
@@ -374,7 +374,7 @@ def test_one_that_dies_before_it_is_let_go_is_lost_like_any_other() -> None:
 
 
 def by_seniority(size: int = 4) -> Simulation:
-    """Ranks in elastic training that have consecutive numbers."""
+    """Return ranks in elastic training that have consecutive numbers."""
     sim = Simulation(CoordinatorOptions(size=size, by_seniority=True))
     sim.connect_client()
     sim.world(*range(size))
@@ -405,7 +405,7 @@ def test_one_in_the_place_of_a_lost_rank_comes_behind_those_that_were_there() ->
     sim.drain()
     (added,) = [id for id in sim.ranks[0].sets if id]
     assert sim.ranks[3].sets[added].ranks == (3, 0, 2)
-    # What clients are told is in the order of the numbers that are shown.
+    # Messages to clients are in the order of the numbers that are shown.
     assert sim.to_client[-1].formed == (0, 1, 2, 3, 4)  # type: ignore[union-attr]
 
 
@@ -437,7 +437,7 @@ def test_positions_of_ranks_that_stay_never_change_among_each_other(changes: lis
 def come_back(
     sim: Simulation, lost: SimulatedRank, *, training: bool = True, **fields: object
 ) -> SimulatedRank:
-    """The process of a rank whose connection was lost connects again, and says what it knows."""
+    """Reconnect the process of a rank whose connection was lost; it reports its state."""
     again = {"pid": 1000 * lost.peer + lost.rank, "generation": 0, "returns": True} | fields
     back = sim.connect(lost.rank, tracked=lost.tracked, **again)
     if back.peer in sim._by_peer:
@@ -454,7 +454,7 @@ def refusal(rank: SimulatedRank) -> m.Refused:
 
 
 def cut_off(sim: Simulation, rank: int = 1, silence: float = 30.0) -> SimulatedRank:
-    """The coordinator gives a rank up, and the others begin again without it."""
+    """Let the coordinator give a rank up, and the others begin again without it."""
     lost = sim.ranks.pop(rank)
     sim.gone.append(lost)
     del sim._by_peer[lost.peer]
@@ -535,7 +535,7 @@ def test_the_launcher_may_have_given_it_up() -> None:
 
 
 def test_one_that_does_not_train_is_not_let_in() -> None:
-    """What it submits next would meet what the others have come to meanwhile."""
+    """Its next submission would meet later ones of the others."""
     sim = training()
     assert "gone on without it" in refusal(come_back(sim, cut_off(sim), returns=False)).reason
 

@@ -38,7 +38,8 @@ def train(cut_rank: int) -> tuple[list[tuple[int, int]], int, float]:
     """Train until the rank that was cut off takes part again.
 
     Returns:
-        The step and the number of ranks at the beginning of each attempt, the step at the end, and the sum of what was trained.
+        The step and the number of ranks at the beginning of each attempt, the step at the end, and the sum of all
+        trained steps.
     """
     begun: list[tuple[int, int]] = []
     mine = context.engine().rank == cut_rank
@@ -64,7 +65,7 @@ def one_sum() -> float:
 
 
 def cut_and_wait() -> str:
-    """Why the next collective fails, once nothing is left to hope for."""
+    """Return why the next collective fails, once nothing is left to hope for."""
     gone = threading.Event()
     context.engine().on_leave(lambda reason: gone.set())
     cut()
@@ -90,6 +91,6 @@ def test_a_rank_comes_back_and_gets_the_state_of_the_others(ranks: Ranks, cut_ra
 
 
 def test_a_script_that_does_not_train_is_not_let_in(ranks: Ranks) -> None:
-    """What it submits next would meet what the other one has come to meanwhile."""
+    """Its next submission would meet a later one of the other rank."""
     said = ranks.run(cut_and_wait, ranks=[1], timeout=PATIENCE)[0]
     assert "the others have gone on without it" in said

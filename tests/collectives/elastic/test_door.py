@@ -1,4 +1,4 @@
-"""A rank at the door of elastic training: how it waits, and what it takes for complete."""
+"""A rank at the door of elastic training: how it waits, and the worlds that it accepts as complete."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_news_of_the_world_and_answers_are_told_apart() -> None:
 
 
 def test_who_was_let_in_is_not_told_that_it_waits_itself() -> None:
-    """It may hear of its own way in only later; told of it, all would begin again once more."""
+    """It can learn of its own admission only later; if notified of it, all would begin again once more."""
     manager, listener = NotificationManager(), mock.Mock()
     elastic = SimpleNamespace(waiting=(0,), leaving=())
     manager._engine = SimpleNamespace(rank=0, elastic=elastic)  # type: ignore[assignment]

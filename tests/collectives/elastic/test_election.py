@@ -13,7 +13,7 @@ from hvdlab.collectives.protocol.messages import MOST_RANKS
 
 
 def elected(ranks: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What each rank learns; ``ranks`` has how often each of them has saved."""
+    """Return each rank's result; ``ranks`` has how often each of them has saved."""
     monkeypatch.setattr(state.context, "is_initialized", lambda: True)
 
     def on_each(least: Any) -> list[tuple[int, int]]:

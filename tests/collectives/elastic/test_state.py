@@ -1,4 +1,4 @@
-"""States without a world: what is saved, restored, synchronized and told."""
+"""States without a world: saving, restoring, synchronizing and notifying."""
 
 from __future__ import annotations
 

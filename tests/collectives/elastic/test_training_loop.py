@@ -12,7 +12,7 @@ from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, Collective
 
 
 class Log:
-    """A state that notes what is asked of it."""
+    """State that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

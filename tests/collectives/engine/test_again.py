@@ -56,7 +56,7 @@ def of_a_set(set_id: int) -> float:
 
 
 def again_with_a_set(ranks: list[int]) -> tuple[int, list[int]]:
-    """The id of a set that is added after coming back, and the sets known before that."""
+    """Return the id of a set that is added after coming back, and the sets known before that."""
     context.shutdown()
     context.init()
     known = sorted(context.engine().process_sets())
@@ -82,7 +82,7 @@ def test_all_again_and_again_as_fast_as_they_can(three: Ranks) -> None:
 
 @pytest.mark.timeout(120)
 def test_again_in_any_order_with_the_others_still_there(three: Ranks) -> None:
-    """Each rank is back, and in its first collective, before the next has said goodbye."""
+    """Each rank is back, and in its first collective, before the next has sent Bye."""
     client = Client.connect(three.coordinator.address, three.coordinator.client_token)
     news: SimpleQueue[dict[int, float]] = SimpleQueue()
     client.on_membership(lambda now: news.put({member.rank: member.started for member in now.members}))
@@ -101,7 +101,7 @@ def test_again_in_any_order_with_the_others_still_there(three: Ranks) -> None:
 
 
 def client_started(client: Client, rank: int) -> float | None:
-    """When the rank's present incarnation connected; ``None`` while it is away."""
+    """Return when the rank's present incarnation connected; ``None`` while it is away."""
     found = [member.started for member in client.membership().members if member.rank == rank]
     return found[0] if found else None
 

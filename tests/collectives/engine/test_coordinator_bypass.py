@@ -35,7 +35,7 @@ def three() -> Iterator[Ranks]:
 
 
 def agreed() -> int:
-    """How many requests this rank has had on the world's board."""
+    """Return how many requests this rank has had on the world's board."""
     member = context.engine()._locked.state.sets[0].board_member
     assert member is not None
     return member.board.number
@@ -66,7 +66,7 @@ def without_the_coordinator(pid: int) -> list[float]:
 
 def test_the_coordinator_is_not_asked() -> None:
     with Ranks(3) as ranks:
-        # What a stopped coordinator does not get can't be what these wait for.
+        # These cannot wait for a message, since a stopped coordinator receives none.
         found = ranks.run(without_the_coordinator, ranks.coordinator.pid, timeout=PATIENCE)
     assert found == [[3 * 99 + 3.0, 2.0]] * 3
 
@@ -104,7 +104,7 @@ def same_bits() -> int:
         options = {"op": op, "prescale_factor": factors[0], "postscale_factor": factors[1]}
         try:
             one = hvd.synchronize(hvd.allreduce_async(x, "x", **options))
-        except Exception as refused:  # noqa: BLE001  # whatever is refused is refused in both ways
+        except Exception as refused:  # noqa: BLE001  # any refusal must be the same in both ways
             with pytest.raises(type(refused)):
                 hvd.allreduce(x, "x", **options)
             continue
@@ -160,7 +160,8 @@ def spans() -> list[tuple[str, int, bool]]:
 
 
 def flushes() -> tuple[int, list[bool]]:
-    """How often the user's thread schedules a flush of what is recorded, and what the flushes have found to send."""
+    """Return how often the user's thread schedules a flush of the records, and the records that the flushes have found
+    to send."""
     engine = context.engine()
     dispatcher, spans, user = engine._handlers, engine._spans, threading.current_thread()
     claim, send_events = spans.claim_flush, dispatcher.send_events
@@ -329,7 +330,8 @@ def wait_long_at_boards() -> None:
 
 
 def large(steps: int, beside: int) -> tuple[int, int]:
-    """Blocking ones of all sizes, each ``beside``-th with another in flight; whoever has one in flight goes to the coordinator.
+    """Run blocking ones of all sizes, each ``beside``-th with another in flight; a rank with one in flight goes to the
+    coordinator.
 
     Returns:
         How many were agreed on the board, and how many have met on the plane so far.
@@ -427,7 +429,7 @@ def reduce_large(value: float) -> float:
 
 
 def reduce_large_until_interrupted() -> float:
-    """One of many; the last, after an interrupt wherever it came, is another one."""
+    """Run one of many; the last, after an interrupt wherever it came, is another one."""
     try:
         while True:
             reduce_large(1.0)
@@ -436,7 +438,7 @@ def reduce_large_until_interrupted() -> float:
 
 
 def reduce_large_until_seven() -> set[CauseKind]:
-    """Goes on after what the interrupted rank has given up; why it failed until then."""
+    """Continue after the collective that the interrupted rank has given up; return the errors until then."""
     causes = set()
     while True:
         try:
@@ -461,7 +463,7 @@ def test_an_interrupt_anywhere_in_a_large_one(three: Ranks) -> None:
 
 
 def reduce_at_once(size: int, beside: bool) -> tuple[float, int]:
-    """One that is submitted, then waited for. Returns its first element, and how many requests the board has had.
+    """Submit one, then wait for it. Return its first element, and how many requests the board has had.
 
     With ``beside`` rank 0 has a barrier in flight, which rank 1 submits afterwards.
     """
@@ -515,7 +517,7 @@ def then_die(rank: int) -> float:
     usual, coordinator_bypass.PATIENCE = (
         coordinator_bypass.PATIENCE,
         PATIENCE,
-    )  # else a slow machine has them go to the coordinator
+    )  # otherwise a slow machine has them go to the coordinator
     hvd.barrier()
     coordinator_bypass.PATIENCE = usual
     if context.engine().rank == rank:
@@ -595,7 +597,7 @@ def test_an_interrupt_at_the_board_ends_the_wait_on_all(three: Ranks) -> None:
     try:
         for pause in (0.0, 0.005, 0.05, 0.3):
             other = three.start(wait_and_say_so, ranks=[1])
-            waiting.get(timeout=PATIENCE)  # else it may come when the epoch is over, and wait for ever
+            waiting.get(timeout=PATIENCE)  # otherwise it can come when the epoch is over, and wait for ever
             one = three.start(wait_until_interrupted, pause, ranks=[0])
             assert isinstance(one.outcomes(PATIENCE)[0], KeyboardInterrupt)
             (error,) = other.outcomes(PATIENCE)

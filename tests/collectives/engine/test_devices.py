@@ -68,7 +68,7 @@ def planes() -> tuple[str, str]:
 
 
 def mixed(seed: int, count: int) -> list[float]:
-    """Small and large tensors of both classes, submitted in an order of its own by each rank."""
+    """Submit small and large tensors of both classes, on each rank in an order of its own."""
     engine = context.engine()
     handles: dict[int, Handle] = {}
     for i in np.random.default_rng(seed + engine.rank).permutation(count):
@@ -108,7 +108,7 @@ def hooked(count: int) -> tuple[list[str], bool]:
 
 
 def given_up() -> str:
-    """What is on its way on the device ends with its epoch, although the device does not go on."""
+    """Check that operations in flight on the device end with their epoch, although the device does not go on."""
     engine = context.engine()
     fake_device.GO_ON.clear()
     try:
@@ -167,7 +167,7 @@ def uneven() -> list[float]:
 
 
 def leave_at_once() -> float:
-    """What executes is finished before a rank leaves."""
+    """Check that running operations finish before a rank leaves."""
     handle = submitted("last", 2.0, fake_device.DEVICE)
     total("cpu")
     context.shutdown()
@@ -186,14 +186,14 @@ def of_a_set(remove: bool) -> float:
 
 
 def agreed() -> int:
-    """How many requests this rank has had on the world's board."""
+    """Return how many requests this rank has had on the world's board."""
     member = context.engine()._locked.state.sets[0].board_member
     assert member is not None
     return member.board.number
 
 
 def agreed_by_turns(count: int) -> tuple[list[float], int]:
-    """Blocking collectives of both classes, and how many of them the members agreed on in memory."""
+    """Run blocking collectives of both classes; return how many of them the members agreed on in memory."""
     before = agreed()
     sums = [total(device, float(i)) for i in range(count) for device in (fake_device.DEVICE, "cpu")]
     return sums, agreed() - before

@@ -1,4 +1,4 @@
-"""What goes wrong between real rank processes, and that the group works afterwards."""
+"""Errors between real rank processes, after which the group works."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 class Waiting:
-    """Knows when ranks are waiting in :func:`wait_for`: their mail travels behind their announcement."""
+    """Listener for ranks that wait in :func:`wait_for`: their mail travels behind their announcement."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._told: SimpleQueue[int] = SimpleQueue()
@@ -137,7 +137,7 @@ def in_flight(count: int) -> None:
 
 
 def fused(count: int) -> int:
-    """How many operations of the plane it takes for so many tensors of one group."""
+    """Return how many operations of the plane it takes for so many tensors of one group."""
     from hvdlab.collectives.tracing.record_format import Span, decode
 
     engine = context.engine()
@@ -312,9 +312,10 @@ def wait_for_the_interrupted() -> None:
 
 
 def be_interrupted_anywhere(count: int) -> tuple[int, list[str]]:
-    """Collectives until rank 0 says, in one of them, that it has been interrupted often enough.
+    """Call collectives until rank 0 reports, in one of them, that it has been interrupted often enough.
 
-    Returns how many interrupts this rank has seen, and as what it has seen those of rank 0.
+    Returns the number of interrupts that this rank has seen, and the types of error by which it has seen those of rank
+    0.
     """
     rank = context.engine().rank
     left, seen, kinds = count if rank == 0 else 0, 0, []
@@ -343,7 +344,7 @@ def be_interrupted_anywhere(count: int) -> tuple[int, list[str]]:
             except KeyboardInterrupt:
                 seen += 1
                 left -= 1
-                context.engine().withdraw("rank 0 was interrupted")  # also what it is not waiting for
+                context.engine().withdraw("rank 0 was interrupted")  # also those on which it is not waiting
                 assert thread is not None
                 thread.join()
                 thread = None
@@ -369,14 +370,14 @@ def test_interrupts_at_any_moment_keep_the_group(three: Ranks) -> None:
     outcomes = three.run(be_interrupted_anywhere, 40)
     assert [seen for seen, _ in outcomes] == [40, 0, 0]
     for _, kinds in outcomes:
-        # An interrupt between two submissions leaves nothing to withdraw: rank 0 begins anew while the others are in the
-        # middle, and then all wait for something else.
+        # An interrupt between two submissions leaves nothing to withdraw: rank 0 starts over while the others are in
+        # the middle, and then all wait for different collectives.
         assert set(kinds) <= {"interrupted", "withdrawn", "deadlock"}
     assert three.run(total, 1.0, "i") == [[3.0] * 4] * 3
 
 
 def break_control_thread() -> None:
-    """What it is to do next fails, as by a fault of ours."""
+    """Make the control thread's next step fail, as by a fault of ours."""
 
     def fail() -> None:
         raise ZeroDivisionError("a fault of the test's")
@@ -388,7 +389,8 @@ WAITING: list[Any] = []
 
 
 def begin_waiting() -> None:
-    """Submit what rank 2 is to fail in. What is submitted only after that would wait for rank 2's successor."""
+    """Submit the collective in which rank 2 is to fail. Collectives submitted only after that would wait for rank 2's
+    successor."""
     WAITING.append(hvd.allreduce_async(np.ones(4), "never", op=hvd.Sum))
     context.engine().flush()
 

@@ -1,4 +1,4 @@
-"""A rank that the others have gone on without: what fails there, and how long. No coordinator, no process."""
+"""A rank that the others have left behind: its failures, and their duration. No coordinator, no process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cut_off(state: RankState) -> None:
 
 
 def back(state: RankState) -> list[AbortedError]:
-    """It finds the coordinator again; the errors of what waited."""
+    """Connect to the coordinator again; return the errors of the waiting submissions."""
     state.reconnect((0, 1, 2))
     effects = state.handle(GONE_ON, 0)
     assert all(isinstance(effect, Fail) for effect in effects)

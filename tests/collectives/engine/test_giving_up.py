@@ -1,4 +1,4 @@
-"""What a rank has given up on is over for it: its name is free at once, and others learn of it."""
+"""A collective that a rank has given up is over for it: its name is free at once, and others learn of it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def cancel(state: RankState, entry: SimEntry) -> bool:
 
 
 def counted(state: RankState) -> list[object]:
-    """Kinds of the messages to send; of those that cancel, how many younger ones there are."""
+    """Return kinds of the messages to send; of those that cancel, how many younger ones there are."""
     return [
         message.later if isinstance(message, m.Cancel) else type(message) for message in state.take_messages()
     ]
@@ -108,7 +108,7 @@ def test_giving_up_is_told_again_if_the_epoch_ended_in_order_before() -> None:
     give_up(state)
     second = submit(state)
     assert kinds(state) == [m.Withdraw]
-    state.handle(configured(2), 0)  # somebody joined the world; the coordinator drops what comes of epoch 1
+    state.handle(configured(2), 0)  # a rank joined the world; the coordinator drops messages of epoch 1
     assert kinds(state) == [m.Withdraw]
     assert failed(state.handle(aborted(2), 0)) == [first]
     state.handle(configured(3), 0)
@@ -191,7 +191,7 @@ def reduce_until_interrupted(count: int) -> float:
 
 
 def reduce_until_five(count: int) -> list[CauseKind]:
-    """Goes on after every interrupt of the other rank; what it was told."""
+    """Continue after every interrupt of the other rank; return the errors."""
     told = []
     while True:
         try:
@@ -219,7 +219,7 @@ def test_after_an_interrupt_the_same_name_can_be_submitted_at_once(two: Ranks, c
 
 
 def time_out_in_an_operation() -> float:
-    """The other rank does not move before a wait for a quarter of a second has ended; what comes then."""
+    """The other rank does not move before a wait for a quarter of a second has ended; return the next result."""
     hvd.allreduce(np.ones(4), "first")
     operation = hvd.allreduce_async(np.ones(1 << 22), "large", op=hvd.Sum)
     context.engine().flush()
@@ -233,7 +233,7 @@ def time_out_in_an_operation() -> float:
 
 
 def stop_in_an_operation() -> float:
-    """Announces its part, and stops before it can execute it."""
+    """Announce its part, and stop before it can execute it."""
     hvd.allreduce(np.ones(4), "first")
     engine = context.engine()
     held, release = threading.Event(), threading.Event()

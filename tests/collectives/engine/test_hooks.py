@@ -1,4 +1,4 @@
-"""Completion hooks: called once for every request that was accepted, whatever becomes of it, and never under a lock."""
+"""Completion hooks: called once for every request that was accepted, with any outcome, and never under a lock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def two() -> Iterator[Ranks]:
 
 
 class Calls:
-    """A hook that counts, and tells what it was called with."""
+    """Hook that counts its calls, and keeps their arguments."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[Result | None, Exception | None]] = []
@@ -58,7 +58,7 @@ def request(name: str, hook: Any = None, count: int = 4, value: float = 1.0) -> 
 
 
 def settled(*calls: Calls) -> list[int]:
-    """How often hooks were called, after whatever the engine's threads had left to do."""
+    """Return how often hooks were called, once the engine's threads have done their remaining work."""
     engine, there = context.engine(), threading.Event()
     engine.on_mail(f"settled {id(there)}", lambda sender, body: there.set())
     for _ in range(2):
@@ -138,7 +138,8 @@ def withdrawn() -> tuple[str, list[int]]:
 
 
 def refused_in_a_group() -> list[int]:
-    """Of those before the one that is refused each is withdrawn; the one that was refused has only raised."""
+    """Check that of those before the one that is refused each is withdrawn; the one that was refused has only
+    raised."""
     first, twin = Calls(), Calls()
     with pytest.raises(DuplicateNameError):
         context.engine().submit_group([request("a", first), request("a", twin)])
@@ -149,7 +150,7 @@ def refused_in_a_group() -> list[int]:
 
 
 class Lines(logging.Handler):
-    """What is logged, with the exception."""
+    """Handler that keeps log lines, with the exception."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +211,8 @@ def chained(length: int) -> tuple[float, int]:
 
 
 def others_go_on_meanwhile() -> list[float]:
-    """While a hook does not return, other threads ask and submit. Only the executor's next work may have to wait for it."""
+    """Check that while a hook does not return, other threads ask and submit. Only the executor's next work may have to
+    wait for it."""
     inside, leave = threading.Event(), threading.Event()
     engine = context.engine()
 

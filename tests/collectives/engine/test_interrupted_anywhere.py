@@ -1,4 +1,4 @@
-"""Ctrl-C between any two steps of a wait: the rank hears what the coordinator says afterwards, and its spans go on.
+"""Ctrl-C between any two steps of a wait: the rank reads the coordinator's later messages, and its spans go on.
 
 Python raises KeyboardInterrupt where a function begins, after a call of a C function and when a loop goes round. Each of
 these places in a collective is tried in turn.
@@ -49,7 +49,7 @@ def one() -> Iterator[Ranks]:
 
 @cache
 def _places(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions before which an interrupt may be raised."""
+    """Return offsets of the instructions before which an interrupt may be raised."""
     found: set[int] = set()
     called = False
     for instruction in dis.get_instructions(code):
@@ -62,7 +62,8 @@ def _places(code: CodeType) -> frozenset[int]:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the first place in the engine that this thread comes to and none was raised at before.
+    """Tracer that raises KeyboardInterrupt at the first place in the engine that this thread comes to and none was
+    raised at before.
 
     Args:
         tried: The places where one was raised.
@@ -109,7 +110,7 @@ class Interrupt:
 
 
 def reduce_once() -> None:
-    """One collective; those before may have left an end of their epoch behind."""
+    """Run one collective; those before may have left an end of their epoch behind."""
     while True:
         try:
             total = hvd.allreduce(np.ones(4), op=hvd.Sum)
@@ -122,7 +123,8 @@ def reduce_once() -> None:
 
 
 def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], bool]:
-    """How many places there are, where an interrupt made the rank deaf, and whether its spans are sent at the end.
+    """Return how many places there are, where an interrupt made the rank deaf, and whether its spans are sent at the
+    end.
 
     Args:
         blocked_after: Seconds after which a wait leaves everything to the rank's other threads.
@@ -135,7 +137,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
     deaf: list[str] = []
     tried: set[tuple[CodeType, int]] = set()
     unhurt = 0
-    # What one comes to is not the same each time; on a busy machine other threads do most, and the way through is short.
+    # The steps reached differ from run to run; on a busy machine other threads do most, and the way through is short.
     while unhurt < 5 or len(tried) < ENOUGH:
         reduce_once()
         interrupt = Interrupt(tried)
@@ -143,7 +145,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
             with interrupt:
                 hvd.allreduce(np.ones(4), op=hvd.Sum)
         except KeyboardInterrupt:
-            engine.end_cell("")  # as whoever runs the user's code does
+            engine.end_cell("")  # as the runner of the user's code does
         except AbortedError:
             pass
         if not interrupt.where:
@@ -159,7 +161,8 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
 
 
 def hooks_at_each_place() -> tuple[int, list[str]]:
-    """How many places there are, and where an interrupt made a hook be called another number of times than once."""
+    """Return how many places there are, and where an interrupt made a hook be called another number of times than
+    once."""
     engine = context.engine()
     tried: set[tuple[CodeType, int]] = set()
     wrong: list[str] = []
@@ -182,7 +185,7 @@ def hooks_at_each_place() -> tuple[int, list[str]]:
         unhurt += not interrupt.where
         if accepted and not called.wait(PATIENCE):
             wrong.append(f"{interrupt.where}: not called")
-        reduce_once()  # whatever is left of it has ended by then
+        reduce_once()  # the rest of it has ended by then
         if len(calls) > 1:
             wrong.append(f"{interrupt.where}: {calls}")
     return len(tried), wrong
@@ -288,6 +291,7 @@ def interrupt_twice(change: str, every_pair: bool) -> int:
         again = True
         while again:
             rank, first = InterruptedRank(), Interrupt(set(before))
+            # ``where`` stays empty once all places have been tried, and nothing is raised then.
             with contextlib.suppress(KeyboardInterrupt), first:
                 rank.change(change)
             if not first.where:

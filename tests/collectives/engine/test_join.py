@@ -44,7 +44,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def uneven(epochs: int) -> list[int]:
-    """Rank r has r + 1 batches in each epoch; returns who was told to have joined last."""
+    """Run r + 1 batches on rank r in each epoch; return the rank reported as the last to join."""
     rank, size = rank_and_size()
     last = []
     for _ in range(epochs):
@@ -80,7 +80,7 @@ def fused(count: int) -> int:
 
 
 def leave_it_in_flight() -> tuple[int, list[float]]:
-    """Asynchronous ones before joining, synchronized afterwards."""
+    """Leave asynchronous ones in flight when joining, and synchronize them afterwards."""
     rank, _size = rank_and_size()
     handles = [hvd.allreduce_async(np.ones(n), f"h{n}", op=hvd.Sum) for n in (4, LARGE) if rank]
     last = hvd.join()
@@ -88,7 +88,7 @@ def leave_it_in_flight() -> tuple[int, list[float]]:
 
 
 def unsupported() -> Any:
-    """Rank 1 joins at once, the others try what can't be done."""
+    """Rank 1 joins at once, the others try unsupported operations."""
     rank, _size = rank_and_size()
     if rank == 1:
         return hvd.join()

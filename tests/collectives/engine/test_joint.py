@@ -167,7 +167,7 @@ def test_a_wait_is_known_in_the_epoch_that_follows() -> None:
 
 
 def test_who_waits_in_vain_is_told_though_another_goes_on() -> None:
-    """Rank 2 has submitted what the others wait for; they wait for each other."""
+    """Rank 2 has submitted the tensors for which the others wait; they wait for each other."""
     simulation = Simulation(3, 1)
     waiting = [wait_for(simulation, 0, "a"), wait_for(simulation, 1, "b")]
     for name in "ab":
@@ -242,7 +242,7 @@ def test_every_handle_ends_whatever_happens(seed: int, size: int, count: int) ->
             name = chance.choice([None, "a", "b", "c"])
             simulation.submit(rank, allreduce(name, shape))
     simulation.run()
-    # What some ranks have submitted and others never will is given up; then nothing may be left.
+    # Tensors that only some ranks submit are given up; then nothing may be left.
     for _ in range(3):
         for me in simulation.ranks:
             if me.alive and any(e.outcome is None for e in me.entries):

@@ -13,11 +13,11 @@ from hvdlab.collectives.types import OpKind
 from joint_ranks import SimEntry
 from joint_simulation import Simulation, allreduce
 
-GENERATION = 1 << 20
+GENERATION = 1 << 20  # the epochs of a successor are above this
 
 
 def pool(size: int, seed: int) -> Simulation:
-    """Ranks that run a cell."""
+    """Return ranks that run a cell."""
     simulation = Simulation(size, seed, tracked=True, options=CoordinatorOptions(reattach=1.0))
     simulation.start_cell("first", tuple(range(size)))
     simulation.run()
@@ -118,7 +118,7 @@ def test_the_client_is_heard_late_and_has_resized_the_world(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_interrupted_submission_does_not_take_old_answers_for_new(seed: int) -> None:
-    """Ids begin anew after an interrupt, while answers to the old ones are on their way."""
+    """Ids start over after an interrupt, while answers to the old ones are on their way."""
     simulation = Simulation(2, seed)
     for rank in range(2):
         simulation.submit(rank, Request(OpKind.ADD_PROCESS_SET, "add", ranks=(0,)))
@@ -141,7 +141,7 @@ def test_an_interrupted_submission_does_not_take_old_answers_for_new(seed: int) 
 
 
 def test_the_interrupt_of_one_ends_what_others_finish_who_were_left_out() -> None:
-    """Ranks 1 and 2 have to leave, and are in the middle of what rank 0 gives up."""
+    """Ranks 1 and 2 have to leave, and are in the middle of the collective that rank 0 gives up."""
     simulation = Simulation(3, 1)
     entries = [simulation.submit(rank, allreduce("x", (2000,))) for rank in range(3)]
     simulation.run(work=False)

@@ -45,6 +45,7 @@ def reserve() -> None:
 def holds_memory() -> bool:
     """Whether a group has its memory below the limit."""
     for number in range(MOST):
+        # Most numbers are no open descriptor.
         with contextlib.suppress(OSError):
             if "memfd:" in os.readlink(f"/proc/self/fd/{number}"):
                 return True
@@ -53,6 +54,7 @@ def holds_memory() -> bool:
 
 def fill() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (MOST, limit[1]))
+    # Until no descriptor is left.
     with contextlib.suppress(OSError):
         while True:
             held.append(os.open(os.devnull, os.O_RDONLY))

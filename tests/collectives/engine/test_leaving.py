@@ -1,4 +1,4 @@
-"""A rank that leaves, or never comes, keeps nobody waiting."""
+"""A rank that leaves, or never comes, keeps no other rank waiting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def total() -> float:
 
 
 def reduce(count: int, times: int, *, leave: bool) -> list[float] | str:
-    """Some large operations, and at once away without waiting for them."""
+    """Begin some large operations, and leave at once without waiting for them."""
     engine = context.engine()
     rank = engine.rank
     if leave:
@@ -69,7 +69,7 @@ def broadcast_and_leave(count: int) -> float:
 def announce_and_leave() -> str:
     operation = hvd.allreduce_async(np.ones(LARGE), "never")
     context.engine().flush()
-    context.engine().close(HOUR)  # only for what is executing
+    context.engine().close(HOUR)  # only for running operations
     context.shutdown()
     with pytest.raises(AbortedError) as told:
         hvd.synchronize(operation)

@@ -33,7 +33,7 @@ def left_out(error: BaseException) -> bool:
 
 
 def failed(effects: list[Effect]) -> list[str]:
-    """The names of what has failed because the others go on."""
+    """Return the names of submissions that have failed because the others continue."""
     assert all(isinstance(effect, Fail) and left_out(effect.error) for effect in effects)
     return [effect.entry.name for effect in effects if isinstance(effect, Fail)]
 

@@ -36,7 +36,7 @@ def resident(pid: int | None = None) -> int:
 
 
 def many_sets(steps: int) -> int:
-    """Each rank submits its tensors of all sets at once, in an order of its own; returns how many it had in flight."""
+    """Submit this rank's tensors of all sets at once, in an order of its own; return how many it had in flight."""
     engine = context.engine()
     size = engine.size
     members = [sorted({i % size, (i // size) % size}) for i in range(SETS)]
@@ -66,7 +66,7 @@ def test_two_thousand_tensors_are_in_flight_over_64_process_sets(three: Ranks) -
 
 
 def steps_with_new_names(first: int, count: int) -> tuple[int, int]:
-    """Tensors whose names never come again; returns resident bytes, and how many tensors are known by number."""
+    """Reduce tensors whose names never come again; return resident bytes, and how many tensors are known by number."""
     for number in range(first, first + count, 50):
         handles = [hvd.allreduce_async(np.ones(2), f"name {number + i}", op=hvd.Sum) for i in range(50)]
         for handle in handles:

@@ -1,4 +1,4 @@
-"""What the coordinator is told of a call, and what recordings keep to themselves."""
+"""A call's description to the coordinator, and the parts that only recordings keep."""
 
 from __future__ import annotations
 

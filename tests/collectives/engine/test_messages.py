@@ -1,4 +1,5 @@
-"""Messages of one rank to another, between real ranks: what goes wrong with one concerns these two, until an epoch has to end."""
+"""Messages of one rank to another, between real ranks: a failure of one concerns these two, until an epoch has to
+end."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def submit_from_any(buffer: Any, tag: int = 0) -> Handle:
 
 
 def exchange(count: int) -> list[float]:
-    """Each rank sends its number to the next one, twice; what the one before has sent."""
+    """Send this rank's number to the next one, twice; return the messages of the previous one."""
     engine = context.engine()
     rank, size = engine.rank, len(engine.ranks())
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -84,7 +85,7 @@ def test_a_ring_of_small_and_large_ones(three: Ranks) -> None:
 
 
 def collect(count: int) -> list[tuple[int, float]]:
-    """Rank 0 receives two messages of each other rank, in whatever order they come; which ranks sent what."""
+    """Rank 0 receives two messages of each other rank, in any order of arrival; return each rank's messages."""
     engine = context.engine()
     if engine.rank:
         for i in range(2):
@@ -105,7 +106,7 @@ def test_small_and_large_ones_from_any_rank(three: Ranks) -> None:
 
 
 def give_up_one_from_any() -> list[Any]:
-    """Rank 0 gives a receive from any rank up; the next one gets what comes after all, and the epoch goes on."""
+    """Give up on rank 0 a receive from any rank; the next one gets the late message, and the epoch goes on."""
     engine = context.engine()
     if engine.rank:
         hvd.barrier()
@@ -169,7 +170,7 @@ def give_up_one() -> list[Any]:
     hvd.barrier()
     other.wait()
     found = hvd.synchronize(total)
-    submit(1, 0, late, tag=1).wait()  # the next one takes what comes after all
+    submit(1, 0, late, tag=1).wait()  # the next one receives the late message
     assert engine.epoch() == before
     return [float(kept[0]), float(found[0]), float(late[0])]
 
@@ -233,7 +234,7 @@ def exchange_without_end(source: int, target: int) -> None:
 
 
 def as_soon_as_one(wanted: Callable[[PendingCollective], bool], number: int) -> threading.Thread:
-    """Send a signal to this process as soon as some collective in flight is as wanted."""
+    """Send a signal to this process as soon as some collective in flight satisfies the predicate."""
     engine = context.engine()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""A rank says what it has been executing for long, and when that is over."""
+"""A rank reports its long executions, and their end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECOND = 1_000_000_000
 
 
 def executing(waited: float = 0.0) -> tuple[RankState, Entry]:
-    """A rank that was told to execute a tensor at 5 s."""
+    """Return a rank that received the order to execute a tensor at 5 s."""
     state = RankState(0)
     members = tuple(m.Member(rank, "host", 1) for rank in (0, 1))
     state.handle(m.Configure(0, 1, members, "shm", {}), 0)

@@ -1,4 +1,4 @@
-"""A rank in which the user looks around says so, also to a coordinator's successor."""
+"""A rank in which the user looks around reports it, also to a coordinator's successor."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def join(set_id: int) -> int:
 
 
 def aborts_recorded_while_removing(set_id: int, pending: bool) -> list[str]:
-    """What the timeline gets as aborts when the set is removed, also while one of its members waits in it."""
+    """Return the timeline's aborts when the set is removed, also while one of its members waits in it."""
     engine = context.engine()
     recorded: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +116,7 @@ def many_sets(times: int) -> int:
 
 
 def resident() -> tuple[int, int, int]:
-    """KiB, open files and threads of this process."""
+    """Return KiB, open files and threads of this process."""
     return _resident("self")
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_dies_ends_the_work_of_its_sets_only() -> None:
 
 
 class NothingHappens:
-    """What an executor without work would tell."""
+    """Reports of an executor without work."""
 
     def batch_done(
         self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes
@@ -227,12 +227,12 @@ def test_planes_come_on_one_thread_while_they_go_on_another() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_thousand_sets_come_and_go_without_a_trace(four: Ranks) -> None:
-    four.run(many_sets, 150, timeout=60)  # what is allocated once
+    four.run(many_sets, 150, timeout=60)  # memory allocated once
     coordinator = str(four.coordinator.pid)
     before = [_resident(coordinator), *four.run(resident)]
     assert four.run(many_sets, 1000, timeout=100) == [1] * 4
     until = time.monotonic() + PATIENCE
-    # What is open for a moment may be counted before, or after.
+    # A descriptor open for a moment can be counted before, or after.
     while True:
         after = [_resident(coordinator), *four.run(resident)]
         if all(_within(then, now) for then, now in zip(before, after, strict=True)):

@@ -1,6 +1,6 @@
 """Whole jobs in random schedules: thousands each time, a million in the soak, and with Hypothesis, which makes them short.
 
-See ``joint_schedules.py`` for what may happen and what must hold, and for how to have one again that failed.
+See ``joint_schedules.py`` for the events and the invariants, and for the way to repeat a failed schedule.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def test_thousands_of_schedules() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
 def test_a_million_schedules() -> None:
-    """Goes on where it was interrupted: remove the file to begin anew."""
+    """Goes on where it was interrupted: remove the file to start over."""
     progress = Path(os.environ.get("HVDLAB_SCHEDULES", "out/schedules.json"))
     progress.parent.mkdir(parents=True, exist_ok=True)
     assert soak(MILLION, MILLION, os.cpu_count() or 1, float("inf"), progress) == 0
 
 
 class Job(RuleBasedStateMachine):
-    """Hypothesis chooses what happens, and finds the shortest sequence in which something does not hold."""
+    """Job whose events Hypothesis chooses, to find the shortest sequence that breaks an invariant."""
 
     schedule: Schedule | None = None
 
@@ -83,7 +83,7 @@ TestJob.settings = settings(
 
 
 def reachable(*roots: object) -> int:
-    """How many objects these keep alive, but for code."""
+    """Return how many objects these keep alive, but for code."""
     seen: dict[int, object] = {}
     todo = list(roots)
     while todo:
@@ -95,7 +95,7 @@ def reachable(*roots: object) -> int:
 
 
 def one_round(simulation: Simulation, number: int) -> None:
-    """Everything that leaves traces, with names that never come again."""
+    """Run every operation that leaves traces, with names that never come again."""
     cell = f"cell {number}"
     simulation.start_cell(cell, (0, 1, 2))
     simulation.run()

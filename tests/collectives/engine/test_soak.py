@@ -17,7 +17,7 @@ from ranks import Ranks
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 STEPS = 10_000
-GROWTH_BYTES = 8 << 20
+GROWTH_BYTES = 8 << 20  # of resident memory over STEPS steps
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def two() -> Iterator[Ranks]:
 
 
 def steps(count: int) -> tuple[int, int]:
-    """Named, anonymous, small, large and ragged operations; returns resident bytes and open descriptors."""
+    """Run named, anonymous, small, large and ragged operations; return resident bytes and open descriptors."""
     rng = np.random.default_rng(0)
     rank = context.engine().rank
     for step in range(count):

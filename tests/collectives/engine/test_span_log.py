@@ -1,4 +1,4 @@
-"""What an engine records of its operations, failed ones included, and how clocks of other hosts are compared."""
+"""An engine's records of its operations, failed ones included, and how clocks of other hosts are compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def two() -> Iterator[Ranks]:
 
 @pytest.fixture
 def hosts() -> Iterator[Ranks]:
-    """Two ranks whose clocks are 7 s apart, on a coordinator that both reach over TLS."""
+    """Yield two ranks whose clocks are 7 s apart, on a coordinator that both reach over TLS."""
     with Ranks(
         2, tls=True, env={"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"}, imports=["skewed_clock"]
     ) as ranks:
@@ -63,7 +63,7 @@ def recorded(*names: str) -> list[tuple[str, bool, bool, bool]]:
 
 
 def quiet() -> None:
-    """Nothing is sent from now on, so that the test finds all in the recorder."""
+    """Send nothing from now on, so that the test finds all in the recorder."""
     context.engine()._spans.claim_flush = lambda: False  # type: ignore[method-assign]
 
 
@@ -93,7 +93,7 @@ def end() -> None:
 
 
 def offset() -> tuple[int, int]:
-    """The coordinator's clock minus this rank's as measured, and its bound, once they are known."""
+    """Return the coordinator's clock minus this rank's as measured, and its bound, once they are known."""
     log: Any = context.engine()._spans
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
@@ -140,7 +140,7 @@ def lost_within_a_reduction(two: Ranks) -> bool:
 
 
 class Mail:
-    """Knows of the ranks that :func:`keep_reducing`."""
+    """Mail of the ranks in :func:`keep_reducing`, to wait for."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._told = threading.Event()
@@ -158,7 +158,7 @@ class Mail:
 
 
 def keep_reducing() -> bool:
-    """Reduce until a rank is lost; tell once that the first one is done and the next ones are under way.
+    """Reduce until a rank is lost; report once that the first one is done and the next ones are under way.
 
     Returns whether the rank was lost in the middle of a reduction.
     """
@@ -204,13 +204,13 @@ def test_the_timeline_begins_at_the_call_and_shows_failures(two: Ranks, tmp_path
     failed = [e for e in events if e.get("args", {}).get("status") == "failed"]
     assert {(e["args"]["tensor"], e["pid"]) for e in failed} == {("wrong", e["pid"]) for e in failed}
     assert len({e["pid"] for e in failed}) == 2
-    # Although the members were told of before the call, both ranks' arrivals are compared.
+    # Although the members were reported before the call, both ranks' arrivals are compared.
     last = [e for e in events if e.get("args", {}).get("tensor") == "late" and e["ph"] == "b"]
     assert all("last_rank" in e["args"] for e in last if e["name"] == "NEGOTIATE_ALLREDUCE"), last
 
 
 def records() -> int:
-    """How many there ever were."""
+    """Return how many there ever were."""
     return context.engine().recorder._head
 
 
@@ -251,7 +251,7 @@ def test_a_timeline_of_two_hosts_is_on_one_axis(hosts: Ranks, tmp_path: Path) ->
             slices.setdefault(event["args"]["tensor"], []).append(event)
     assert sorted(slices) == [f"t{i}" for i in range(5)]
     for one, other in slices.values():
-        # An operation is left by nobody before all have begun with it.
+        # No rank leaves an operation before all have begun with it.
         assert one["pid"] != other["pid"]
         first_end = min(one["ts"] + one["dur"], other["ts"] + other["dur"])
         assert max(one["ts"], other["ts"]) <= first_end + error_us
@@ -268,7 +268,7 @@ def test_the_clock_is_asked_for_rarely_and_only_by_ranks_of_other_hosts(
     question = remote.ask_clock()
     assert question is not None
     now += 1000
-    remote.clock_answer(m.Pong(question.number + 1, 1))  # to a question of somebody else
+    remote.clock_answer(m.Pong(question.number + 1, 1))  # to another rank's question
     remote.clock_answer(m.Pong(question.number, 100))
     now += int(29e9)
     assert remote.ask_clock() is None

@@ -101,7 +101,7 @@ def get_stuck(waiting: bool) -> Any:
     before = epoch()
     engine.post("stuck", b"", to=[1])
     until = time.monotonic() + PATIENCE
-    while epoch() == before:  # what rank 0 submits before it hears of the abort is aborted as well
+    while epoch() == before:  # rank 0's submission before it learns of the abort is aborted as well
         assert time.monotonic() < until
         time.sleep(0.01)
     if not waiting:
@@ -120,7 +120,7 @@ def stuck() -> int:
 
 
 def release() -> tuple[int, int, bool, list[int]]:
-    """Let the stuck thread come back; what is left of it after the next epoch began."""
+    """Let the stuck thread return; report its leftovers after the next epoch began."""
     RELEASED.set()
     THREADS[0].join(PATIENCE)
     for thread in threading.enumerate():

@@ -42,7 +42,7 @@ def kill(ranks: Ranks) -> None:
 
 
 def start_and_kill(group: Ranks, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Running:
-    """Kill the coordinator once those who run ``function`` say that they wait."""
+    """Kill the coordinator once the ranks that run ``function`` report that they wait."""
     with Client.connect(group.coordinator.address, group.coordinator.client_token) as client:
         told: SimpleQueue[int] = SimpleQueue()
         client.on_mail("waiting", lambda sender, body: told.put(sender))
@@ -76,7 +76,7 @@ def wait_for(name: str) -> None:
 
 
 def reduce_large_ones_until_it_fails() -> AbortedError | None:
-    """What one was lost with, or nothing where the one that was lost for others had just been completed."""
+    """Return the error by which one was lost, or nothing where the one lost for others had just been completed."""
     x = np.ones(1 << 22, np.float32)
     engine = context.engine()
     generation = engine.generation
@@ -86,7 +86,7 @@ def reduce_large_ones_until_it_fails() -> AbortedError | None:
         try:
             hvd.allreduce(x, "large", op=hvd.Sum)
         except AbortedError as error:
-            # Who was ahead has submitted another one, which is held until there is a successor.
+            # A rank that was ahead has submitted another one, which is held until there is a successor.
             hvd.allreduce(x, "large", op=hvd.Sum)
             return error
     return None
@@ -156,7 +156,7 @@ def be_interrupted() -> str:
 
 
 def leave() -> None:
-    """Leave without any hurry: what is waited for must end, not its time."""
+    """Leave without any hurry: the operation must end, not the time limit."""
     context.engine().close(HOUR)
     context.shutdown()
 
@@ -236,7 +236,7 @@ def test_what_is_submitted_meanwhile_is_held(three: Ranks) -> None:
 
 def test_a_stopped_coordinator_is_replaced(three: Ranks) -> None:
     os.kill(three.coordinator.pid, signal.SIGSTOP)
-    three.run(begin, "total")  # who submits when others have lost theirs would wait for them
+    three.run(begin, "total")  # a rank that submits when others have lost theirs would wait for them
     running = three.start(finish)
     assert three.coordinator.running
     deadline = Deadline(PATIENCE)
@@ -296,7 +296,7 @@ def test_an_interrupt_while_there_is_none(three: Ranks) -> None:
 def test_without_a_successor_ranks_give_up() -> None:
     with Ranks(2, keep=True, env={"HVDLAB_REATTACH": "0.3"}) as ranks:
         kill(ranks)
-        ranks.run(wait_until_lost)  # what was begun before is lost for another reason, and told so
+        ranks.run(wait_until_lost)  # begun before, so lost for another reason
         for error in ranks.outcomes(total):
             assert isinstance(error, AbortedError)
             assert error.cause.kind is CauseKind.COORDINATOR_LOST

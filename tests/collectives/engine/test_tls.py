@@ -42,7 +42,7 @@ def settings(coordinator: CoordinatorProcess) -> Settings:
 
 
 def every_operation() -> str:
-    """Small and large tensors through all collectives; returns the plane."""
+    """Send small and large tensors through all collectives; return the plane."""
     engine = context.engine()
     rank, size = engine.rank, engine.size
     assert engine.settings.coordinator is not None

@@ -1,4 +1,4 @@
-"""Who lives, as a rank tells a successor of the coordinator."""
+"""The living ranks, as a rank reports them to a successor of the coordinator."""
 
 from __future__ import annotations
 

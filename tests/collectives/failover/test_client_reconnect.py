@@ -25,7 +25,7 @@ CELLS = {"cell": (0, 1)}
 
 
 class Fakes:
-    """A coordinator and a client; ``answers`` says what the next connections meet."""
+    """Coordinator and a client; ``answers`` has the answers to the next connections."""
 
     def __init__(self, pid: int, answers: list[Exception | None]) -> None:
         self.pid = pid
@@ -137,7 +137,7 @@ def test_a_successor_that_ends_before_it_answers_has_a_successor(living: int) ->
 
 
 class KilledSuccessor:
-    """A coordinator whose first successor stands still, and is killed while the client waits for its answer."""
+    """Coordinator whose first successor stands still, and is killed while the client waits for its answer."""
 
     def __init__(self, coordinator: CoordinatorProcess) -> None:
         self.coordinator, self.respawns = coordinator, 0

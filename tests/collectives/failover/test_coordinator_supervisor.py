@@ -17,7 +17,7 @@ from patience import PATIENCE
 
 
 class FakeCoordinator:
-    """A process that only sleeps; ``broken`` ones have no successor."""
+    """Process that only sleeps; ``broken`` ones have no successor."""
 
     def __init__(self, *, broken: bool = False) -> None:
         self.did: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""A successor puts together the world of the coordinator that died, from what ranks and client tell."""
+"""A successor puts together the world of the coordinator that died, from the reports of ranks and client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=m.Message)
 
 
 def world(*ranks: int, epoch: int = 7) -> m.KnownSet:
-    """The world of these ranks, with the processes that :func:`hello` gives them."""
+    """Return the world of these ranks, with the processes that :func:`hello` gives them."""
     return m.KnownSet(0, epoch, ranks, tuple(1000 + rank for rank in ranks))
 
 
@@ -35,7 +35,7 @@ WORLD = world(0, 1, 2)
 
 
 class Successor:
-    """The state of a coordinator of generation 1, and what it has said to each peer (a rank's is 10 + its number)."""
+    """State of a coordinator of generation 1, and its messages to each peer (a rank's is 10 + its number)."""
 
     def __init__(self, size: int | None = 3, *, tracked: bool = False) -> None:
         self.state = CoordinatorState(CoordinatorOptions(size=size, generation=1))
@@ -58,12 +58,12 @@ class Successor:
         self.says(rank, m.Resume(sets or (WORLD,), tuple(alive), **fields))  # type: ignore[arg-type]  # tests know
 
     def says(self, rank: int, message: m.Message) -> None:
-        self(Received(10 + rank, message))  # type: ignore[arg-type]  # ranks say what ranks may say
+        self(Received(10 + rank, message))  # type: ignore[arg-type]  # ranks send the messages of ranks
 
     def client(self, *messages: m.Message) -> None:
         self(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client", generation=0)))
         for message in messages:
-            self(Received(CLIENT, message))  # type: ignore[arg-type]  # clients say what clients may say
+            self(Received(CLIENT, message))  # type: ignore[arg-type]  # clients send the messages of clients
 
     def last(self, peer: int, kind: type[M]) -> M:
         return [message for message in self.said[peer] if isinstance(message, kind)][-1]
@@ -75,7 +75,7 @@ class Successor:
         return self.state.sets.by_id[process_set].members if process_set in self.state.sets.by_id else ()
 
     def wait(self) -> None:
-        """Until nobody is waited for any more."""
+        """Wait until no peer is awaited any more."""
         while self.state.restoring.active:
             due = self.state.next_deadline()
             assert due is not None
@@ -175,7 +175,7 @@ def test_who_was_to_be_let_go_still_leaves_at_the_next_commit(said: str) -> None
 
 @pytest.mark.parametrize("size", [3, None])
 def test_without_a_client_a_rank_that_was_to_be_let_go_leaves_at_the_next_commit(size: int | None) -> None:
-    """The rank itself has said so; ``None``: no process has told this coordinator how many ranks there are."""
+    """The rank itself has reported it; ``None``: no process has reported the number of ranks to this coordinator."""
     successor = Successor(size, tracked=True)
     for rank in range(3):
         successor.comes(rank, elastic=True, cells=("cell",), released=rank == 2)

@@ -237,7 +237,7 @@ def refused() -> None:
 
 
 def one_pushes_another_shape() -> None:
-    """The worker that does so is refused, and the others' pull says why; the store goes on."""
+    """Check that the worker that does so is refused, and the others' pull gives the reason; the store continues."""
     kv = kvstore.create("dist_sync")
     kv.init("w", full(1))
     if kv.rank == 0:
@@ -272,7 +272,7 @@ def other_shapes_at_init() -> None:
 
 
 def row_sparse(name: str | None) -> None:
-    """Row-sparse pushes give what one process gives for all workers' arrays, which are small integers."""
+    """Check that row-sparse pushes give one process's result for all workers' arrays, which are small integers."""
     dist, local = kvstore.create("dist_sync"), kvstore.create("local")
     n, rank = dist.num_workers, dist.rank
     if name is not None:
@@ -478,7 +478,7 @@ def half_precision(multi_precision: bool) -> None:
     kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, multi_precision=multi_precision))
     kv.init(0, np.ones(1, np.float16))
     out = np.empty(1, np.float16)
-    small = np.float16(2**-12)  # half of what moves a 1 in float16
+    small = np.float16(2**-12)  # half of the least step from 1 in float16
     for number in range(1, 4):
         kv.pushpull(0, np.full(1, -small), out=out)
         master = np.float32(1) + number * kv.num_workers * np.float32(small)
@@ -547,7 +547,7 @@ def interrupted_round() -> None:
     store.init("w", np.zeros(3, np.float32))
     if store.rank == 1:
         before, until = _epoch(), time.monotonic() + PATIENCE
-        while _epoch() == before:  # what it pushes before it hears of the end of the round would end with it
+        while _epoch() == before:  # a push before it learns of the end of the round would end with it
             assert time.monotonic() < until
             time.sleep(0.01)
         return

@@ -95,7 +95,7 @@ def train_some(cut_rank: int) -> tuple[tuple[int, int, int], list[float], bytes]
         attempts += 1
         if mine and attempts > 1:
             lost_for_good(store, sets[0])
-        if context.engine().size == 4:  # else one of the ranks is not there
+        if context.engine().size == 4:  # otherwise one of the ranks is not there
             sets.append(process_sets.add_process_set(SOME))
         if store is None and rank in SOME:
             store = kvstore.create("dist_async", process_set=sets[0])

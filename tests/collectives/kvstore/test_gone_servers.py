@@ -1,4 +1,4 @@
-"""Servers that can't be started again at once: interrupts come through, and the log says why."""
+"""Servers that can't be started again at once: interrupts come through, and the log gives the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a parameter server sends, a worker's connection to it goes on."""
+"""A worker's connection to a parameter server continues after any bytes from it."""
 
 from __future__ import annotations
 

@@ -278,11 +278,11 @@ def test_rows_of_several_keys_are_pulled_into_lists_of_lists() -> None:
 
 
 class OfFramework(RuntimeError):
-    """The error of a framework."""
+    """Error of a framework."""
 
 
 class SpecialError(KVStoreError):
-    """An error of a kind of its own."""
+    """Error of a kind of its own."""
 
 
 def test_errors_of_stores_are_the_frameworks_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +564,7 @@ def test_learning_rates_and_decay_by_key() -> None:
 
 
 def trained(name: str, weight: Any, gradients: Any, **settings: Any) -> Any:
-    """A weight after some updates, in double precision: how MXNet's are rounded is compared beside it."""
+    """Return a weight after some updates, in double precision: how MXNet's are rounded is compared beside it."""
     updater = kvstore.optimizer.get_updater(kvstore.optimizer.create(name, **settings))
     weight = weight.copy()
     for gradient in gradients:

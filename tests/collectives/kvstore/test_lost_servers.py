@@ -1,4 +1,4 @@
-"""Servers that are lost with their host, and servers that are stopped: what is said."""
+"""Servers that are lost with their host, and servers that are stopped: the messages."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def push_all() -> None:
 
 
 def settle(name: str) -> None:
-    """All that was pushed before on any worker has been applied."""
+    """Wait until all that was pushed before on any worker has been applied."""
     _kv.pull(list(KEYS), out=[np.zeros(shape) for shape in KEYS.values()])
     _kv._workers.largest([0], name)
 
@@ -92,7 +92,7 @@ def name_what_is_lost() -> list[str]:
 
 
 def pull_while_it_is_stopped(pid: int) -> list[str]:
-    """A pull from a stopped server, which goes on once that was said."""
+    """Pull from a stopped server, which continues once that was reported."""
     links.SILENT_SECONDS = _kv._links[0]._warn_after = 0.1
     links._POLL_MILLISECONDS = 50
 

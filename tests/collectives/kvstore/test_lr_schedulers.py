@@ -32,7 +32,7 @@ MADE: list[Callable[[], LRScheduler]] = [
 
 
 class Halved:
-    """A scheduler of the program's own."""
+    """Scheduler of the program's own."""
 
     def __call__(self, num_update: int) -> float:
         return 0.5**num_update

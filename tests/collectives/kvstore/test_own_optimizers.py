@@ -106,7 +106,7 @@ def others_are_refused(directory: str) -> None:
 
 
 def is_not_there(directory: str) -> None:
-    """The error comes on all workers, with the reason, and another optimizer can be set then."""
+    """Check that the error comes on all workers, with the reason, and another optimizer can be set then."""
     module = imported(directory)
     kv = kvstore.create("dist_async")
     with pytest.raises(
@@ -154,7 +154,7 @@ class Poison(kvstore.optimizer.Optimizer):
 
 
 def a_request_ends_each_server(directory: str) -> None:
-    """It fails after some servers; other requests, of this worker and of others, are carried out."""
+    """Check that it fails after some servers; other requests, of this worker and of others, are carried out."""
     sys.path.insert(0, directory)
     kv = kvstore.create("dist_async")
     kv.set_optimizer(importlib.import_module("poison").Poison())
@@ -176,7 +176,7 @@ ENDED = r"ended each time it carried out this request \(Push of key 'w'\), \d ti
 
 
 def requests_that_raise(directory: str) -> None:
-    """They are answered with an error, and the server goes on."""
+    """Check that they are answered with an error, and the server goes on."""
     sys.path.insert(0, directory)
     kv = kvstore.create("dist_async")
     kv.set_optimizer(importlib.import_module("poison").Poison())

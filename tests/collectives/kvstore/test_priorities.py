@@ -54,7 +54,7 @@ def outputs_are_written_by_the_wait() -> None:
     outs = [np.zeros((10, 10), np.float32), np.zeros((10, 10), np.float32)[:, ::-1]]
     flying = [kv.pushpull_async("x", [value], out=outs) for _ in range(3)]
     pushed = value.copy()
-    value[:] = np.nan  # what was pushed may be overwritten
+    value[:] = np.nan  # the pushed array may be overwritten
     done = np.zeros(1, np.float32)
     while done[0] < n:  # the sum is the same on all ranks: they leave together
         done[:] = flying[-1].done()

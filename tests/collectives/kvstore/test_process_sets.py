@@ -27,12 +27,13 @@ def ranks() -> Iterator[Ranks]:
 
 
 def start_servers() -> None:
-    """They live as long as the ranks, so a fixture's have to come before its first test."""
+    """Start the servers. They live as long as the ranks, so a fixture's have to come before its first test."""
     kvstore.create("dist_async")
 
 
 def stores_of_two_sets_and_of_all(name: str) -> list[tuple[int, int, int, float]]:
-    """Of a store of this rank's set, made twice, then of one of all: this worker's numbers, and the value after a push of 1 each."""
+    """Return values of a store of this rank's set, made twice, then of one of all: this worker's numbers, and the value
+    after a push of 1 each."""
     halves = [process_sets.add_process_set([1, 3, 4]), process_sets.add_process_set([0, 2])]
     mine = next(one for one in halves if one.included())
     found = []
@@ -125,7 +126,7 @@ _waiting: Any = None
 
 
 def ask_the_other() -> None:
-    """Begin what can't end without the other worker of the set."""
+    """Begin an operation that can't end without the other worker of the set."""
     global _waiting
     _waiting = hvd.allreduce_async(np.ones(1), "the other", process_set=_half)
 

@@ -1,4 +1,4 @@
-"""A worker that was started anew takes part in a store that the others have had before: it gets the store from one of them."""
+"""A restarted worker takes part in a store that the others have had before: it gets the store from one of them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def take(data: bytes) -> list[bytes]:
 
 
 def refuse_to_give() -> None:
-    """While a push waits for the others the store is not what they have."""
+    """Check that pickling is refused: while a push waits for the others, the store differs from theirs."""
     _kv.push("a", np.ones(SHAPES["a"], np.float32))
     with pytest.raises(KVStoreError, match="a push of key 'a' is on its way"):
         pickle.dumps(_kv)

@@ -36,7 +36,7 @@ def stopped() -> bool:
 
 
 def push_until_stopped(seed: int) -> int:
-    """Rounds of pushes that were made; each adds one to every element."""
+    """Return rounds of pushes that were made; each adds one to every element."""
     chance, rounds = random.Random(seed), 0
     ones = [np.ones(shape) for shape in KEYS.values()]
     outs = [np.zeros(shape) for shape in KEYS.values()]
@@ -115,7 +115,7 @@ PARTS = {"one": (5, 1), "small": (5, 900), "large": (5, 20_000)}
 
 
 class Progress:
-    """What each worker has begun and what it knows to be applied, in a file: it outlives the worker.
+    """Operations that each worker has begun and those that it knows to be applied, in a file: it outlives the worker.
 
     Args:
         path: Of the file.
@@ -147,7 +147,7 @@ def own_row(rank: int) -> list[Any]:
 
 
 def server_killer(seed: int, count: int, flags: Any) -> threading.Thread:
-    """A thread that kills ``count`` servers, each a random moment after this worker was connected to it."""
+    """Return a thread that kills ``count`` servers, each a random moment after this worker was connected to it."""
     chance = random.Random(seed)
 
     def kill() -> None:

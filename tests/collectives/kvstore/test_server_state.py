@@ -39,7 +39,7 @@ KEY = "w"
 
 
 class Killed(BaseException):
-    """The server ends here, as by SIGKILL: what it wrote to its memory stays, all else is gone."""
+    """End of the server, as by SIGKILL: its writes to its memory stay, all other state is gone."""
 
 
 class Steps:
@@ -86,7 +86,8 @@ class Outbox:
 
 
 class Worker:
-    """What a link does, without one: it keeps what was not answered, and repeats it over each new connection."""
+    """Worker that acts as a link, without one: it keeps unanswered requests, and repeats them over each new
+    connection."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.alive = world, rank, True
@@ -127,7 +128,7 @@ class Worker:
         self.up.extend((message, None) for _, message in sorted(self.unanswered.items()))
 
     def cut(self) -> None:
-        """The connection ends with whatever was on its way in both directions."""
+        """End the connection with all messages in flight in both directions."""
         peer, self.peer = self.peer, -1
         self.up.clear()
         self.down.clear()
@@ -149,7 +150,7 @@ class Worker:
 
 
 class World:
-    """A server and its workers."""
+    """Server and its workers."""
 
     def __init__(self, size: int, steps: Steps, *, remote: tuple[int, ...] = ()) -> None:
         self.remote = remote
@@ -185,15 +186,15 @@ class World:
                 worker.down.append(effect.message)
 
     def memory_used(self) -> int:
-        """Bytes of the store's memory that a server has written to."""
+        """Return bytes of the store's memory that a server has written to."""
         return int(self.workers[0].files[STORE].array(8, np.dtype(np.uint64), (1,))[0])
 
     def tell(self, rank: int, message: Any) -> None:
-        """A message that has no answer."""
+        """Send a message that has no answer."""
         self.handle(ServerReceived(self.workers[rank].peer, message))
 
     def restart(self) -> None:
-        """A successor takes the server's place; every connection is gone."""
+        """Replace the server by a successor; every connection is gone."""
         self.kills += 1
         self.steps.left = -1
         self.server = ParameterServerState()
@@ -205,13 +206,13 @@ class World:
                 self.handle(WorkerDied(worker.rank, 100 + worker.rank, "killed by SIGKILL"))
 
     def drain_up(self) -> None:
-        """Whatever workers have sent arrives now."""
+        """Deliver all messages that workers have sent."""
         for worker in self.workers:
             while worker.up:
                 worker.deliver_up()
 
     def drain(self) -> None:
-        """Everything arrives now."""
+        """Deliver all messages."""
         while any(w.alive and (w.peer < 0 or w.up or w.down) for w in self.workers):
             for worker in self.workers:
                 if worker.alive:
@@ -260,7 +261,7 @@ ACTIONS = ("push", "pull", "up", "up", "up", "down", "down", "cut", "connect", "
 
 
 def play(data: st.DataObject, world: World, each: int, make: Callable[[int, int], Any], like: Any) -> None:
-    """Random steps, faults among them; every worker makes ``each`` pushes in the end."""
+    """Play random steps, faults among them; every worker makes ``each`` pushes in the end."""
     made = [0] * len(world.workers)
     pulls: list[tuple[int, int, int, Any]] = []
     for _ in range(data.draw(st.integers(0, 60))):
@@ -290,7 +291,7 @@ def play(data: st.DataObject, world: World, each: int, make: Callable[[int, int]
         own = (
             array[rank * each : rank * each + each] if len(array) == len(world.workers) * each else array[:0]
         )
-        assert (own[:before] == 1).all()  # what a worker pulls has all that it pushed before
+        assert (own[:before] == 1).all()  # a worker's pull includes all that it pushed before
     assert not any(worker.unanswered for worker in world.workers)
     assert world.disconnected == []
 
@@ -490,7 +491,7 @@ def test_staleness_counts_pushes_of_others_since_the_pull(steps: Steps) -> None:
 
 
 def gone(world: World) -> tuple[int, ...]:
-    """The workers that use the store no more, as a successor of the server would read it."""
+    """Return the workers that use the store no more, as a successor of the server would read it."""
     store = StoreMemory(SharedFile(os.dup(world.workers[0].files[STORE].descriptor)))
     assert store.store is not None
     found = store.store.gone
@@ -686,7 +687,7 @@ class Unprintable(Exception):
 
 @pytest.fixture
 def picky() -> Iterator[dict[str, BaseException | None]]:
-    """Has an optimizer ``picky`` registered, whose methods raise what is put here under their names."""
+    """Register an optimizer ``picky``, whose methods raise the exceptions put here under their names."""
     raised: dict[str, BaseException | None] = {"create_state": None, "update": None}
 
     class Picky(SGD):
@@ -766,7 +767,7 @@ def test_an_optimizer_that_a_successor_cannot_make_refuses_pushes_alone(
 
 
 class Full(Outbox):
-    """An outbox on a server that has no memory left for it."""
+    """Outbox on a server that has no memory left for it."""
 
     def write(self, offset: int, data: bytes) -> None:
         raise MemoryError

@@ -91,7 +91,7 @@ def rows_of_dense_weights(name: str) -> None:
 
 
 def start_servers() -> None:
-    """They live as long as the ranks, so a fixture's have to come before its first test."""
+    """Start the servers. They live as long as the ranks, so a fixture's have to come before its first test."""
     kvstore.create("dist_async")
 
 
@@ -193,7 +193,7 @@ def refused() -> None:
 
 
 class OwnOptimizer(kvstore.optimizer.SGD):
-    """Of a class that servers don't have."""
+    """Optimizer of a class that servers don't have."""
 
 
 def trained(name: str, settings: dict[str, Any], dtype: str) -> list[float]:
@@ -225,7 +225,8 @@ def trained(name: str, settings: dict[str, Any], dtype: str) -> list[float]:
 
 
 def new_rates(where: str) -> None:
-    """The rate changes while pushes of other workers may still be on their way; states stay, and later ones are at the new rate."""
+    """Check that the rate changes while pushes of other workers may still be on their way; states stay, and later ones
+    are at the new rate."""
     kv = kvstore.create(where)
     n, keys = kv.num_workers, [0, 1]
     with pytest.raises(KVStoreError, match="no optimizer whose learning rate"):
@@ -258,7 +259,7 @@ def new_rates(where: str) -> None:
 
 
 def spread() -> None:
-    """A large key is in parts on all servers, a small one on one."""
+    """Check that a large key is in parts on all servers, a small one on one."""
     kv = kvstore.create("dist_async")
     kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=0.5))
     kv.init([0, 1, 2], [full(1, 1000, 1001), full(2, 7), full(3, 5)])
@@ -301,7 +302,7 @@ def half_precision() -> None:
     kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, multi_precision=True))
     kv.init(kv.rank, np.ones(1, np.float16)) if kv.num_workers == 1 else kv.init(0, np.ones(1, np.float16))
     out = np.empty(1, np.float16)
-    small = np.float16(2**-12)  # half of what moves a 1 in float16
+    small = np.float16(2**-12)  # half of the least step from 1 in float16
     for number in range(1, 4):
         kv.push(0, np.full(1, -small))
         kv.pull(0, out=out)
@@ -364,7 +365,7 @@ def goes_on_alone() -> None:
 
 
 def on_another_host(kill: bool) -> None:
-    """Each rank says that it is a host of its own: the others reach its server over TLS only."""
+    """Give each rank a host name of its own: the others reach its server over TLS only."""
     os.environ["HVDLAB_HOST"] = f"host{context.engine().rank}"
     kv = kvstore.create("dist_async")
     kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, momentum=0.5))
@@ -402,7 +403,7 @@ def on_another_host(kill: bool) -> None:
 
 
 def hostile() -> None:
-    """What is no worker is turned away, and workers go on."""
+    """Check that clients that are no workers are refused, and workers continue."""
     (directory,) = {link.address.directory for link in _kv._links}
     assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
     for data in (
@@ -430,7 +431,8 @@ def most_memory(pid: int) -> int:
 
 
 def floods_within_tls(pid: int, at: tuple[str, int]) -> None:
-    """Strangers that have shaken hands have much ready before the server looks: it holds little of that, and ends them."""
+    """Check that strangers that have shaken hands have much ready before the server looks: it holds little of that, and
+    ends them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     floods = [context.wrap_socket(socket.create_connection(at, 60)) for _ in range(4)]
@@ -439,12 +441,14 @@ def floods_within_tls(pid: int, at: tuple[str, int]) -> None:
     try:
         for sock in floods:
             sock.settimeout(0.05)
+            # The send ends by its time limit once the buffers of a stopped process are full.
             with contextlib.suppress(OSError):
                 sock.sendall(struct.pack("<I", 64 << 10) + bytes(32 << 20))
     finally:
         os.kill(pid, signal.SIGCONT)
     for sock in floods:
         sock.settimeout(60)
+        # A connection that is closed with unread bytes is reset, which is as good an end.
         with contextlib.suppress(OSError):
             assert sock.recv(1) == b""
         sock.close()
@@ -453,7 +457,8 @@ def floods_within_tls(pid: int, at: tuple[str, int]) -> None:
 
 
 def is_answered_behind_a_crowd(at: tuple[str, int]) -> None:
-    """A client that shows a token, if a wrong one, has its answer although others fill the places of strangers."""
+    """Check that a client that shows a token, if a wrong one, has its answer although others fill the places of
+    strangers."""
     silent = [socket.create_connection(at, 60) for _ in range(STRANGERS + 20)]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

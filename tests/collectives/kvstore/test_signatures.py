@@ -1,4 +1,4 @@
-"""Names and signatures of MXNet's key-value stores, each as the reference says it."""
+"""Names and signatures of MXNet's key-value stores, each as in the reference."""
 
 from __future__ import annotations
 

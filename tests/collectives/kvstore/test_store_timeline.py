@@ -32,7 +32,7 @@ def test_the_clock_of_a_server_on_another_host_is_known_as_well_as_its_quickest_
     for asked, began, seen in ((1_000_000, 1_900_000, 2_000_000), (3_000_000, 3_004_000, 3_010_000)):
         found = clock.here(RequestDone(1, began=began + ahead, took=1000), asked, seen)
         assert abs(found - began) <= (seen - asked) // 2
-    # The answer before this one was slow, and says nothing that is better known by now.
+    # The answer before this one was slow, and has no newer state than the known one.
     found = clock.here(RequestDone(1, began=4_100_000 + ahead, took=0), 4_000_000, 9_000_000)
     assert abs(found - 4_100_000) <= 5_000
     assert ServerClock(local=True).here(RequestDone(1, began=77), 1, 100) == 77
@@ -47,12 +47,12 @@ def ranks() -> Iterator[Ranks]:
 
 
 def start_servers() -> None:
-    """They live as long as the ranks, so a fixture's have to come before its first test."""
+    """Start the servers. They live as long as the ranks, so a fixture's have to come before its first test."""
     kvstore.create("dist_async")
 
 
 def pushes(path: str) -> list[tuple[int, int]]:
-    """Pushes and pulls of a key in parts on two servers; when each call began and returned."""
+    """Push and pull a key in parts on two servers; return when each call began and returned."""
     engine, seen = context.engine(), []
     if engine.rank == 0:
         engine.start_timeline(path, True)
@@ -106,7 +106,7 @@ def test_a_push_is_on_its_worker_and_on_its_server_and_an_arrow_ties_both(
             assert begin <= span_of(server)[0] <= span_of(server)[1] <= end
             assert server["args"]["version"] == args["version"]
             assert server["flow_in" if kind == "PUSH" else "flow_out"]
-        # The next push was computed from what was pulled.
+        # The next push was computed from the pulled values.
         pulled = {event["bind_id"] for event in own if kind == "PULL"}
         based = [
             event

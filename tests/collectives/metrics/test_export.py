@@ -1,4 +1,4 @@
-"""Metrics on their way to an exporter: which, in which order, and what becomes of a slow or a broken one."""
+"""Metrics on their way to an exporter: the selection, the order, and the fate of a slow or a broken one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def point(value: float, name: str = "loss", rank: int = 0) -> Point:
 
 
 class Kept:
-    """An exporter that keeps what it gets; ``before`` is called first."""
+    """Exporter that keeps its metrics; ``before`` is called first."""
 
     def __init__(self, before: Callable[[Sequence[Point]], object] = lambda points: None) -> None:
         self.before = before

@@ -21,7 +21,7 @@ SECOND = 10**9
 
 
 class Kept:
-    """An exporter that keeps what it gets."""
+    """Exporter that keeps its metrics."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []

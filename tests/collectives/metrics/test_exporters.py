@@ -55,7 +55,7 @@ def test_a_file_that_can_not_be_made_is_an_error_at_once(tmp_path: Path) -> None
 
 
 class Writer:
-    """What a ``SummaryWriter`` is asked to do."""
+    """Writer that records a ``SummaryWriter``'s calls."""
 
     def __init__(self, directory: str) -> None:
         self.directory, self.scalars, self.flushes, self.closes = directory, [], 0, 0  # type: ignore[var-annotated]
@@ -117,7 +117,7 @@ class Client:
 
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A module that stands in for mlflow, without an active run."""
+    """Return a module that stands in for mlflow, without an active run."""
     module = SimpleNamespace(
         active=None,
         client=Client(),

@@ -20,7 +20,7 @@ class NvmlError(Exception):
 
 
 class Nvml:
-    """Of ``pynvml`` what is used, with GPUs whose utilisation is 10 times their number. Handles are numbers."""
+    """Used part of ``pynvml``, with GPUs whose utilisation is 10 times their number. Handles are numbers."""
 
     NVMLError = NvmlError
 

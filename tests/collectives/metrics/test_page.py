@@ -1,4 +1,4 @@
-"""The pages about metrics say what is so."""
+"""The pages about metrics are true."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_exporter_of_the_guide_is_one(capsys: pytest.CaptureFixture[str]) ->
         def export(exporter: Any, names: str) -> None:
             made.append(Export(exporter, [names]))
 
-    exec(compile(block, "metrics.md", "exec"), {"hvd": Hvd})  # noqa: S102  (what the page says)
+    exec(compile(block, "metrics.md", "exec"), {"hvd": Hvd})  # noqa: S102  (the page's code)
     made[0].put([Point(3, "loss", 0.5, 7, 1.0)])
     assert made[0].close(10)
     assert capsys.readouterr().out == "1.0 3 loss 0.5 7\nthat was all\n"

@@ -1,4 +1,4 @@
-"""``metric()`` on ranks, and what a recording elsewhere has of it."""
+"""``metric()`` on ranks, and its values in a recording elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ``metric()`` takes for a number, and what it refuses. Apart from what ranks run, which need no torch."""
+"""Values that ``metric()`` accepts as a number, and those that it refuses. Separate from the ranks' functions, which
+need no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def world_of_one() -> Iterator[None]:
 
 
 def taken() -> list[Metric]:
-    """What was recorded in this process and is still here."""
+    """Return the records of this process that are still here."""
     batches = context.engine().recorder.drain()
     return [event for batch in batches for event in decode(batch).events if isinstance(event, Metric)]
 

@@ -35,7 +35,7 @@ def test_processor_time_is_that_of_the_process() -> None:
     begin, used = time.monotonic(), time.process_time()
     while time.process_time() - used < 0.2:
         pass
-    # What it measures lies between these, however long the process is kept waiting at any of them.
+    # Its measurement lies between these, even if the process is kept waiting at any of them.
     least, shortest = time.process_time() - used, time.monotonic() - begin
     found = dict(usage.sample())["hvdlab/cpu"]
     longest, most = time.monotonic() - before[0], time.process_time() - before[1]
@@ -106,7 +106,7 @@ def test_slow_change_adds_up() -> None:
 
 
 class Counting:
-    """A source whose value is the number of the sample."""
+    """Source whose value is the number of the sample."""
 
     def __init__(self, name: str = "count", fails_at: int = -1) -> None:
         self.name, self.fails_at = name, fails_at
@@ -124,7 +124,7 @@ class Counting:
 
 
 class Sampling:
-    """A sampler whose records are waited for."""
+    """Sampler whose records are waited for."""
 
     def __init__(self, *sources: Source, interval: float = 0.02) -> None:
         self.records: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
@@ -190,7 +190,7 @@ def sampled() -> Iterator[Ranks]:
 
 
 def newest(recording: Recording) -> dict[tuple[int, str], float]:
-    """The newest value of each metric that is not derived from spans, by rank and name."""
+    """Return the newest value of each metric that is not derived from spans, by rank and name."""
     found = {}
     for one in recording.series():
         points = recording.points(one.rank, one.name)

@@ -1,4 +1,4 @@
-"""What an abort leaves of a Gloo group: nothing, and to others all that this member had to give."""
+"""Leftovers of an abort in a Gloo group: none, and the others get all that this member had to send."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNT = 1 << 20
 
 
 class Shared(KeyValue):
-    """The store of planes within one process."""
+    """Store of planes within one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -73,7 +73,7 @@ def test_others_get_all_of_an_operation_that_is_aborted_while_it_begins(pair: li
     group = first._group
 
     def begin(*args: object) -> Any:
-        """Begin the operation, which is aborted before anybody has noted that."""
+        """Begin the operation, which is aborted before any code has recorded that."""
         work = group.allreduce(*args)
         first.abort()
         return work
@@ -97,7 +97,7 @@ def test_others_end_when_one_has_aborted_between_operations(pair: list[GlooPlane
 
 
 class Deserter(Shared):
-    """The store as a member sees it that is aborted when it has just told the others where it is."""
+    """Store of a member that is aborted just after it has published its address to the others."""
 
     def __init__(self, store: Shared) -> None:
         self._store = store

@@ -1,4 +1,5 @@
-"""The sockets of Gloo. Looking at a process's own sockets leaves no descriptor behind, whatever other threads open and close meanwhile."""
+"""The sockets of Gloo. Listing a process's own sockets leaves no descriptor behind, while other threads open and close
+some."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def lets_in(family: socket.AddressFamily, address: tuple[str, int]) -> bool:
 
 
 def shut_and_try(family: socket.AddressFamily, host: str) -> tuple[bool, bool, bytes]:
-    """Whether strangers get in before and after, and what a connection from before still carries."""
+    """Return whether strangers are admitted before and after, and the data that an earlier connection still carries."""
     with socket.create_server((host, 0), family=family) as server:
         address = server.getsockname()[:2]
         before = lets_in(family, address)
@@ -117,7 +118,7 @@ class Interrupted(Exception):
     """As Ctrl-C would."""
 
 
-# A duplicate that nobody could close is closed with its object, which says so.
+# A duplicate that no caller could close is closed with its object, which warns of it.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_leaves_nothing_open() -> None:

@@ -1,4 +1,5 @@
-"""The check of the plane for CUDA tensors, by ranks on simulated GPUs with a simulated NCCL: its choice, its failures, and what goes on after it."""
+"""The check of the plane for CUDA tensors, by ranks on simulated GPUs with a simulated NCCL: its choice, its failures,
+and the operations after it."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def shown() -> tuple[tuple[str, ...], list[str], list[str]]:
 
 
 def everything() -> list[Any]:
-    """One collective of each kind that works on a GPU's memory."""
+    """Run one collective of each kind that works on a GPU's memory."""
     hvd, rank = arrays(), context.engine().rank
     one = hvd.on_gpu(np.arange(6.0).reshape(6, 1) + rank)
     return [
@@ -347,7 +348,7 @@ def test_what_a_member_publishes_is_read_as_it_was() -> None:
 
 
 class HeldPlane:
-    """A plane whose allreduce of one member begins once it may."""
+    """Plane whose allreduce of one member begins once it may."""
 
     def __init__(self, context: PlaneContext) -> None:
         self.context, self.may_go = context, threading.Event()

@@ -25,14 +25,14 @@ from patience import PATIENCE
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """A GPU that this process seems to have."""
+    """Yield a GPU that this process seems to have."""
     with simulated_gpu(monkeypatch) as found:
         yield found
 
 
 @pytest.fixture
 def alone(gpu: FakeCuda) -> Iterator[CudaPlane]:
-    """A member that has the group for itself."""
+    """Yield a member that has the group for itself."""
     plane = CudaPlane(PlaneContext(0, 0, 0, 1, (0,), ("here",), Store()))
     plane.connect(PATIENCE)
     yield plane
@@ -101,7 +101,7 @@ def test_an_abort_ends_what_waits_for_a_stream_that_goes_on_for_long(alone: Cuda
     alone.abort()
     with pytest.raises(PlaneAborted):
         begun(alone, buffer)
-    computed.set()  # a GPU goes on as long as a kernel runs, whatever the host does
+    computed.set()  # a GPU goes on as long as a kernel runs, independent of the host
     assert isinstance(outcome(completion), PlaneAborted)
     assert value_of(buffer) == 1.0, "nothing is written once a member has given up"
     alone.close()

@@ -1,6 +1,6 @@
 """``kernels.cu`` against the host's folds: compiled for the host, with one thread for each block, as a GPU would run it.
 
-What only a GPU does (threads side by side, its own conversion of halves) is for ``tests/gpu``.
+Behaviour that only GPUs have (threads side by side, its own conversion of halves) is for ``tests/gpu``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ELEMENTS = {
 }
 OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 
-#: What CUDA brings and C++ does not; then one kernel for each type and operator, called block by block.
+#: CUDA's own definitions that C++ lacks; then one kernel for each type and operator, called block by block.
 HOST = """
 #define __device__ inline
 #define __global__
@@ -63,7 +63,7 @@ extern "C" void run_KERNEL(int blocks, const u64* table, u32 jobs, u32 ins, u32 
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Loads the kernel of a type and operator."""
+    """Load the kernel of a type and operator."""
     if COMPILER is None:
         pytest.skip("there is no g++ to compile the kernels for the host")
     place = tmp_path_factory.mktemp("kernels")
@@ -87,7 +87,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run(
     kernel: Any, table: Any, ins: int, outs: int, before: float, after: float, stopped: bool = False
 ) -> list[int]:
-    """Launch it over three blocks; the times that it leaves."""
+    """Launch it over three blocks; return the times that it leaves."""
     flags, times = (ctypes.c_uint32 * 4)(0, 0, int(stopped), 0), (ctypes.c_uint64 * 2)()
     numbers = (ctypes.c_uint32(number) for number in (table.jobs, ins, outs))
     kernel(
@@ -98,7 +98,7 @@ def run(
 
 
 def placed(count: int, kind: np.dtype[Any], shift: int, rng: np.random.Generator) -> npt.NDArray[Any]:
-    """Random numbers that begin ``shift`` bytes behind a multiple of 16."""
+    """Return random numbers that begin ``shift`` bytes behind a multiple of 16."""
     memory = np.zeros(count * kind.itemsize + 64, np.uint8)
     begin = -memory.ctypes.data % 16 + shift
     array = memory[begin : begin + count * kind.itemsize].view(kind)

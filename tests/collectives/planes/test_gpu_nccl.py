@@ -34,7 +34,7 @@ from patience import PATIENCE
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
-    """A GPU that this process seems to have, and NCCL."""
+    """Yield a GPU that this process seems to have, and NCCL."""
     monkeypatch.setenv(fake_nccl.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(groups, "LEARN_WITHIN", 0.0)
     monkeypatch.setattr(groups, "CHECK_INTERVAL", 0.01)
@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
 
 
 def connected(members: int, epoch: int = 0) -> list[NcclPlane]:
-    """Members that have joined, each from a thread of its own."""
+    """Return members that have joined, each from a thread of its own."""
     store = Store()
     ranks, hosts = tuple(range(members)), ("here",) * members
     made = [NcclPlane(PlaneContext(0, epoch, i, members, ranks, hosts, store)) for i in ranks]
@@ -62,7 +62,7 @@ def connected(members: int, epoch: int = 0) -> list[NcclPlane]:
 
 @pytest.fixture
 def alone(gpu: FakeCuda) -> Iterator[NcclPlane]:
-    """A member that has the group for itself."""
+    """Yield a member that has the group for itself."""
     (plane,) = connected(1)
     yield plane
     plane.close()
@@ -246,7 +246,7 @@ def test_an_abort_ends_a_wait_and_a_new_group_works_in_the_same_process(
 
 
 def test_a_member_that_has_stopped_believes_no_result(two: list[NcclPlane], gpu: FakeCuda) -> None:
-    """What an aborted communicator leaves on other members looks like one."""
+    """An aborted communicator's leftovers on other members look like one."""
     stream, computed = gpu.new_stream(), threading.Event()
     gpu._put(stream, lambda: computed.wait() and None)
     completions = [begun(two[0], on_gpu(gpu, 1.0, stream)), begun(two[1], on_gpu(gpu, 1.0))]
@@ -427,7 +427,7 @@ def test_what_the_plane_got_from_the_gpu_is_given_back(gpu: FakeCuda) -> None:
     assert len(gpu._memory) == 1, "the tensor's"
 
 
-# -- what there is --------------------------------------------------------------------------------------------------------
+# -- the group ------------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_offered_where_nccl_is(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

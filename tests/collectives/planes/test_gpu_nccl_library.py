@@ -25,14 +25,14 @@ IN_PROGRESS, REMOTE_ERROR = 7, 6
 
 
 class Recorder:
-    """A library whose functions return what a test wants, and are recorded with their numbers."""
+    """Library whose functions return a test's values, and are recorded with their numbers."""
 
     def __init__(self, version: int = LEAST_VERSION) -> None:
         self.version = version
         self.calls: list[tuple[Any, ...]] = []
-        #: What a function returns, by name, if it is not 0.
+        #: A function's result, by name, if it is not 0.
         self.returns: dict[str, int] = {}
-        #: What the communicator's state is from one question to the next.
+        #: The communicator's states, one for each query.
         self.states: Iterator[int] = itertools.repeat(0)
         self._functions: dict[str, Callable[..., Any]] = {}
 

@@ -53,7 +53,7 @@ def total() -> float:
 
 
 def total_in_which(rank: int, number: int) -> float:
-    """A rank gets a signal when NCCL is about to send its part."""
+    """Reduce while a rank gets a signal when NCCL is about to send its part."""
     if context.engine().rank == rank:
         fake_nccl.FakeCommunicator._send = (  # type: ignore[method-assign]
             lambda self, member, content: signal.raise_signal(number)

@@ -11,7 +11,7 @@ from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed, OpenedPie
 
 
 class Mapping:
-    """A GPU that refuses to map the memory at an address of a process a second time, as a driver may."""
+    """GPU that refuses to map the memory at an address of a process a second time, as a driver may."""
 
     def __init__(self) -> None:
         self.mapped: dict[int, bytes] = {}

@@ -1,4 +1,4 @@
-"""Hosts and columns, memory that a host's members make, and what the engine chooses on several hosts."""
+"""Hosts and columns, memory that a host's members make, and the engine's choice on several hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 
 
 class OneStore(KeyValue):
-    """A store in this process."""
+    """Store in this process."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -124,7 +124,7 @@ def join(hosts: str) -> None:
 
 
 def work() -> tuple[str, bool]:
-    """All that the variables concern; returns the plane and whether memory is shared."""
+    """Run all that the variables concern; return the plane and whether memory is shared."""
     e = context.engine()
     count = 30_000  # more than travels with the negotiation
     assert (hvd.allreduce(np.full(count, e.rank + 1.0), op=hvd.Sum) == sum(range(e.size + 1))).all()

@@ -1,4 +1,4 @@
-"""Large reductions between hosts, block by block: what overlaps, and how it ends when something fails."""
+"""Large reductions between hosts, block by block: their overlap, and their end at a failure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContex
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 from hvdlab.collectives.types import DType, ReduceOp
 
-BLOCK = 4096
-PATIENCE = 30.0
+BLOCK = 4096  # bytes of a block
+PATIENCE = 30.0  # seconds until a wait for the other plane fails
 
 
 class Inner:
-    """The plane of a host whose other member has only zeros; it counts its reductions."""
+    """Plane of a host whose other member has only zeros; it counts its reductions."""
 
     def __init__(self, fails_at: int = -1) -> None:
         self.reduced = [threading.Event() for _ in range(16)]
@@ -37,7 +37,8 @@ class Inner:
 
 
 class Outer:
-    """The plane between hosts: each reduction goes on until the next block was reduced within the host, or it is aborted."""
+    """Plane between hosts: each reduction goes on until the next block was reduced within the host, or it is
+    aborted."""
 
     def __init__(self, inner: Inner, blocks: int) -> None:
         self.calls: list[str] = []
@@ -67,7 +68,7 @@ class Outer:
 def plane_of(inner: Inner, outer: Outer) -> HierarchicalPlane:
     options = {"block_bytes": str(BLOCK)}
     plane = HierarchicalPlane(PlaneContext(0, 1, 0, 4, (0, 1, 2, 3), tuple("aabb"), options=options))
-    plane._inner, plane._outer = inner, outer  # type: ignore[assignment]  # what is used of them
+    plane._inner, plane._outer = inner, outer  # type: ignore[assignment]  # only the used parts
     plane._subgroups._planes = [outer]  # type: ignore[list-item]  # those that an abort reaches
     return plane
 

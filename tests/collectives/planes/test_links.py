@@ -1,4 +1,4 @@
-"""What lies between GPUs, with a library that is made up: only what it knows is said. Real GPUs: ``tests/gpu/test_links.py``."""
+"""Links between GPUs, with a made-up library: only its answers are shown. Real GPUs: ``tests/gpu/test_links.py``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NvmlError(Exception):
 
 
 class Nvml:
-    """Of ``pynvml`` what is used: by GPU its answers to the two questions about the way to it; a handle is a UUID."""
+    """Used part of ``pynvml``: by GPU its answers to the two questions about the way to it; a handle is a UUID."""
 
     NVMLError = NvmlError
     NVML_P2P_STATUS_OK, NVML_P2P_STATUS_UNKNOWN = OK, STATUS_UNKNOWN

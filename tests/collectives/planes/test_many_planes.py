@@ -70,7 +70,7 @@ def test_nothing_is_left_of_planes(plane: str, hosts: str) -> None:
         unused = ranks.run(side_by_side, SETS, False, timeout=60)
         after = ranks.run(side_by_side, SETS, True, timeout=60)
         again = ranks.run(come_and_go, SETS, timeout=60)
-    slack = 3  # what a library closes from a thread of its own
+    slack = 3  # descriptors that a library closes from a thread of its own
     for first, (idle, _), (busy, left), last in zip(before, unused, after, again, strict=True):
         descriptors, threads, segments = first
         assert idle[0] <= descriptors + 2 * SETS + slack  # the memory, and the board that is mapped of it

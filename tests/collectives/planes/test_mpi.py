@@ -1,4 +1,4 @@
-"""What the ``mpi`` plane gives to MPI, which may read and write it long after an operation was given up."""
+"""Buffers that the ``mpi`` plane gives to MPI, which can read and write it long after an operation was given up."""
 
 from __future__ import annotations
 

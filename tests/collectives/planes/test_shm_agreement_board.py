@@ -1,4 +1,4 @@
-"""What members post on the board: all see the same of it, whenever they look, and nothing is overwritten too early."""
+"""Posts of members on the board: all read the same, at any time, and nothing is overwritten too early."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensor(member: int, number: int, size: int = 64) -> np.ndarray[tuple[int], n
 
 
 def size_of(digest: int) -> int:
-    """What different requests have on the board lies in places of different members."""
+    """Return a size, so that posts of different requests lie in places of different members."""
     return 64 if digest == 7 else 200
 
 
@@ -59,7 +59,7 @@ def expected(scripts: Sequence[Sequence[Post]], number: int) -> bool:
 
 
 class Member:
-    """Follows its script, and looks at what was agreed whenever it may."""
+    """Member that follows its script, and checks the agreement whenever it can."""
 
     def __init__(self, board: AgreementBoard, index: int, scripts: Sequence[Sequence[Post]]) -> None:
         self.board, self._index, self._scripts = board, index, scripts
@@ -68,7 +68,7 @@ class Member:
         self._seen = 0
 
     def look(self) -> None:
-        """Compare the request that this member is at with what must come out."""
+        """Compare the member's current request with the expected result."""
         number = self.board.number
         if self._there and number > 0 and self.board.wait(number, 0):
             agreed = self.board.agreed(number)
@@ -83,7 +83,7 @@ class Member:
             self._seen = number
 
     def step(self) -> bool:
-        """The next post, if it may come now."""
+        """Return the next post, if it may come now."""
         if not self._left or not self.board.vacant:
             return False
         self.look()
@@ -141,7 +141,7 @@ def check_order(
         else:
             assert any("leave" in script for script in scripts), (
                 scripts
-            )  # who has gone has nothing left to post
+            )  # a member that has gone has no more posts
             break
         for member in members:
             member.look()
@@ -207,7 +207,7 @@ def test_what_was_posted_before_its_member_was_gone_counts(make: Callable[[int],
     for board in (other, third):
         board.post(5, None)
     for board in (one, third):
-        board.mark_departed([1])  # whoever hears of it writes the same
+        board.mark_departed([1])  # every member that learns of it writes the same
         board.mark_departed([1])
     number = one.post(5, None)
     for board in (one, third):

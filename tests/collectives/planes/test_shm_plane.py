@@ -1,4 +1,4 @@
-"""What the conformance suite does not see: the segment, the options, refusals."""
+"""Parts that the conformance suite does not test: the segment, the options, refusals."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Memory:
 def member(
     memory: Memory, index: int, operations: Sequence[Operation], aheads: tuple[int, int]
 ) -> Iterator[None]:
-    """What one member does; each ``yield`` is a point where others may run, also in the middle of reading."""
+    """Run one member; each ``yield`` is a point where others can run, also in the middle of reading."""
     base = 0
     for operation in operations:
         order = (

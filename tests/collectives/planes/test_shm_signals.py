@@ -74,7 +74,8 @@ def test_no_wake_up_is_lost_over_many_rounds(members: list[Signals]) -> None:
 def test_only_the_post_that_completes_a_wait_wakes_its_member(
     members: list[Signals], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one may come while the member that was woken has not run yet: then it need not look who sleeps."""
+    """Another one may come while the member that was woken has not run yet: then it need not check which members
+    sleep."""
     woken: list[int] = []
     monkeypatch.setattr(signals_module, "futex_wake", lambda _address, bits: woken.append(bits))
     members[0].post(ARRIVED, 1)

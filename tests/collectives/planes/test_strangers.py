@@ -51,6 +51,7 @@ def knock(door: tuple[str, int], data: bytes) -> socket.socket | None:
         sock = socket.create_connection(door, 0.2)
     except OSError:
         return None
+    # The member may refuse it before all is sent.
     with contextlib.suppress(OSError):
         sock.sendall(data)
     return sock

@@ -1,4 +1,4 @@
-"""Ranks that mpiexec started: MPI is there when the first collective needs it, whoever that concerns."""
+"""Ranks that mpiexec started: MPI is there when the first collective needs it, on any of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a socket, and in which order it goes."""
+"""Messages that wait for a socket, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each direction of the protocol accepts its own messages and nothing else."""
+"""Each direction of the protocol accepts its own messages and no others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_message_of_a_direction_survives(decode: Decode, union: object) ->
 
 
 def _example(kind: type) -> list[object]:
-    """The shortest array that is a message of this kind."""
+    """Return the shortest array that is a message of this kind."""
     fields = msgspec.structs.fields(kind)
     values: list[object] = [kind.__name__]
     for field in fields:

@@ -93,6 +93,7 @@ def test_a_flood_over_tls_is_read_in_pieces(tmp_path: Path) -> None:
     stranger.setblocking(False)
     sent = 0
     payload = encode(Mail("x", bytes(1000), 0))
+    # Until the system's buffers are full: the receiver has not read yet.
     with contextlib.suppress(ssl.SSLWantWriteError):
         while sent < 64 << 20:
             sent += stranger.send(payload * 1000)
@@ -157,6 +158,7 @@ def test_a_descriptor_that_there_is_no_number_for_costs_only_itself(pair: Pair) 
     held = []
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 400), hard))
+        # Until no descriptor is left.
         with contextlib.suppress(OSError):
             while True:
                 held.append(os.open(os.devnull, os.O_RDONLY))

@@ -33,7 +33,7 @@ HELLO = Hello(PROTOCOL_VERSION, "secret" * 8, "rank", 0, "h", 1)
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], socket.socket]]:
     """Make a socket of this name in a directory that all may enter, at which another user listens.
 
-    As root it is one; otherwise the one function that reads credentials says so.
+    As root it is one; otherwise the one function that reads credentials reports it.
     """
     with tempfile.TemporaryDirectory(prefix="hvd-f-", dir="/tmp") as directory:
         os.chmod(directory, 0o755)
@@ -57,7 +57,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], socket.s
 
 
 def heard(listener: socket.socket) -> bytes:
-    """Everything that the one connection to this listener brought."""
+    """Return everything that the one connection to this listener brought."""
     listener.settimeout(PATIENCE)
     peer, _ = listener.accept()
     with peer:

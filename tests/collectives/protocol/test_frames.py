@@ -1,4 +1,4 @@
-"""Frames survive any cutting; what is no frame is refused before it costs memory."""
+"""Frames survive any cutting; bytes that are no frame are refused before it costs memory."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_whatever_workers_say_a_parameter_server_answers_and_goes_on() -> None:
     "data", [b"\xdd\0\0\0\1\xa7\0\0\0\0\0\0\x80", b"\x91" * 100_000, b'{"\xff": 1}', b"[" * 100_000]
 )
 def test_what_others_decode_is_garbage_to_them(data: bytes) -> None:
-    """The card that ranks find each other by, and what a launcher and its agents say."""
+    """The card that ranks find each other by, and the messages of a launcher and its agents."""
     with pytest.raises(StartError):
         CoordinatorInfo.decode(data)
     for decode in (wire.decode_to_agent, wire.decode_from_agent):
@@ -66,7 +66,7 @@ def test_what_others_decode_is_garbage_to_them(data: bytes) -> None:
 
 
 def test_what_is_made_up_is_understood() -> None:
-    """Else the fuzzing would only try the door."""
+    """Otherwise the fuzzing would only test the first check."""
     chance = random.Random(1)
     for kind in KINDS:
         for _ in range(20):
@@ -82,7 +82,7 @@ def test_what_is_made_up_is_understood() -> None:
 
 
 def test_a_number_that_fits_no_message_is_refused() -> None:
-    """One above the highest rank would be given to the next who asks for one."""
+    """One above the highest rank would be given to the next rank that asks for one."""
     state = CoordinatorState(CoordinatorOptions())
     for peer, rank in enumerate(((1 << 64) - 1, -1), 1):
         effects = state.handle(PeerConnected(peer, m.Hello(1, "", "rank", rank)), 0.0)

@@ -21,7 +21,7 @@ def configure(*members: m.Member) -> m.Configure:
 
 
 class Wire:
-    """A connection between the two sides."""
+    """Connection between the two sides."""
 
     def __init__(self, sent: SentMembers) -> None:
         self.sent, self.known, self.told, self.bytes = sent, KnownMembers(), 0, 0
@@ -99,7 +99,7 @@ def test_one_that_takes_the_place_of_another_is_described_anew() -> None:
 
 
 def test_an_abort_tells_of_nobody() -> None:
-    """What came up since is described with the next message that has members."""
+    """A rank that came up since is described with the next message that has members."""
     sent = SentMembers()
     one, other = Wire(sent), Wire(sent)
     one.carry(configure(member(0), member(1)))

@@ -31,7 +31,7 @@ def test_a_newcomer_with_another_version_is_refused_and_told_of_once(name: str) 
     sim = Simulation(CoordinatorOptions(size=2))
     sim.connect_client()
     first = sim.connect(0, versions=OURS)
-    sim.connect(1, versions={"Python": "3.11"})  # what it has not loaded it can't differ in
+    sim.connect(1, versions={"Python": "3.11"})  # it can't differ in types that it has not loaded
     sim.drain()
     assert first.sets[0].ranks == (0, 1)
     sim.client_says(m.Expect((0, 1, 2)))

@@ -15,7 +15,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 
-WHILE_OTHERS_WAIT = 1.0
+WHILE_OTHERS_WAIT = 1.0  # seconds: the others have to be in their wait by then
 
 
 def total(value: float = 1.0) -> float:
@@ -75,7 +75,7 @@ def coordinator_dies() -> None:
     """Rank 0 kills the coordinator while the others wait for it; all go on."""
     engine = context.init()
     total()
-    # They must have left it, or else it would be lost there and be over here.
+    # They must have left it, otherwise it would be lost there and be over here.
     left = [Path(os.environ["TMPDIR"], f"left.{rank}") for rank in range(engine.size)]
     left[engine.rank].touch()
     if engine.rank == 0:
@@ -94,7 +94,7 @@ def coordinator_dies() -> None:
 
 
 def coordinator() -> int:
-    """The process that rank 0 has started."""
+    """Return the process that rank 0 has started."""
     found = context._context.found
     assert found is not None
     assert found.coordinator is not None
@@ -102,7 +102,7 @@ def coordinator() -> int:
 
 
 def coordinator_dies_last() -> None:
-    """Rank 0 ends, and then somebody kills the coordinator."""
+    """End rank 0, and then kill the coordinator."""
     engine = context.init()
     others = engine.add_process_set([rank for rank in range(engine.size) if rank])
     pids = np.array([os.getpid(), coordinator()] if engine.rank == 0 else [0, 0])

@@ -181,7 +181,7 @@ def test_a_sealed_card_holds_no_secret_and_is_read_by_who_has_it(tmp_path: Path)
 
 
 def test_a_card_that_somebody_else_has_written_is_refused(tmp_path: Path) -> None:
-    """Whoever can write there would have the ranks join a coordinator of his, and give it their secret."""
+    """A user who can write there would have the ranks join a coordinator of their own, and give it their secret."""
     forged = CoordinatorInfo(2, host_key(), "unix:/his")
     for shown in (forged.encode(), forged.encode("his own")):
         board(tmp_path).publish(shown)

@@ -46,13 +46,13 @@ def _no_strays() -> Iterator[None]:
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """An environment of no launcher's, with a temporary directory of its own."""
+    """Return an environment of no launcher's, with a temporary directory of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     return {**clean, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "HVDLAB_PLANE": "shm"}
 
 
 class Job:
-    """Processes whose output is collected; ended whatever happens."""
+    """Processes whose output is collected; ended in any case."""
 
     def __init__(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
         self.processes = [
@@ -91,7 +91,7 @@ def torch(size: int, *arguments: str, options: Sequence[str] = ()) -> list[str]:
 
 
 def slurm(env: Mapping[str, str], size: int, *arguments: str, job: str = "7") -> Job:
-    """What srun starts on one host."""
+    """Return the processes that srun starts on one host."""
     step = {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_ID": "0",
@@ -117,7 +117,7 @@ def places(size: int, plane: str = "shm") -> list[str]:
 
 
 def nothing_left(env: Mapping[str, str]) -> None:
-    """No secret, socket or directory stays behind."""
+    """Check that no secret, socket or directory stays behind."""
     directory = Path(env["TMPDIR"])
     left = [entry for entry in directory.rglob("*") if "hvdlab" in str(entry.relative_to(directory))]
     assert left == []
@@ -259,7 +259,7 @@ def test_the_coordinator_that_rank_0_started_has_a_successor(env: dict[str, str]
 
 
 def test_without_rank_0_the_coordinator_has_no_successor(env: dict[str, str]) -> None:
-    """They are told why, and what to do, without waiting for one."""
+    """They get the reason and the remedy, without waiting for one."""
     ended = slurm({**env, "HVDLAB_REATTACH": f"{HOUR:g}"}, 3, "coordinator_dies_last").ended()
     for code, out, err in ended[1:]:
         (said,) = out.splitlines()

@@ -1,4 +1,4 @@
-"""What launchers' variables mean."""
+"""Meaning of launchers' variables."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_variables_are_understood(environ: dict[str, str], expected: tuple[objec
     [
         {},
         {"HOME": "/", "RANK": "1", "WORLD_SIZE": "2"},
-        # A batch script, and what it starts without srun.
+        # A batch script, and its children without srun.
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
     ],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_one_rank_needs_nobody() -> None:
         ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, True),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}, True),
         ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}, False),
-        # A notebook in an interactive job of a cluster, and what srun starts: no sign that mpi4py can talk to it.
+        # A notebook in an interactive job of a cluster, and the processes of srun: no sign that mpi4py can talk to it.
         (SRUN | {"SLURM_PROCID": "0", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),
         (SRUN | {"SLURM_PROCID": "0", "PMIX_RANK": "0"}, False),
         # torchrun's ranks under mpiexec are all the same one to MPI.

@@ -1,4 +1,4 @@
-"""The checker finds what is wrong, and only that."""
+"""The checker finds errors, and only those."""
 
 from __future__ import annotations
 

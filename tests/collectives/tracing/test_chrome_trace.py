@@ -1,4 +1,4 @@
-"""What was measured is what is in the trace: same times, same ranks, nothing else."""
+"""The trace has the measured values: same times, same ranks, no more."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def span(
 
 
 class Converter:
-    """Feeds batches and collects what comes out, with a clock of its own."""
+    """Converter that is fed batches and collects the output, with a clock of its own."""
 
     def __init__(self, **options: Any) -> None:
         self.trace = ChromeTrace(**options)

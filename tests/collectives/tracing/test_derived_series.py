@@ -1,4 +1,4 @@
-"""Series that follow from spans, against what the definitions say of each millisecond."""
+"""Series that follow from spans, compared with their definitions for each millisecond."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def cell(begin: int, end: int) -> list[Event]:
 
 def recorded(*events: Event, rank: int = 0, size: int = 1) -> Recording:
     recording = Recording()
-    # What comes first is where the time axis begins.
+    # The first event is the beginning of the time axis.
     recording.feed(rank, encode(rank, [Members(0, 0, size, START - 1), *events[:1]]))
     recording.feed(rank, encode(rank, events[1:]))
     return recording
 
 
 def said(recording: Recording, name: str, rank: int = 0) -> dict[int, float]:
-    """Values by second since the start of everything."""
+    """Return values by second since the start of everything."""
     origin = recording.origin_ns
     assert origin is not None
     points = recording.points(rank, name)
@@ -123,7 +123,7 @@ def test_a_second_is_not_said_before_it_is_known_and_again_when_more_is() -> Non
     assert list(shares(recording)) == [0, 1]
     recording.feed(0, encode(0, [span("x", 2, 2200 * MS, 2200 * MS, 3400 * MS)]))
     assert shares(recording)[2] == pytest.approx((0.1, 0, 0.9))
-    # This one was asked for before all others, and all the time nobody knew.
+    # This one was asked for before all others, and its name was unknown all the time.
     recording.feed(0, encode(0, [span("b", 3, 0, 2150 * MS, 3500 * MS, process_set=1)]))
     found = shares(recording)
     assert sorted(found) == [0, 1, 2]
@@ -230,7 +230,7 @@ def test_lateness_is_the_greatest_of_each_second() -> None:
         for sequence, by in enumerate(late[rank]):
             begin = sequence * 300 * MS
             events.append(span("loss", sequence + 1, begin + by, begin + 260 * MS, begin + 270 * MS))
-        # Nobody else takes part: not known who was late.
+        # No other rank takes part: the late rank is unknown.
         events.append(span(f"own{rank}", 10, 900 * MS, 950 * MS, 1100 * MS))
         recording.feed(rank, encode(rank, events))
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""A trace file read back, and what a recording is in text."""
+"""A trace file read back, and a recording as text."""
 
 from __future__ import annotations
 

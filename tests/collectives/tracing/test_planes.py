@@ -1,4 +1,4 @@
-"""The planes that ranks use, out of what they tell of their process sets."""
+"""The planes that ranks use, from their reports of their process sets."""
 
 from __future__ import annotations
 

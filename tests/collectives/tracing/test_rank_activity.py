@@ -112,7 +112,7 @@ def test_shares_add_up_and_a_long_recording_is_looked_at_from_its_end() -> None:
 
 
 def test_ranks_that_told_less_do_not_seem_idle() -> None:
-    """Of the oldest rows that are looked at, some ranks' are cut off: the stretch begins where all have told."""
+    """Among the oldest rows read, some ranks' are cut off: the stretch begins where all have reported."""
     recording = Recording()
     for rank, batch in steps(4, 60):
         recording.feed(rank, batch)

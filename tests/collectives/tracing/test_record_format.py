@@ -1,4 +1,4 @@
-"""The batch format: what is encoded comes back, and anything else is refused."""
+"""The batch format: encoded batches decode to the same, and all other bytes are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder: nothing is lost below its capacity, and what is lost is counted."""
+"""The recorder: nothing is lost below its capacity, and losses are counted."""
 
 from __future__ import annotations
 

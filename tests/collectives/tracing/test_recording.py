@@ -1,4 +1,4 @@
-"""Spans of several ranks as rows and as a table, and who came last."""
+"""Spans of several ranks as rows and as a table, and the last rank to arrive."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ def test_many_at_once_get_the_numbers_that_one_by_one_they_would(
         assert (quick._new, quick._old, quick._next) == (plain._new, plain._old, plain._next)
     last = Numbering(), Numbering()
     for one in last:
-        one._next = 0xFFFFFFFE  # numbers begin anew
+        one._next = 0xFFFFFFFE  # numbers start over
     assert (
         last[0]._numbers([1, 2, 3], 1 << 32)
         == last[1]._each([1, 2, 3], 1 << 32)

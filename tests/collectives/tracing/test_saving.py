@@ -66,7 +66,7 @@ def one(name: str, sequence: int, arrival: int, **more: Any) -> Span:
 
 
 def comparable(events: list[TraceEvent]) -> Counter[bytes]:
-    """Events without what depends on the order in which they were written."""
+    """Return events without the fields that depend on the order of writing."""
     kept = [
         {key: value for key, value in event.items() if key not in ("id2", "tid")}
         for event in events

@@ -1,4 +1,4 @@
-"""The file of a trace: good JSON when closed, readable when not, and never in the way of who feeds it."""
+"""The file of a trace: good JSON when closed, readable when not, and never in the way of its feeder."""
 
 from __future__ import annotations
 

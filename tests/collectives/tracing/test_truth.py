@@ -1,4 +1,4 @@
-"""A trace of real ranks against what the ranks themselves saw on the clock."""
+"""A trace of real ranks compared with the ranks' own readings of the clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.tracing.check import check, load
 from ranks import Ranks
 
-LATE = 0.08
+LATE = 0.08  # seconds for which one rank sleeps before each step
 STEPS = 6
 
 

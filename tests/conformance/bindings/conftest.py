@@ -52,11 +52,11 @@ def _world(name: str, size: int) -> Iterator[World]:
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Ranks of one binding, of each size."""
+    """Yield ranks of one binding, of each size."""
     yield from _world(*request.param)
 
 
 @pytest.fixture(scope="package", params=BINDINGS)
 def three(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Three ranks of one binding."""
+    """Yield three ranks of one binding."""
     yield from _world(request.param, 3)

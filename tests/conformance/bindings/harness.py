@@ -1,4 +1,4 @@
-"""What the conformance suite must know of a binding. A new one brings a subclass, and its name in ``BINDINGS``."""
+"""Descriptions of bindings for the conformance suite. A new one brings a subclass, and its name in ``BINDINGS``."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class BindingUnderTest(ABC):
 
     Attributes:
         module: Name of the module that users import as ``hvd``.
-        lacks: What it does not have, of ``average`` and ``compression`` (the arguments), ``adasum``, ``gradients``, ``async`` and
-            ``in place`` (the forms).
+        lacks: Features that it does not have, of ``average`` and ``compression`` (the arguments), ``adasum``,
+            ``gradients``, ``async`` and ``in place`` (the forms).
         scalars_are_rows: Whether a 0-d tensor counts as one row in reducescatter and alltoall, instead of being refused.
         dtypes: Element types that its tensors have.
-        not_a_tensor: A value that it does not take, and the text that says so after the name of the collective.
+        not_a_tensor: A value that it does not accept, and the text of the refusal after the name of the collective.
     """
 
     module: str
@@ -61,33 +61,35 @@ class BindingUnderTest(ABC):
 
     @abstractmethod
     def tensor(self, values: Values, dtype: DType) -> Any:
-        """A tensor of these whole numbers."""
+        """Return a tensor of these whole numbers."""
 
     @abstractmethod
     def values(self, tensor: Any) -> Values:
-        """The numbers in a tensor, as an array of its shape, of float64."""
+        """Return the numbers in a tensor, as an array of its shape, of float64."""
 
     @abstractmethod
     def dtype(self, tensor: Any) -> DType:
-        """The element type of a tensor."""
+        """Return the element type of a tensor."""
 
     def counts(self, received: Any) -> list[int]:
-        """What alltoall says of the rows that each rank has sent."""
+        """Return alltoall's counts of the rows that each rank has sent."""
         return [int(count) for count in received]
 
     @abstractmethod
     def layouts(self, values: Values) -> dict[str, Any]:
-        """float32 tensors of these values (of two dimensions) that the core can't work on as they lie in memory."""
+        """Return float32 tensors of these values (of two dimensions) that the core can't work on as they lie in
+        memory."""
 
     @abstractmethod
     def unsupported(self) -> dict[str, tuple[Any, str]]:
-        """Tensors whose elements can't be sent, and a part of the text that says what to do."""
+        """Return tensors whose elements can't be sent, and a part of the text with the advice."""
 
     @abstractmethod
     def gradients(
         self, function: Callable[..., Any], tensors: list[Any], weights: list[Values]
     ) -> list[Values]:
-        """The gradients of the sum of ``weights`` times what ``function(*tensors)`` returns, for each tensor."""
+        """Return the gradients of the sum of ``weights`` times the results of ``function(*tensors)``, for each
+        tensor."""
 
 
 def binding(name: str) -> BindingUnderTest:
@@ -96,7 +98,7 @@ def binding(name: str) -> BindingUnderTest:
 
 
 class Problems(list[str]):
-    """What went wrong on this rank. The other cases are tried all the same, so that no rank waits for this one."""
+    """Errors of this rank. The other cases are tried all the same, so that no rank waits for this one."""
 
     def expect(self, condition: bool, case: object) -> None:
         if not condition:
@@ -104,7 +106,7 @@ class Problems(list[str]):
 
     @contextmanager
     def of(self, case: object) -> Iterator[None]:
-        """Whatever is raised is a problem of this case."""
+        """Record any exception as a problem of this case."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # the test shows it
@@ -112,7 +114,7 @@ class Problems(list[str]):
 
     @contextmanager
     def refused(self, case: object, kind: type[Exception], text: str) -> Iterator[None]:
-        """This case must raise an error of exactly this class, whose text has this part."""
+        """Check that this case raises an error of exactly this class, whose text has this part."""
         try:
             yield
         except kind as error:
@@ -125,11 +127,11 @@ class Problems(list[str]):
 
 
 def class_of(error: Exception) -> type:
-    """Its class in the core's tree of errors; a binding may derive others, which are its framework's, too."""
+    """Return its class in the core's tree of errors; a binding may derive others, which are its framework's, too."""
     tree = (kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
     return next(tree, type(error))
 
 
 def values_of(rank: int, shape: tuple[int, ...], seed: int = 0) -> Values:
-    """What a rank contributes: small whole numbers, so that every dtype holds sums and products exactly."""
+    """Return a rank's contribution: small whole numbers, so that every dtype holds sums and products exactly."""
     return np.random.default_rng((seed, rank)).integers(0, 4, shape).astype(np.float64)

@@ -28,7 +28,7 @@ class MXNetUnderTest(BindingUnderTest):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it uses names that numpy and Python are about to drop
             import mxnet
-        mxnet.util.set_np_shape(True)  # else 0 in a shape means that it is not known yet
+        mxnet.util.set_np_shape(True)  # otherwise 0 in a shape means that it is not known yet
         return mxnet
 
     def tensor(self, values: Values, dtype: DType) -> Any:

@@ -147,13 +147,13 @@ def test_process_sets(three: World) -> None:
     three.check(process_sets)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 Case = tuple[Callable[[], Any], type[Exception], str]
 
 
 def refusals(under_test: BindingUnderTest) -> dict[str, Case]:
-    """Calls with a wrong argument, the class of the error, and its text or a part of it."""
+    """Return calls with a wrong argument, the class of the error, and its text or a part of it."""
     hvd, one = under_test.hvd, ones(under_test, 3)
     whole = ones(under_test, 3, dtype=DType.I32)
     listed = "A grouped collective takes a list of tensors, not one tensor."
@@ -295,7 +295,7 @@ def test_nothing_works_before_init(name: str) -> None:
 
 
 def nothing_works(under_test: BindingUnderTest) -> None:
-    """Every collective and query says that ``init()`` was not called."""
+    """Check that every collective and query reports that ``init()`` was not called."""
     hvd = under_test.hvd
     for call in (
         lambda: hvd.allreduce(ones(under_test)),

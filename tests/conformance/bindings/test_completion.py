@@ -1,4 +1,4 @@
-"""Callbacks of handles: once for each collective or group, when all of it is finished, whatever becomes of it."""
+"""Callbacks of handles: once for each collective or group, when all of it is finished, with any outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGE = 1 << 16
 
 
 class Calls:
-    """A callback that keeps what the handle gave when it was called."""
+    """Callback that keeps the handle's result at the time of the call."""
 
     def __init__(self) -> None:
         self.outcomes: list[Any] = []
@@ -34,7 +34,7 @@ class Calls:
         self._called.release()
 
     def wait(self) -> Any:
-        """The outcome, once it has been called."""
+        """Return the outcome, once it has been called."""
         assert self._called.acquire(timeout=20), "the callback was not called"
         return self.outcomes[-1]
 
@@ -54,7 +54,7 @@ def finished(name: str) -> list[str]:
             tensor, calls = ones(under_test, count), Calls()
             handle = getattr(hvd, f"allreduce_{form}")(tensor, op=hvd.Sum, name=case)
             handle.add_done_callback(calls)
-            done, result = calls.wait()  # nothing else waits for it
+            done, result = calls.wait()  # no other thread waits for it
             problems.expect(done and value(result) == total, f"{case}: {result}")
             problems.expect(hvd.synchronize(handle) is result, f"{case}: the same result")
             problems.expect(form == "async" or result is tensor, f"{case}: in place")
@@ -143,7 +143,7 @@ def test_it_is_called_when_the_collective_fails(three: World) -> None:
 
 
 def aborted(name: str) -> list[str]:
-    """Rank 0 waits for what the others do not call."""
+    """Wait on rank 0 for a collective that the others do not call."""
     under_test, problems = binding(name), Problems()
     hvd = under_test.hvd
     if hvd.rank() == 0:
@@ -190,7 +190,7 @@ def test_it_is_called_when_the_wait_is_interrupted(three: World) -> None:
 
 
 def inside(name: str) -> list[str]:
-    """What a callback may do, may not do, and what becomes of its exceptions."""
+    """Check the calls that a callback may and may not make, and the handling of its exceptions."""
     under_test, problems = binding(name), Problems()
     hvd, records, later, calls = under_test.hvd, [], [], Calls()
     logger, handler = logging.getLogger("hvdlab"), logging.Handler()

@@ -174,7 +174,7 @@ def waits(name: str, form: str) -> str:
 
 
 def _say_so() -> None:
-    """The connection keeps the order: what this rank waits for is at the coordinator before this is."""
+    """Report the wait: the connection keeps the order, so the awaited request reaches the coordinator before this."""
     context.engine().post("waits", b"", to=[0])
 
 
@@ -199,7 +199,7 @@ def test_an_interrupt_frees_all_ranks(three: World, form: str) -> None:
 
 
 def interrupted_handle(name: str) -> list[str]:
-    """A handle whose wait was interrupted stays valid, and says why it ended."""
+    """Check that a handle whose wait was interrupted stays valid, and gives the reason of its end."""
     under_test, problems = binding(name), Problems()
     hvd = under_test.hvd
     handle = hvd.allreduce_async_(under_test.tensor(np.ones(3), DType.F32), name="kept")

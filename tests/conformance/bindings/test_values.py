@@ -1,4 +1,4 @@
-"""What every operation gives in every form, against the same arithmetic in numpy."""
+"""Results of every operation in every form, compared with the same arithmetic in numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REFERENCES: dict[ReduceOp, Callable[..., Values]] = {
 def forms(
     hvd: Any, kind: str, make: Make, *arguments: Any, **keywords: Any
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Each form of a collective with what it gives for the tensors that ``make`` makes."""
+    """Yield each form of a collective with its result for the tensors that ``make`` makes."""
     given = make()
     call, start = getattr(hvd, kind), getattr(hvd, f"{kind}_async", None)
     yield "sync", [call(tensor, *arguments, **keywords) for tensor in given]
@@ -47,7 +47,7 @@ def forms(
 def forms_in_place(
     hvd: Any, kind: str, make: Make, *arguments: Any, **keywords: Any
 ) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Each form in place, with what it gives and what was given."""
+    """Yield each form in place, with its result and its argument."""
     given = make()
     yield "in place", [getattr(hvd, f"{kind}_")(t, *arguments, **keywords) for t in given], given
     if hasattr(hvd, f"grouped_{kind}_"):
@@ -155,7 +155,7 @@ def scales(name: str) -> list[str]:
 
 
 def layouts(name: str) -> list[str]:
-    """Tensors that are staged; what lies between the elements of a strided one stays."""
+    """Check tensors that are staged; the bytes between the elements of a strided one stay."""
     under_test, problems = binding(name), Problems()
     hvd = under_test.hvd
     rank, size = hvd.rank(), hvd.size()
@@ -255,12 +255,12 @@ def alltoall(name: str) -> list[str]:
 
 
 def scalars(name: str) -> list[str]:
-    """Where rows are divided a 0-d tensor is one row, or refused."""
+    """Check that where rows are divided a 0-d tensor is one row, or refused."""
     under_test, problems = binding(name), Problems()
     hvd = under_test.hvd
     given = under_test.tensor(np.array(2.0), DType.F32)
     if not under_test.scalars_are_rows:
-        return problems  # see what is refused
+        return problems  # see the refusals
     with problems.of("0-d"):
         rows = [1] if hvd.rank() == 0 else [0]
         output = hvd.reducescatter(given, op=ReduceOp.SUM)

@@ -19,7 +19,7 @@ from started_ranks import StartedRanks
 
 @pytest.fixture(scope="session", params=PRESENT)
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A launcher, with its engine running if it needs one."""
+    """Yield a launcher, with its engine running if it needs one."""
     directory = tmp_path_factory.mktemp(request.param)
     with PLACES[request.param](directory) as site, pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPYTHONDIR", str(directory / "ipython"))
@@ -55,7 +55,7 @@ def no_files_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leak_check: N
 
 @pytest.fixture
 def ranks(site: Site) -> Iterator[StartedRanks]:
-    """Two ranks without a pool; their processes are gone afterwards."""
+    """Yield two ranks without a pool; their processes are gone afterwards."""
     found = StartedRanks(site.name, site.hosts, site.options, far=site.far)
     try:
         found.start([0, 1], 2)
@@ -66,7 +66,7 @@ def ranks(site: Site) -> Iterator[StartedRanks]:
 
 @pytest.fixture
 def pool(site: Site) -> Iterator[Pool]:
-    """A pool of two ranks."""
+    """Yield a pool of two ranks."""
     pool = Pool.start(
         2,
         launcher=site.name,
@@ -80,7 +80,7 @@ def pool(site: Site) -> Iterator[Pool]:
 
 @pytest.fixture
 def programs(site: Site) -> Iterator[ProgramRanks]:
-    """Ranks that run a program, which the test starts; what is left is ended afterwards."""
+    """Yield ranks that run a program, which the test starts; the remaining ones are ended afterwards."""
     found = ProgramRanks(site)
     yield found
     found.close()

@@ -24,7 +24,7 @@ class ProgramRanks:
 
     Attributes:
         launcher: The launcher.
-        shows_output_at_once: Whether output comes while a rank runs; else it comes with the end of the rank.
+        shows_output_at_once: Whether output comes while a rank runs; otherwise it comes with the end of the rank.
         ends: Ends of ranks as they were reported, each with the output that had come by then, by stream.
     """
 
@@ -58,7 +58,7 @@ class ProgramRanks:
             self._changed.notify_all()
 
     def returned(self, rank: int, data: bytes) -> None:
-        """A program returns nothing."""
+        """Check that a program returns nothing."""
         raise AssertionError((rank, data))
 
     # -- tests ----------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class ProgramRanks:
             assert self._changed.wait_for(condition, 2 * PATIENCE), (self.ends, dict(self._output))
 
     def close(self) -> None:
-        """End what is left. Idempotent."""
+        """End the remaining ranks. Idempotent."""
         if self._starter is not None:
             self._starter.close(0.0)
         self._client.close()

@@ -21,7 +21,7 @@ from popen_launcher import offer
 
 @dataclass(frozen=True)
 class Site:
-    """A launcher, and a place for its ranks.
+    """Launcher, and a place for its ranks.
 
     Attributes:
         name: The launcher's name.
@@ -85,7 +85,7 @@ def _mpi(directory: Path) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def _popen(directory: Path) -> Iterator[Site]:
-    """The launcher of an installed package."""
+    """Yield the launcher of an installed package."""
     offer(directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(directory))

@@ -1,4 +1,4 @@
-"""What is remembered of the ranks that came and went, and of the generations of the world."""
+"""History of the ranks that came and went, and of the generations of the world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An elastic cell as a state machine: who joins, dies and leaves, what is said of it, and what counts as a failure."""
+"""An elastic cell as a state machine: joins, deaths and leaves, the messages about them, and the outcomes that count as
+a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of ranks' widgets without asking the ranks."""
+"""State of ranks' widgets, as known without asking the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools of real processes, and what they must not leave behind."""
+"""Pools of real processes, and their forbidden leftovers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ StartPool = Callable[..., Pool]
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Temporary files and IPython's directory of the test's own, so that leftovers can be seen; no heavy imports."""
+    """Yield temporary files and IPython's directory of the test's own, so that leftovers can be seen; no heavy
+    imports."""
     # Unix sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="hvd-t-", dir="/tmp") as directory:
         monkeypatch.setenv("TMPDIR", directory)
@@ -32,7 +33,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
 
 
 def leftovers(directory: Path) -> list[str]:
-    """Names in a directory, once what is on its way out had time to go."""
+    """Return names in a directory, once files being removed had time to go."""
     deadline = time.monotonic() + GONE
     while directory.exists() and os.listdir(directory) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -41,7 +42,7 @@ def leftovers(directory: Path) -> list[str]:
 
 @pytest.fixture
 def start_pool() -> Iterator[StartPool]:
-    """``Pool.start``, stopped at the end; no process of its may be left."""
+    """Yield ``Pool.start``, stopped at the end; none of its processes may be left."""
     pools: list[Pool] = []
 
     def start(*args: object, **kwargs: object) -> Pool:

@@ -1,8 +1,9 @@
-"""A process that keeps a pool: ``python keeper.py RANKS [CELL]``, with the name of a cell. Says ``up``; ends with its input.
+"""A process that keeps a pool: ``python keeper.py RANKS [CELL]``, with the name of a cell. Prints ``up``; ends with its
+input.
 
 The variables ``LAUNCHER`` and ``UNUSED_FOR`` choose the launcher, and its option ``unused_for``.
 
-With an elastic cell it does what each line of its input says (see :data:`ACTS`), and says ``did`` after each.
+With an elastic cell it carries out each line of its input (see :data:`ACTS`), and prints ``did`` after each.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ CELLS = {
 
 def let_go(pool: Pool) -> None:
     """Let the last rank go, which does not come to a commit."""
+    # The call gives up by its time limit; the rank is to be let go all the same.
     with contextlib.suppress(StartError):
         pool.resize(pool.size - 1, timeout=0.1)
 
@@ -96,7 +98,7 @@ ACTS: dict[str, Callable[[Pool], object]] = {
 
 
 class Begun(NullSink):
-    """Says ``up`` with the first output, and nothing else."""
+    """Sink that prints ``up`` at the first output, and no more."""
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         if any(isinstance(chunk, Stream) and "on\n" in chunk.text for chunk in chunks):
@@ -108,7 +110,7 @@ class Begun(NullSink):
 
 
 class BegunElastic(Begun):
-    """Says ``up`` with the first, and takes all that follows."""
+    """Sink that prints ``up`` at the first output, and accepts all that follows."""
 
     def __init__(self) -> None:
         self._up = False

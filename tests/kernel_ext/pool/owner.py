@@ -1,7 +1,7 @@
 """A process that owns a pool: ``python owner.py RANKS [busy] [cluster] [hard | stuck] [launcher=NAME]``.
 
-It says ``up``, then sleeps. ``stuck`` leaves rank 0 in C code with the interpreter's lock; ``hard`` is for 4 ranks that
-are difficult to end, and leaves a fork of the owner behind.
+It prints ``up``, then sleeps. ``stuck`` leaves rank 0 in C code with the interpreter's lock; ``hard`` is for 4 ranks
+that are difficult to end, and leaves a fork of the owner behind.
 """
 
 from __future__ import annotations

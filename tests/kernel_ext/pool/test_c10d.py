@@ -113,7 +113,7 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
         results = pool.run(wrong)
         errors = results.errors
         assert {1, 2} <= errors.keys(), errors
-        # A rank that came late may have been told of the other, which had been stopped.
+        # A late rank can have been notified of the other, which had been stopped.
         assert any(told in errors[rank].evalue for rank in (1, 2)), errors
         for rank in (1, 2):
             assert " of group default_pg" in errors[rank].evalue
@@ -167,7 +167,7 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     assert pool.run(SETUP, out=anew).errors == {}
     assert "of 3 ranks has other ranks now, and is made anew with 3" in anew.text[0]
     assert list(pool.run(GOOD)) == [True] * 3
-    # Sets of a rank that was replaced are made anew.
+    # Sets of a rank that was replaced are made again.
     message = "dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1)) if rank == 1 else None"
     assert pool.run(message).errors == {}
     recorded = set(pool.trace()["name"])
@@ -220,7 +220,7 @@ def stop_in_a_future():
 
 
 def interrupted(pool: Pool, first: str, second: str) -> None:
-    """Interrupt a cell when rank 0 has written "there" in what it runs first, and rank 1 in what it runs second."""
+    """Interrupt a cell when rank 0 has written "there" in its first statement, and rank 1 in its second one."""
     said = Recorder()
     run = pool.start_run(f"if rank == 0:\n    {first}\nelse:\n    {second}", out=said)
     said.wait_for("there", range(2), PATIENCE)
@@ -237,7 +237,7 @@ def test_an_interrupt_within_ddps_backward_leaves_the_model_as_it_was(
     pool = start_pool(2)
     assert pool.run(SETUP + BUCKETS).errors == {}
     assert list(pool.run(GOOD)) == [True] * 2
-    assert list(pool.run(GOOD)) == [True] * 2  # with the buckets that DDP has ordered anew
+    assert list(pool.run(GOOD)) == [True] * 2  # with the buckets that DDP has reordered
     # A statement may end before the interrupt that was held within it is requested again.
     slowly = (
         "from hvdlab.kernel_ext.rank import interrupts\ninterrupts.FIRST_RETRY = interrupts.LAST_RETRY = "

@@ -55,13 +55,13 @@ def test_numbers_in_cells_follow_who_was_there_first(
         (1, 3, "old", gathered),
     ], found.root_cause
 
-    # What is brought comes from the rank that is asked, all ranks as well as some.
+    # The variables come from the rank that is asked, all ranks as well as some.
     assert pool.sync([0], source=1).ranks == (0,)
     pool.run("mine = 'last'", ranks=[2])
     assert pool.sync([0, 1], source=2).ranks == (0, 1)
     assert pool.pull("mine") == dict.fromkeys(range(3), "last")
 
-    # Those that are added come behind all; one that leaves moves nobody but those behind it.
+    # Those that are added come behind all; one that leaves moves only those behind it.
     pool.resize(5)
     pool.run("import hvdlab.numpy as hvd; hvd.init()", ranks=[3, 4])
     assert list(pool.run("hvd.rank()")) == [2, 0, 1, 3, 4]

@@ -23,11 +23,11 @@ from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 
-WITHIN = 60
+WITHIN = 60  # seconds until a wait fails
 
 
 class News:
-    """The lines of a pool's companion."""
+    """Lines of a pool's companion."""
 
     def __init__(self, pool: Pool) -> None:
         self.lines: list[str] = []
@@ -57,7 +57,7 @@ def controller_of(pool: Pool) -> psutil.Process:
 
 
 def engines_of(pool: Pool) -> list[int]:
-    """Process ids of the pool's engines, as ipyparallel has them."""
+    """Return process ids of the pool's engines, as ipyparallel has them."""
     client = pool.cluster.connect_client_sync()
     try:
         client.wait_for_engines(pool.size, timeout=WITHIN)
@@ -68,7 +68,7 @@ def engines_of(pool: Pool) -> list[int]:
 
 
 def ports_of(pool: Pool) -> dict[str, int]:
-    """Where the controller listens for clients."""
+    """Return where the controller listens for clients."""
     path = next(path for path in PoolProbe(pool).companion._guarded if path.endswith("-client.json"))
     return {name: port for name, port in json.loads(Path(path).read_text()).items() if isinstance(port, int)}
 
@@ -163,7 +163,7 @@ def test_it_may_die_while_ranks_join_and_while_they_are_busy(start_pool: StartPo
 
 
 def sockets_of(pool: Pool) -> list[int]:
-    """How many sockets each rank has."""
+    """Return how many sockets each rank has."""
     count: list[int] = []
     for _, pid in sorted(PoolProbe(pool).group.pids().items()):
         links = [Path(f"/proc/{pid}/fd", name) for name in os.listdir(f"/proc/{pid}/fd")]
@@ -185,9 +185,7 @@ def test_a_rank_has_joined_once_all_its_connections_are_up(start_pool: StartPool
         assert joining.joined == set()
         PoolProbe(pool).companion.wait_up(Deadline(WITHIN))
         news.wait_until(lambda: joining.joined == {0, 1})
-        news.wait_until(
-            lambda: sockets_of(pool) == before
-        )  # ZeroMQ closes what is not used any more in its own time
+        news.wait_until(lambda: sockets_of(pool) == before)  # ZeroMQ closes unused sockets in its own time
 
 
 def test_a_controller_that_could_not_be_forked_is_tried_again(start_pool: StartPool) -> None:

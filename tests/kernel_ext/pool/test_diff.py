@@ -64,7 +64,7 @@ def test_what_agrees_and_what_does_not(pool: Pool) -> None:
     assert [group.ranks for group in missing.groups] == [(0, 2), (1,)]
     assert "rank 1: NameError: name 'only' is not defined" in repr(missing)
     assert repr(pool.diff("nowhere")).startswith("nowhere: no rank has it")
-    assert pool.diff("bad", [1, 2]).agree  # what __repr__ does is no matter
+    assert pool.diff("bad", [1, 2]).agree  # __repr__ does not matter
     assert [row.path for row in pool.diff("bad").rows] == ["[2]"]
 
 

@@ -51,7 +51,7 @@ def train(state):
 
 
 class Watching(NullSink):
-    """Calls back once a rank has written something."""
+    """Sink that calls back once a rank has written something."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback: Callable[[], None] | None = callback
@@ -65,7 +65,7 @@ class Watching(NullSink):
 
 @pytest.fixture(autouse=True)
 def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks need it, and what the first optimizer imports: once is enough."""
+    """All ranks need it, and the first optimizer's imports: once is enough."""
     monkeypatch.setenv("HVDLAB_PRELOAD", "torch,torch._dynamo")
 
 

@@ -72,7 +72,7 @@ size = train(state)
 
 
 class Said(NullSink):
-    """What ranks wrote and what was said of the cell; lets a test wait for it."""
+    """Ranks' output and messages about the cell; lets a test wait for it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -125,7 +125,7 @@ def test_ranks_come_and_go_while_an_elastic_cell_runs(start_pool: StartPool) -> 
     running = start(pool, said, Bounds(2, 3))
     said.wait(lambda: said.sizes(0)[-1:] == [2])
 
-    # It grows: the newcomer knows what the others know, and joins at their next commit.
+    # It grows: the newcomer has the others' state, and joins at their next commit.
     pool.resize(3)
     said.wait(lambda: said.sizes(2)[-1:] == [3] and said.sizes(0)[-1:] == [3])
     assert pool.newcomers == ()
@@ -136,7 +136,7 @@ def test_ranks_come_and_go_while_an_elastic_cell_runs(start_pool: StartPool) -> 
     assert pool.repair() == (0,)
     said.wait(lambda: said.sizes(0)[-1:] == [3] and said.sizes(1)[-1:] == [3])
 
-    # What can't be is refused by a sentence, and nothing has changed.
+    # An impossible request is refused by a sentence, and nothing has changed.
     for size, why in (
         (4, "4 ranks are more than --max-np 3 of cell"),
         (1, "1 rank is fewer than --min-np 2 of"),
@@ -144,12 +144,12 @@ def test_ranks_come_and_go_while_an_elastic_cell_runs(start_pool: StartPool) -> 
         with pytest.raises(InvalidRequestError, match=why):
             pool.resize(size)
 
-    # It shrinks: the rank leaves at its commit. Nobody goes back, so no step is done twice.
+    # It shrinks: the rank leaves at its commit. No rank goes back, so no step is done twice.
     pool.resize(2)
     said.wait(lambda: said.sizes(1)[-1:] == [2])
     assert pool.ranks == (0, 1)
 
-    # Too few: the other one waits, and says so, until there are enough.
+    # Too few: the other one waits, and reports so, until there are enough.
     os.kill(pids(pool)[0], signal.SIGKILL)
     said.wait(lambda: any("1 of at least 2 ranks is left" in note for note in said.notes))
     pool.repair()
@@ -258,7 +258,7 @@ def test_a_rank_that_is_let_go_finishes_its_step_although_the_coordinator_dies(
     gates = [str(tmp_path / f"gate{rank}") for rank in range(3)]
     for gate in gates:
         os.mkfifo(gate)
-    writers = [os.open(gate, os.O_RDWR) for gate in gates]  # nobody waits for the other end then
+    writers = [os.open(gate, os.O_RDWR) for gate in gates]  # no thread waits for the other end then
     assert pool.run(IN_A_STEP).ok
     running = pool.start_run(f"train(state, {gates!r})", label="[3]", out=said, elastic=Bounds())
     said.wait(lambda: {rank for rank, _ in said.written} == {0, 1, 2})
@@ -336,7 +336,7 @@ def test_ranks_come_and_go_while_one_is_at_a_prompt(start_pool: StartPool) -> No
     paused: queue.SimpleQueue[dict[int, str]] = queue.SimpleQueue()
 
     def row(rank: int) -> tuple[str, str]:
-        """What the table of ranks says of it, once it is known to be at its prompt."""
+        """Return its row in the table of ranks, once it is known to be at its prompt."""
         while rank not in paused.get(timeout=PATIENCE):
             pass
         pool.client.flush(PATIENCE)  # the recording has all news by then
@@ -431,7 +431,7 @@ def test_a_newcomer_that_refuses_keeps_no_other_from_joining(start_pool: StartPo
 def test_a_rank_whose_cell_ended_before_it_entered_is_a_newcomer(
     start_pool: StartPool, tmp_path: Path
 ) -> None:
-    """It has nothing of what was brought to it, and is told apart until it has."""
+    """It has none of the state sent to it, and is marked as a newcomer until it has."""
     pool, said = start_pool(1), Said()
     assert pool.run(SET_UP + NO_COMMIT).ok
     last = tmp_path / "last"

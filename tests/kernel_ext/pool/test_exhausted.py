@@ -202,9 +202,10 @@ hvd.allreduce(np.ones(1_000_000, np.float32), name='sum')
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group that limits processes."""
+    """Yield a control group that limits processes."""
     found = None
     for parent in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")):
+        # The next place is tried where this one can't be written.
         with contextlib.suppress(OSError):
             candidate = parent / f"hvdlab-test-{uuid.uuid4().hex[:8]}"
             candidate.mkdir()

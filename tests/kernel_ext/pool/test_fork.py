@@ -1,4 +1,4 @@
-"""Waiting for what the fork server tells of ipyparallel's controller."""
+"""Waiting for the fork server's reports of ipyparallel's controller."""
 
 from __future__ import annotations
 

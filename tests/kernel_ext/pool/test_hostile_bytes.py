@@ -25,7 +25,7 @@ KINDS = (zmq.DEALER, zmq.REQ, zmq.SUB, zmq.PUSH, zmq.ROUTER, zmq.PUB)
 
 
 class Executes:
-    """Creates a file where it is unpickled."""
+    """Object that creates a file where it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -35,7 +35,7 @@ class Executes:
 
 
 class Output(OutputSink):
-    """Takes what a cell writes."""
+    """Sink of a cell's output."""
 
     def output(self, rank: int, chunks: object) -> None: ...
 
@@ -45,9 +45,10 @@ class Output(OutputSink):
 
 
 def doors() -> dict[tuple[str, int], int]:
-    """What the pool's processes listen on, and which process does."""
+    """Return the addresses on which the pool's processes listen, with the process of each."""
     found = {}
     for process in psutil.Process().children(recursive=True):
+        # Processes of the pool can end while they are listed.
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
@@ -56,18 +57,18 @@ def doors() -> dict[tuple[str, int], int]:
 
 
 def noises(chance: random.Random, attack: bytes) -> Iterator[bytes]:
-    """Bytes of who knows nothing, and of who speaks ZeroMQ's protocol."""
+    """Yield bytes of a peer without any protocol, and of one that speaks ZeroMQ's."""
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     yield from (b"", b"x", b"GET / HTTP/1.1\r\n\r\n", chance.randbytes(5000), attack)
     yield from (GREETING[:30], GREETING, GREETING + chance.randbytes(3000))
-    yield GREETING + ready + b"\x02" + struct.pack(">Q", 1 << 62)  # a frame that nobody can hold
+    yield GREETING + ready + b"\x02" + struct.pack(">Q", 1 << 62)  # a frame larger than any memory
     yield GREETING + ready + b"\x00" + bytes([len(attack)]) + attack
     for _ in range(10):
         yield GREETING + ready + b"\x01" + chance.randbytes(chance.randrange(300))
 
 
 def messages(attack: bytes) -> Iterator[list[bytes]]:
-    """Messages in Jupyter's form, or nearly, with signatures that nobody has made."""
+    """Yield messages in Jupyter's form, or nearly, with signatures that no key has made."""
     header = b'{"msg_id": "1", "msg_type": "apply_request", "username": "", "session": "", "version": "5.3"}'
     code = b'{"code": "import os", "silent": false}'
     yield from ([b""], [attack], [b"<IDS|MSG>"], [b"<IDS|MSG>", b""], [b"x"] * 50)
@@ -90,6 +91,7 @@ def test_strangers_at_every_port(start_pool: StartPool, tmp_path: Path) -> None:
     opened: list[socket.socket] = []
     for door in found:
         for noise in noises(chance, attack):
+            # A port may refuse it, or close the connection before all is sent.
             with contextlib.suppress(OSError):
                 sock = socket.create_connection(door, 5)
                 opened.append(sock)

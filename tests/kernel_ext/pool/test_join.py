@@ -31,7 +31,7 @@ ALL_JOIN = "hvd.join() in (0, 1, 2) and float(hvd.allreduce(np.ones(3), op=hvd.S
 
 
 class Started(OutputSink):
-    """Knows when two ranks have written something."""
+    """Sink that knows when two ranks have written something."""
 
     def __init__(self) -> None:
         self.ranks: set[int] = set()

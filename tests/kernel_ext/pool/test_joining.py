@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.launchers.joining import TRIES, Joining
 
 
 class Ranks:
-    """Ranks that are asked, and answer when the test says so."""
+    """Ranks that are asked, and answer when the test lets them."""
 
     def __init__(self, count: int, at_once: int) -> None:
         self.asked: list[tuple[int, str]] = []
@@ -171,7 +171,7 @@ class Schedules(RuleBasedStateMachine):
             assert self.member_of[self.ranks[rank]] == self.up
 
     def teardown(self) -> None:
-        """Once all is quiet, everybody has joined."""
+        """Check that all ranks have joined once all is quiet."""
         if not self.up:
             self.controller_starts()
         for _ in range(1000):

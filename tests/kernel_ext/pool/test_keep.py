@@ -45,7 +45,7 @@ StartPool = Callable[..., Pool]
 
 @pytest.fixture(autouse=True)
 def nothing_left(surroundings: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A registry of the test's own; no pool may be left, whoever started it."""
+    """A registry of the test's own; no pool is left at the end, of any starter."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     yield
     left = KeptPoolRegistry().all()
@@ -60,9 +60,10 @@ def nothing_left(surroundings: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def ours(runtime: Path) -> list[psutil.Process]:
-    """Processes that were started with this runtime directory, also those that belong to nobody now."""
+    """Return processes that were started with this runtime directory, also those that have no owner now."""
     found = []
     for process in psutil.process_iter():
+        # Processes of the whole machine end while they are listed, and some of other users can't be read.
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
                 found.append(process)
@@ -70,7 +71,7 @@ def ours(runtime: Path) -> list[psutil.Process]:
 
 
 def check(pool: Pool, pids: dict[int, int]) -> None:
-    """All ranks are what they were, and their next collective is right."""
+    """Check that all ranks are the same processes, and their next collective is right."""
     results = pool.run(INTACT, timeout=60)
     assert results.errors == {}
     total = [sum(range(1, len(pids) + 1))] * 2
@@ -234,7 +235,7 @@ def pids_of(pool: Pool) -> dict[int, int]:
 
 
 def last_size(out: Recorder, rank: int) -> int:
-    """How many ranks this one has trained with last, as far as it has said that here."""
+    """Return the number of ranks with which this one has trained last, by its reports here."""
     sizes = re.findall(r"size (\d+)", out.text.get(rank, ""))
     return int(sizes[-1]) if sizes else 0
 
@@ -519,7 +520,7 @@ def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() ->
 
 
 def next_coordinator(kept: KeptPoolEntry, before: int) -> int:
-    """The process of the coordinator that takes the place of this one, while nobody is attached."""
+    """Return the process of the coordinator that takes the place of this one, while no client is attached."""
     deadline = Deadline(30)
     while (pid := server_of(Path(kept.directory), 5)) in (0, before):
         assert not deadline.expired, "nobody has replaced the coordinator"
@@ -528,7 +529,7 @@ def next_coordinator(kept: KeptPoolEntry, before: int) -> int:
 
 
 def replace_coordinator(kept: KeptPoolEntry, pid: int) -> int:
-    """Kill this coordinator while nobody is attached. Returns the process of the next one."""
+    """Kill this coordinator while no client is attached. Returns the process of the next one."""
     os.kill(pid, signal.SIGKILL)
     return next_coordinator(kept, pid)
 
@@ -567,7 +568,7 @@ def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced(soon: bool
 
 
 def test_a_coordinator_that_lost_its_starter_before_it_was_found_leaves_the_directory_to_the_next() -> None:
-    """Two may be started for one that died: by the notebook, which is killed, and by who replaces that."""
+    """Two may be started for one that died: by the notebook, which is killed, and by the process that replaces it."""
     coordinator = CoordinatorProcess.start(keep=True, linger=True)
     try:
         coordinator.respawn(PATIENCE)
@@ -575,7 +576,7 @@ def test_a_coordinator_that_lost_its_starter_before_it_was_found_leaves_the_dire
         coordinator.release()
         assert readable(pid, 20)
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, pid, os.WEXITED)  # a child that was released is nobody's to wait for
+            os.waitid(os.P_PIDFD, pid, os.WEXITED)  # a child that was released must not be waited for
         os.close(pid)
         assert (coordinator.directory / "coordinator").exists()
     finally:

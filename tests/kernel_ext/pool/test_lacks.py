@@ -1,4 +1,4 @@
-"""What a rank that was started again lacks."""
+"""Variables that a restarted rank lacks."""
 
 from __future__ import annotations
 

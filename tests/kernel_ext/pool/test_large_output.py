@@ -40,7 +40,7 @@ rank
 
 @dataclass
 class Frontend:
-    """What a notebook would get."""
+    """Output that a notebook would get."""
 
     text: list[str] = field(default_factory=list)
     live: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ def notebook_sink(frontend: Frontend, ranks: tuple[int, ...], limit: int = 2 * M
 
 @contextmanager
 def peak_memory(*pids: int) -> Iterator[list[int]]:
-    """Bytes by which the largest of these processes, this one included, has grown at most."""
+    """Yield bytes by which the largest of these processes, this one included, has grown at most."""
     processes = [psutil.Process(pid) for pid in (os.getpid(), *pids)]
     before = [process.memory_info().rss for process in processes]
     growth, stop = [0], threading.Event()

@@ -1,4 +1,4 @@
-"""What a rank wrote just before it was killed is shown, once and in order."""
+"""A rank's output just before it was killed is shown, once and in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENDS = {
 
 
 class Listener(NullSink):
-    """Takes what ranks write."""
+    """Listener that receives ranks' output."""
 
     def __init__(self) -> None:
         self.chunks: list[tuple[int, Chunk]] = []
@@ -129,7 +129,7 @@ def test_megabytes_that_were_not_sent_are_there_and_not_again_later(start_pool: 
 
 
 def test_a_rank_that_dies_between_cells_leaves_its_standard_error(start_pool: StartPool) -> None:
-    """Nobody waits for its output: it is among its last words, as what it crashed of may be there."""
+    """No cell waits for its output: it is among its last words, as the reason of a crash can be there."""
     pool = start_pool(2)
     pool.run(
         "import ctypes, os, signal, threading\n"

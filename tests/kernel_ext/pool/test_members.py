@@ -162,18 +162,18 @@ def test_news_of_an_earlier_process_is_not_the_replacement_s() -> None:
 
 
 class MembersMachine(RuleBasedStateMachine):
-    """Any order of wishes and events: what is started and told fits what happened."""
+    """Machine of any order of requests and events: starts and reports fit the events."""
 
     def __init__(self) -> None:
         super().__init__()
         self.members = RankStates()
-        self.processes: dict[int, int] = {}  # rank to pid, what really runs
+        self.processes: dict[int, int] = {}  # rank to pid, the real process
         self.ordered: set[int] = set()
         self.next_pid = 1
         self.expected: tuple[
             int, ...
         ] = ()  # as the coordinator has heard it last, but for those it has let go
-        self.sent_away: set[int] = set()  # ranks that were told to leave at once
+        self.sent_away: set[int] = set()  # ranks that were ordered to leave at once
         self.let_go: set[int] = set()  # ranks that may train until their commit
 
     def take(self, effects: list[Effect]) -> None:

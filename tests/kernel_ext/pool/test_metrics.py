@@ -1,4 +1,4 @@
-"""Metrics of a pool's ranks, from their cells to whoever started the pool."""
+"""Metrics of a pool's ranks, from their cells to the process that started the pool."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def values(pool: Pool, name: str) -> dict[int, list[float]]:
 
 
 def wait_for(pool: Pool, name: str, count: int) -> None:
-    """Until each rank's series has so many points."""
+    """Wait until each rank's series has so many points."""
     recording, deadline = pool.client.recording, Deadline(PATIENCE)
     while True:
         version = recording.version

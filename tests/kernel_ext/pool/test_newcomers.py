@@ -1,4 +1,4 @@
-"""Which ranks count as newcomers: from their start until they have what the others know."""
+"""Which ranks count as newcomers: from their start until they have the others' variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ranks_that_another_process_has_started_after_others() -> None:
     newcomers.restore({1: 1000.0, 2: 2000.0})
     newcomers.join("a", [1])
     assert newcomers.all() == {2: UnsyncedRank(BEFORE, 2000.0)}
-    newcomers.mark_joined("a", 1)  # which it says again, since it is asked for the cell's messages
+    newcomers.mark_joined("a", 1)  # which it sends again, since it is asked for the cell's messages
     newcomers.cell_ended("a")
     assert set(newcomers.all()) == {2}
 

@@ -73,7 +73,7 @@ def test_servers_outlive_ranks_and_the_coordinator_and_end_with_the_pool(start_p
     assert pool.run(PUSH, ranks=[0]).errors == {}
     assert pulled(pool, [0]) == {7.0}
     pool.repair()
-    pool.sync()  # the rank that was started anew takes part in the store that there is
+    pool.sync()  # the restarted rank takes part in the store that there is
     assert pulled(pool, [1]) == {7.0}
     assert pool.run(PUSH).errors == {}
     assert pulled(pool, [0, 1]) == {9.0}

@@ -289,10 +289,10 @@ def test_ssh_is_told_where_its_options_end() -> None:
 
 
 class FakeClient:
-    """Of a coordinator that is never asked."""
+    """Client of a coordinator that is never asked."""
 
     def on_membership(self, callback: object) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
 
 def test_ipyparallel_s_launchers_start_our_ranks(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_repair_waits_for_the_end_of_a_rank_whose_connection_is_gone(start_pool:
     pids = {status.rank: status.pid for status in pool.status()}
     warm = psutil.Process(pids[1]).parent()
     assert warm is not None
-    warm.suspend()  # nobody reports the end of the process
+    warm.suspend()  # no watcher reports the end of the process
     os.kill(pids[1], signal.SIGKILL)
     pool.client.wait_for(lambda membership: 1 not in membership.ranks, timeout=PATIENCE)
     awake = threading.Timer(0.3, warm.resume)
@@ -298,7 +298,7 @@ def test_what_ipyparallel_publishes_is_for_who_has_the_key(start_pool: StartPool
 
 
 def how_it_ends(monitor: zmq.Socket[bytes]) -> int:
-    """The event that ends a connection's handshake."""
+    """Return the event that ends a connection's handshake."""
     ends = (
         zmq.EVENT_HANDSHAKE_SUCCEEDED,
         zmq.EVENT_HANDSHAKE_FAILED_AUTH,

@@ -30,7 +30,7 @@ def test_all_ranks_register_a_set_anew_once_one_was_replaced(start_pool: StartPo
     pool.repair(timeout=PATIENCE)
     assert pool.run(SET_UP).ok
     assert [pool.run(TOTAL)[rank] for rank in range(3)] == [2.0, 2.0, 0.0]
-    # What is left of the first is a set of its own.
+    # The rest of the first is a set of its own.
     left = pool.run("(first.ranks, first.process_set_id != pair.process_set_id)", ranks=[0, 2])
     assert [left[0], left[2]] == [([0], True)] * 2
 

@@ -1,4 +1,4 @@
-"""What is said of a process that does not answer."""
+"""Reports of a process that does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a real pool that ask a user who is played here."""
+"""Ranks of a real pool that prompt a user that the test plays."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pool_probe import PoolProbe
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
-LONG = 60.0
+LONG = 60.0  # seconds of a wait that an event has to end
 
 
 class User:
-    """Does these things when asked, one after the other; the last one again and again."""
+    """User that does these things when asked, one after the other; the last one again and again."""
 
     shows_beside = False
 
@@ -35,7 +35,7 @@ class User:
 
 def after(seconds: float, answer: str) -> Callable[[], str]:
     def act() -> str:
-        time.sleep(seconds)  # what passes is time in which nothing else happens
+        time.sleep(seconds)  # only time passes
         return answer
 
     return act

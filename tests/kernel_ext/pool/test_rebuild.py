@@ -45,7 +45,7 @@ INTACT = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(
 
 
 class Watched:
-    """A pool whose ranks' memory is known."""
+    """Pool whose ranks' memory is known."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -61,7 +61,8 @@ class Watched:
         PoolProbe(pool).runs.notice = recorded  # type: ignore[method-assign]
 
     def told(self) -> str:
-        """The next line for the user. It comes from a thread that may say it after the cell, or while another one runs."""
+        """Return the next line for the user. It comes from a thread that may say it after the cell, or while another
+        one runs."""
         return self._told.get(timeout=30)
 
     @property
@@ -81,7 +82,7 @@ class Watched:
         os.kill(self.coordinator, signal.SIGKILL)
 
     def check(self) -> None:
-        """All ranks are what they were, and their next collective is right."""
+        """Check that all ranks are the same processes, and their next collective is right."""
         results = self.pool.run(INTACT, timeout=60)
         assert results.errors == {}
         total = [sum(range(1, len(self.pids) + 1))] * 3
@@ -102,7 +103,7 @@ def test_the_coordinator_dies_while_nothing_happens(start_pool: StartPool) -> No
     assert watched.coordinator != before
     PoolProbe(watched.pool).recovery.settle(30)
     said = [*watched.pool.news()]
-    assert len(said) <= 1  # it may have been told under the cell
+    assert len(said) <= 1  # the cell can show it
     assert watched.pool.news() == []
 
 
@@ -417,7 +418,7 @@ def test_only_the_rank_that_is_restarted_is_new(start_pool: StartPool) -> None:
 
 
 class Surroundings:
-    """What a CoordinatorRecovery needs, with one rank that the coordinator has given up."""
+    """Surroundings of a CoordinatorRecovery, with one rank that the coordinator has given up."""
 
     closed = False
 
@@ -466,7 +467,7 @@ class Surroundings:
 def rebuilder_in(
     surroundings: Any, tell: Callable[[str], object] = pytest.fail, *, near: bool = True
 ) -> CoordinatorRecovery:
-    """A rebuilder of a pool whose coordinator neither dies nor is given up."""
+    """Return a rebuilder of a pool whose coordinator neither dies nor is given up."""
     surroundings.notice = tell
     return CoordinatorRecovery(
         surroundings,
@@ -492,7 +493,7 @@ def test_a_rank_that_the_coordinator_has_given_up_is_ended(lives: bool) -> None:
         rebuilder.settle(10)
         rebuilder.close()
         rebuilder.join()
-        # How it ended is told by who looks after the process; this only knows why.
+        # The process's watcher reports how it ended; this only knows why.
         assert surroundings.told == ([(1, process.pid, "silent for 30 s")] if lives else [])
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell about cells arrives once, in order and whole, however much mail is lost with coordinators."""
+"""Ranks' reports about cells arrive once, in order and whole, however much mail is lost with coordinators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CELL = "c"
 
 
 class Link:
-    """A rank's cell, the pool's view of it, and the way between them, which loses what is on it."""
+    """A rank's cell, the pool's view of it, and the lossy way between them."""
 
     def __init__(self) -> None:
         self.to_pool: deque[bytes] = deque()
@@ -47,7 +47,7 @@ class Link:
         self.sent.done(CellDone(CELL, None, 0.0))
 
     def deliver(self, count: int) -> None:
-        """The pool gets this many messages."""
+        """Deliver this many messages to the pool."""
         for _ in range(min(count, len(self.to_pool))):
             message = decode_to_pool(self.to_pool.popleft())
             if isinstance(message, Output):
@@ -68,18 +68,18 @@ class Link:
         self.to_rank.append((CELL, *found) if found else ("", 0, 0))
 
     def take(self) -> None:
-        """The pool says how much it has."""
+        """Send the pool's acknowledgement of the mail that it has."""
         self.arrivals.taken(0, len(self.text))
         self.sent.taken(CELL, len(self.text))
 
     def hear(self) -> None:
-        """The rank gets what the pool asked."""
+        """Deliver the pool's requests to the rank."""
         while self.to_rank:
             cell, received, taken = self.to_rank.popleft()
             self.sent.resync([(cell, received, taken)] if cell else [])
 
     def lose(self, back: int, forth: bool) -> None:
-        """The coordinator dies with the last messages; what is written until the pool is back is lost as well."""
+        """Lose the last messages with the coordinator, and those written until the pool is back."""
         while len(self.to_pool) > back:
             self.to_pool.pop()
         if forth:
@@ -168,7 +168,7 @@ def test_what_was_taken_or_settled_is_not_kept() -> None:
         link.deliver(1)
         link.take()
     link.sent.resync([(CELL, 0, 0)])
-    (gap,) = link.to_pool  # one sentence instead of what the pool has taken
+    (gap,) = link.to_pool  # one sentence instead of the output that the pool has received
     assert len(gap) < 200
     link.deliver(1)
     assert link.text == link.written

@@ -1,4 +1,4 @@
-"""What the ranks do is recorded, seen and written on when the coordinator was replaced."""
+"""Recording, views and files of the ranks' operations continue when the coordinator was replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP = "hvd.allreduce(np.ones(1000), '{name}')\nhvd.metric('{name}', rank)"
 
 
 def wait_until_seen(pool: Pool, name: str) -> None:
-    """Until the recording has a span and a point of this name from each rank."""
+    """Wait until the recording has a span and a point of this name from each rank."""
     recording, deadline = pool.client.recording, Deadline(PATIENCE)
     while True:
         version = recording.version

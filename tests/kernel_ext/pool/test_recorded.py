@@ -41,7 +41,7 @@ for step in range(1, 20):
 
 @pytest.fixture(autouse=True)
 def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks need it, and what the first optimizer imports: once is enough."""
+    """All ranks need it, and the first optimizer's imports: once is enough."""
     monkeypatch.setenv("HVDLAB_PRELOAD", "torch,torch._dynamo")
 
 

@@ -1,4 +1,4 @@
-"""What is said to ranks, and in which order, when a coordinator has taken another's place."""
+"""Messages to ranks, and their order, when a coordinator has taken another's place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from patience import PATIENCE
 
 
 class Said:
-    """A client that writes down what is said."""
+    """Client that records the messages sent."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, tuple[int, ...]]] = []
@@ -68,7 +68,7 @@ def start(
 
 
 def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
-    """What ranks have told already comes with their answers; a cell that is sent then must not get the interrupt."""
+    """Earlier reports of ranks come with their answers; a cell that is sent then must not get the interrupt."""
     client = Said()
     runs = runs_of(client)
     start(runs, "a")
@@ -154,7 +154,7 @@ def test_a_rank_that_joined_is_a_newcomer_until_it_says_that_it_entered() -> Non
 
 
 def test_a_rank_that_joined_is_sent_the_cell_as_one_that_joins_again() -> None:
-    """What it was sent may be lost with the coordinator; the next one may know of the cell on the other ranks alone."""
+    """Messages to it can be lost with the coordinator; the next one can know of the cell on the other ranks alone."""
     client = Said()
     runs = runs_of(client)
     start(runs, "a", elastic=Bounds())

@@ -32,7 +32,7 @@ StartPool = Callable[..., Pool]
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "security.md").read_text()
 
-# Each rank says that it is a host of its own: the others reach its parameter server by the port for other hosts.
+# Each rank claims to be a host of its own: the others reach its parameter server by the port for other hosts.
 BEGIN = """
 import os, numpy as np, hvdlab.numpy as hvd
 from hvdlab import kvstore
@@ -59,7 +59,7 @@ memory, steps, total, float(out[0])
 
 
 def names(heading: str) -> set[str]:
-    """The first column of a table of the page."""
+    """Return the first column of a table of the page."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return {line.split("|")[1].strip() for line in lines[1:]}
@@ -67,7 +67,7 @@ def names(heading: str) -> set[str]:
 
 @dataclass
 class Training:
-    """A pool with all that may be open beside it, which trains until :meth:`end`."""
+    """Pool with all that may be open beside it, which trains until :meth:`end`."""
 
     pool: Pool
     mark: str
@@ -81,7 +81,7 @@ class Training:
         out.wait_for("training", [0, 1])
 
     def end(self) -> list[Any]:
-        """What each rank got; fails if anything was lost."""
+        """Return each rank's results; fail if anything was lost."""
         self.stop.touch()
         results = self.run.wait(PATIENCE)
         assert results.ok, results.errors
@@ -100,7 +100,7 @@ class Training:
         return listeners([os.getpid(), *self.processes()])
 
     def ports(self) -> list[int]:
-        """TCP ports on the loopback interface."""
+        """Return TCP ports on the loopback interface."""
         places = [one.place for one in self.listeners() if not one.place.startswith("unix:")]
         assert {place.rpartition(":")[0] for place in places} == {"127.0.0.1"}
         return sorted({int(place.rpartition(":")[2]) for place in places})
@@ -111,7 +111,7 @@ def training(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     mark = uuid.uuid4().hex
     monkeypatch.setenv(census.MARK, mark)
     directory = Path(tempfile.mkdtemp())
-    # Others may pass through: what keeps them out must be hvdlab's own.
+    # Others can pass through: the barrier must be hvdlab's own.
     for one in (directory, directory.parent):
         one.chmod(0o755)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
@@ -131,7 +131,7 @@ def training(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def row_of(training: Training, listener: Listener, processes: dict[int, str]) -> str:
-    """The table's name of what listens there."""
+    """Return the table's name of the listener there."""
     place, process = listener.place, processes.get(listener.pid, "")
     if place.startswith("unix:"):
         path = Path(place.removeprefix("unix:"))
@@ -187,10 +187,11 @@ def test_strangers_at_every_port_stop_nothing_and_nothing_is_lost(training: Trai
 
 
 def tried(pids: list[int], sockets: list[str], files: list[str], ports: list[int]) -> list[str]:
-    """What another user reaches of these; run as one."""
+    """Return the addresses of these that another user reaches; run as one."""
     reached = []
     for pid in pids:
         for name in ("environ", "mem", "maps", "fd/1"):
+            # A refusal is right: only successes are collected.
             with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
                 file.read(1)
                 reached.append(file.name)

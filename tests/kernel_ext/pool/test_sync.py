@@ -1,4 +1,4 @@
-"""What one rank knows is brought to ranks that came later."""
+"""Variables of one rank are sent to ranks that came later."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
 
     pool.run("'what the user saw last'", ranks=[0, 1], label="[7]")
     done = pool.sync(without=["words"])
-    # It leaves no trace among what the user has run.
+    # It leaves no trace among the user's own cells.
     assert pool.run("_", ranks=[0, 1], store_history=False)[1] == "what the user saw last"
     assert pool.transcripts.find("sync") is None
     assert (done.source, done.ranks) == (0, (2, 3))
@@ -137,7 +137,7 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
             3,
             "xml.dom.minidom",
         ),
-        # What was one thing is one thing, and functions see the variables of the rank where they are.
+        # Shared references to one object stay shared, and functions see the variables of the rank where they are.
         "part['same'] is big, float(big.sum()), big.flags.writeable": (True, 4999950000.0, True),
         "isinstance(known, Known), isinstance(point, Point)": (True, True),
         "up(), now(), fall(3)": (2, 2, 0),
@@ -177,7 +177,7 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
     with pytest.raises(InvalidRequestError, match="from itself"):
         pool.sync([1, 3], source=3)
 
-    # What can't be taken leaves a newcomer as it was, and says what it was.
+    # A variable that can't be sent leaves a newcomer as it was, and the report names it.
     pool.run(
         "class Odd:\n"
         "    def __reduce__(self): return (exec, ('import hvdlab; raise OSError(\"not here\")',))\n"

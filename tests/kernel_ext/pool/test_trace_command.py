@@ -61,7 +61,7 @@ def test_a_kept_pool_is_looked_at_from_outside(
     assert main(["trace", "top", "--once"]) == 0
     loss = capsys.readouterr().out.splitlines()[-1].split()
     assert loss[:6] == ["loss", "allreduce", "cell", "[3]", "line", "6"]
-    # Who looks on is no notebook: the pool is as it was.
+    # The observer is no notebook: the pool is as it was.
     assert not kept.run("hvd.allreduce(np.ones(3), 'loss')").errors
     assert main(["trace", "summary", "--pool", "other"]) == 2
     assert "there is no pool `other`" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a pool's ranks did, as whoever started the pool reads it."""
+"""Records of a pool's ranks, as the process that started the pool reads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pool(surroundings: Path) -> Iterator[Pool]:
 
 
 def wait_for_rows(pool: Pool, name: str, count: int) -> None:
-    """Until the notebook has this many rows of a tensor: ranks send what they have recorded every so often."""
+    """Wait until the notebook has this many rows of a tensor: ranks send their records at intervals."""
     recording, deadline = pool.client.recording, Deadline(PATIENCE)
     while True:
         version = recording.version
@@ -50,7 +50,7 @@ def wait_for_rows(pool: Pool, name: str, count: int) -> None:
 def test_what_ranks_have_done_is_there_when_it_is_asked_for(pool: Pool, tmp_path: Path) -> None:
     seldom = "from hvdlab.collectives.engine.span_log import SpanLog\nSpanLog.INTERVAL = 3600.0"
     assert not pool.run(seldom).errors
-    assert len(pool.trace()) == 0  # the history, and what was to be sent before
+    assert len(pool.trace()) == 0  # the history, and the records that were to be sent before
     for count in range(1, 4):
         assert not pool.run("hvd.allreduce(np.ones(3), 'here')").errors
         assert sum(pool.trace()["name"] == "here") == 3 * count
@@ -90,7 +90,7 @@ def test_spans_tell_which_line_of_which_cell_they_are_of(pool: Pool) -> None:
 
 
 def test_a_timeline_s_file_does_not_cost_the_recording_its_history(pool: Pool, tmp_path: Path) -> None:
-    """The coordinator tells the past once, to whoever listens first."""
+    """The coordinator sends the history once, to the first listener."""
     assert not pool.run("hvd.allreduce(np.ones(3), 'early')").errors
     assert not pool.run("import time; time.sleep(0.3)").errors  # its span has been sent
     path = pool.start_timeline(tmp_path / "later.json")
@@ -124,7 +124,7 @@ def test_what_was_recorded_is_saved_afterwards(pool: Pool, tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(("run", ".run"))) == names
 
 
-LATE = 0.08
+LATE = 0.08  # seconds for which rank 2 sleeps in each round
 ROUNDS = 6
 TRUTH = f"""\
 import time
@@ -161,7 +161,7 @@ def test_the_late_rank_is_as_late_everywhere_as_the_ranks_own_clocks_say(pool: P
             e for e in events if e["ph"] == "b" and e["pid"] == rank and e["args"].get("tensor") == "truth"
         ]
         assert [round(event["ts"] * 1000) for event in begun] == arrivals[rank]
-        # Arrival to end is what the rank's clock saw, less what the call does before and behind.
+        # Arrival to end is the time on the rank's clock, less the call's own work before and behind.
         wall = sum(done[rank]) - sum(came[rank])
         own = table[table["rank"] == rank]
         assert sum(span.finished_ns - span.submitted_ns for span in streamed[rank]) <= wall

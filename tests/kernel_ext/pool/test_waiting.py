@@ -18,7 +18,7 @@ from patience import PATIENCE
 
 
 class Coordinator:
-    """Takes what a group says, and says nothing."""
+    """Coordinator that receives a group's messages, and sends none."""
 
     def on_mail(self, topic: str, callback: Any) -> None: ...
 
@@ -26,7 +26,7 @@ class Coordinator:
 
 
 class Queue:
-    """A starter whose ranks wait for room; a thread of the test's lets them go on."""
+    """Starter whose ranks wait for room; a thread of the test's lets them go on."""
 
     def __init__(self, group: RankLifecycle) -> None:
         self.group = group
@@ -45,7 +45,7 @@ def group() -> RankLifecycle:
 
 
 def over() -> Deadline:
-    """A time limit that has passed already, as after hours in a queue."""
+    """Return a time limit that has passed already, as after hours in a queue."""
     times = iter((0.0, *[PATIENCE] * 100))
     return Deadline(PATIENCE, clock=lambda: next(times))
 

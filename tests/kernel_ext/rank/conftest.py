@@ -41,11 +41,11 @@ from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK
 
 T = TypeVar("T", bound=Payload)
-PATIENCE = 20.0
+PATIENCE = 20.0  # seconds until a wait for the other thread fails
 
 
 class FakeEngine:
-    """The engine's cells and mail; its control thread runs what the played pool sends, in order."""
+    """The engine's cells and mail; its control thread handles the played pool's messages, in order."""
 
     rank, size, local_size = 0, 1, 1
     paused = ""
@@ -104,7 +104,7 @@ class FakeEngine:
     def pending(self) -> list[Any]:
         return self.in_flight
 
-    # -- what the pool can do through the coordinator --
+    # -- the pool's calls through the coordinator --
 
     def mail(self, payload: Payload) -> None:
         body = codec.encode(payload)
@@ -117,7 +117,7 @@ class FakeEngine:
         self._todo.put(lambda: self._leave("told to"))
 
     def settle(self) -> None:
-        """Wait until the control thread has done all it was told."""
+        """Wait until the control thread has handled all its messages."""
         done = threading.Event()
         self._todo.put(done.set)
         assert done.wait(PATIENCE)
@@ -136,7 +136,7 @@ class FakeEngine:
 
 @dataclass
 class Ran:
-    """A cell as the pool saw it."""
+    """Cell as the pool saw it."""
 
     done: CellDone
     chunks: list[Any] = field(default_factory=list)
@@ -209,7 +209,8 @@ class Pool:
         return self.expect(kind)
 
     def read(self, cell: str, length: int) -> str:
-        """The next ``length`` characters of a cell's output; ``print`` may be torn between its line and the end of it."""
+        """Return the next ``length`` characters of a cell's output; ``print`` may be torn between its line and the end
+        of it."""
         text = ""
         while len(text) < length:
             output = self.expect(Output)
@@ -218,7 +219,7 @@ class Pool:
         return text
 
     def expect(self, kind: type[T]) -> T:
-        """The next mail of a kind; what comes before it is dropped."""
+        """Return the next mail of a kind; mail before it is dropped."""
         while True:
             mail = self.engine.posted.get(timeout=PATIENCE)
             if isinstance(mail, kind):
@@ -226,7 +227,7 @@ class Pool:
 
 
 class Rank:
-    """A rank whose main thread is the test's: :meth:`play` runs its loop while a script plays the pool."""
+    """Rank whose main thread is the test's: :meth:`play` runs its loop while a script plays the pool."""
 
     def __init__(self, shell: InteractiveShell, *, capture_fds: bool) -> None:
         self.shell = shell
@@ -238,7 +239,7 @@ class Rank:
         self.agent.start()
 
     def play(self, script: Callable[[Pool], None]) -> None:
-        """Run the loop on this thread until ``script``, on another, has returned; raises what it raised."""
+        """Run the loop on this thread until ``script``, on another, has returned; raises its exception."""
         failure: list[BaseException] = []
         # pytest has put streams of its own in place since the fixture was set up.
         self.agent._setup.pause()
@@ -270,7 +271,7 @@ class Rank:
         thread.join()
 
     def run(self, source: str, **options: Any) -> Ran:
-        """Run one cell and return what the pool saw."""
+        """Run one cell and return the pool's view of it."""
         ran: list[Ran] = []
         self.play(lambda pool: ran.append(pool.run(source, **options)))
         return ran[0]
@@ -287,7 +288,7 @@ class Rank:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
-    """As in forked ranks: what other tests have imported here is nothing that collections go through after each failed cell."""
+    """As in forked ranks: collections do not go through the imports of other tests after each failed cell."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -316,11 +317,11 @@ def _rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capture_fds:
 
 @pytest.fixture
 def rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    """A rank that captures what Python code writes."""
+    """Yield a rank that captures the output of Python code."""
     yield from _rank(shell, monkeypatch, False)
 
 
 @pytest.fixture
 def fd_rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    """A rank that captures file descriptors 1 and 2 as well."""
+    """Yield a rank that captures file descriptors 1 and 2 as well."""
     yield from _rank(shell, monkeypatch, True)

@@ -1,4 +1,4 @@
-"""A program that lets ranks' processes die before each step of hvdlab's own code, and tells which output was lost."""
+"""A program that lets ranks' processes die before each step of hvdlab's own code, and reports which output was lost."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def live(pipes: StdPipes, area: int, mail: int, written: int, die_at: int) -> in
 
 
 def live_and_die(die_at: int) -> tuple[int, str, str]:
-    """Returns the exit status, what a rank wrote, and what is shown of it."""
+    """Return the exit status, a rank's output, and the part of it that is shown."""
     pipes, area = StdPipes.make(), make_area()
     mail, mail_writer = os.pipe()
     written, written_writer = os.pipe()
@@ -89,7 +89,7 @@ def live_and_die(die_at: int) -> tuple[int, str, str]:
 
 
 def show(mail: int, pipes: ChildPipes) -> str:
-    """What the pool shows: the rank's mail, then what it left."""
+    """Return the text that the pool shows: the rank's mail, then the output that it left."""
     arrivals, chunks = ReceiveWindow([0]), list[Chunk | None]()
     while header := os.read(mail, 4):
         message = decode_to_pool(os.read(mail, int.from_bytes(header, "little")))
@@ -106,7 +106,7 @@ def show(mail: int, pipes: ChildPipes) -> str:
 
 
 def main() -> None:
-    """One line for each step at which something is lost or comes twice; the last line counts the steps."""
+    """Print one line for each step at which something is lost or comes twice; the last line counts the steps."""
     died = 0
     while True:
         status, expected, shown = live_and_die(died + 1)

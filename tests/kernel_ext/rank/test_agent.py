@@ -1,4 +1,4 @@
-"""What a rank answers while it is idle, busy or stuck, and how it leaves."""
+"""Answers of a rank while it is idle, busy or stuck, and how it leaves."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ def test_frames_below_the_users_call_are_hidden(rank: Rank) -> None:
     assert "Cell In[7], line 3, in step()" in text
     assert "inner" not in text
     assert "waited; rank 2 failed\n" in text
-    # What the user's own code raises inside a call of ours keeps our frames between his.
+    # An exception of the user's own code inside a call of ours keeps our frames between the user's.
     text = traceback_of(rank.run("def mine():\n    raise ValueError('x')\nallreduce(mine)", label="[8]"))
     assert "in mine()" in text
 

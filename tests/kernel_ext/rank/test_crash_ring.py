@@ -1,4 +1,4 @@
-"""What is found of a rank's output after its end."""
+"""Rank's output as found after its end."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_numpy_scalars_are_numbers_as_in_a_kernel() -> None:
     assert wire_value(Fraction(1, 4)) == 0.25
 
 
-# -- what needs a person at the rank ----------------------------------------------------------------------------------
+# -- calls that need a person at the rank -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["input('name? ')", "import getpass\ngetpass.getpass()"])

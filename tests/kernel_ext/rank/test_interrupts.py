@@ -1,4 +1,4 @@
-"""An interrupt ends the cell it was meant for, and nothing else."""
+"""An interrupt ends the cell it was meant for, and no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 20.0
 
 
 def interrupt_once_running(rank: Rank, source: str, **options: Any) -> Any:
-    """Interrupt a cell that says by ``started.set()`` that it is where it is to be hit."""
+    """Interrupt a cell that reports by ``started.set()`` that it is at the place of the interrupt."""
     started = threading.Event()
     rank.shell.user_ns["started"] = started
     ran = []
@@ -254,7 +254,7 @@ FINALIZERS = {
 
 @pytest.mark.parametrize("source", FINALIZERS.values(), ids=FINALIZERS)
 def test_an_interrupt_that_hits_a_finalizer_ends_the_cell_all_the_same(rank: Rank, source: str) -> None:
-    """The interpreter drops what a finalizer raises: the rank would go on for ever."""
+    """The interpreter drops a finalizer's exceptions: the rank would go on for ever."""
     ran = interrupt_once_running(rank, source + "last()\nwhile True: pass")
     assert ran.error.interrupted
     assert ran.text("stderr") == ""

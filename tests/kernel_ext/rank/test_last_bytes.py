@@ -1,4 +1,4 @@
-"""A rank may be killed between any two steps of ours: what its descriptors were given is shown, and once."""
+"""A rank can be killed between any two steps of ours: all writes to its descriptors are shown, and once."""
 
 from __future__ import annotations
 

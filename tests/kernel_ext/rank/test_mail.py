@@ -1,4 +1,4 @@
-"""Whatever comes as mail to a rank, and whatever fails there: the rank goes on, and answers what has a ticket."""
+"""Any mail to a rank, and any failure there: the rank continues, and answers mail that has a ticket."""
 
 from __future__ import annotations
 

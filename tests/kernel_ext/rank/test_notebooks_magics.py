@@ -1,4 +1,4 @@
-"""A rank says where the notebook's magics and views belong."""
+"""A rank's error names the place of the notebook's magics and views."""
 
 from __future__ import annotations
 

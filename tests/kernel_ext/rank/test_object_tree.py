@@ -1,4 +1,4 @@
-"""Values taken apart, whatever they are made of."""
+"""Values of all kinds taken apart."""
 
 from __future__ import annotations
 
@@ -190,7 +190,8 @@ def test_a_huge_number_is_not_printed() -> None:
 
 
 def unlike(make: Callable[[int], Any]) -> None:
-    """What is made for two ranks differs, or is said to be not compared; for one rank it is the same twice."""
+    """Check that values made for two ranks differ, or are reported as not compared; for one rank it is the same
+    twice."""
     ours, theirs = ComparedValue(make(0)).examined(1), ComparedValue(make(1)).examined(1)
     assert ours.digest != theirs.digest or ours.unknown
     assert ComparedValue([make(0)]).examined(1).digest == ComparedValue([make(0)]).examined(1).digest
@@ -329,7 +330,7 @@ def test_compiled_modules_are_compared() -> None:
 
 
 def test_what_trains_is_compared_as_a_whole() -> None:
-    """No part of what is in every notebook may be of a kind that can't be compared: it would always be said."""
+    """No object of every notebook may be of a kind that can't be compared: the report would always name it."""
     model = Net()
     model.register_forward_hook(lambda *_: None)
     optimizer = torch.optim.AdamW(model.parameters())

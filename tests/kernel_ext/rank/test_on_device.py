@@ -37,7 +37,8 @@ REAL = hooks._of_tensor
 
 @contextmanager
 def small_blocks(on_device: Callable[[], bool], named: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Blocks of 64 bytes; tensors are worked on where they are if ``on_device()``, and are said to be on a GPU if ``named()``."""
+    """Blocks of 64 bytes; tensors are worked on where they are if ``on_device()``, and claim to be on a GPU if
+    ``named()``."""
 
     def of_tensor(tensor: Any) -> ArraySource | None:
         source = REAL(tensor)
@@ -56,7 +57,7 @@ def small_blocks(on_device: Callable[[], bool], named: Callable[[], bool] | None
 
 
 def tensor_of(data: bytes, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """A tensor with these bytes."""
+    """Return a tensor with these bytes."""
     raw = torch.tensor(list(data), dtype=torch.uint8)
     if dtype is torch.bool:
         raw = raw & 1
@@ -79,7 +80,7 @@ def source(tensor: torch.Tensor) -> ArraySource:
 
 
 def made_on_device(tensor: torch.Tensor) -> bytes:
-    """The fingerprints of a tensor's blocks."""
+    """Return the fingerprints of a tensor's blocks."""
     with small_blocks(lambda: True):
         found = source(tensor)
         assert found.on_device is not None
@@ -147,7 +148,7 @@ def test_values_of_all_kinds_are_counted_as_on_the_host(dtype: torch.dtype) -> N
 
 
 def test_signs_differ_wherever_they_are_and_however_many() -> None:
-    """Changes of the highest bit are what sums of products could miss: each adds half of what the sums are counted modulo."""
+    """Changes of the highest bit are those that sums of products could miss: each adds half of the sums' modulus."""
     zeros = torch.zeros(4 * BLOCK // 8, dtype=torch.float64)
     seen = {made_on_device(zeros)}
     for places in ([0], [0, 1], [0, 8], [7, 8], [3, 4, 5, 6], list(range(32))):
@@ -232,11 +233,11 @@ class RanksHere:
 def compared(values: Sequence[Any], gpus: set[int], on_device: bool) -> tuple[Diff, RanksHere]:
     ranks = RanksHere(values, gpus)
     with small_blocks(lambda: on_device and ranks.on_gpu, lambda: ranks.on_gpu):
-        return diff(ranks, "x", range(len(values))), ranks  # type: ignore[arg-type]  # has what is called
+        return diff(ranks, "x", range(len(values))), ranks  # type: ignore[arg-type]  # has the called methods
 
 
 def shown(found: Diff) -> tuple[Any, ...]:
-    """All that a user sees, apart from the fingerprints."""
+    """Return all that a user sees, apart from the fingerprints."""
     rows = [
         (row.path, row.ranks, row.reference, row.what, row.first, row.count, row.largest, row.relative, row.not_finite, row.expected_not_finite)
         for row in found.rows

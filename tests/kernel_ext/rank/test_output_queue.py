@@ -1,4 +1,4 @@
-"""What a cell writes arrives complete, in order, early, and not faster than the pool takes it."""
+"""A cell's output arrives complete, in order, early, and not faster than the pool reads it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from hvdlab.kernel_ext.wire.cells import (
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
 
-PATIENCE = 20.0
+PATIENCE = 20.0  # seconds until a wait for the other thread fails
 
 
 class Sent:
-    """The messages that an OutputQueue posted."""
+    """Messages that an OutputQueue posted."""
 
     def __init__(self) -> None:
         self.outputs: list[Output] = []
@@ -131,7 +131,7 @@ def test_totals_begin_anew_with_each_cell(rank: Rank) -> None:
     rank.run("print('y', end='')")
     outputs = [mail for name, mail in rank.engine.log if name == "Output"]
     assert outputs[-1].total == 1
-    assert outputs[-1].cell == "cell-1"  # the second play of a pool that counts anew
+    assert outputs[-1].cell == "cell-1"  # the second play of a pool that counts from zero again
 
 
 def test_a_monstrous_write_is_taken_apart(capture: OutputQueue, sent: Sent) -> None:
@@ -248,7 +248,7 @@ threading.Thread(target=write).start()
 
 
 def late_up_to_the_window(pool: Pool, cell: str) -> int:
-    """Take what comes until the window is full. Returns how many bytes that is."""
+    """Receive output until the window is full. Returns how many bytes that is."""
     received = 0
     while received < WINDOW - PIECE:
         late = pool.expect(Late)
@@ -518,7 +518,7 @@ def test_a_subprocess_waits_for_the_pool_too(fd_rank: Rank) -> None:
 
 
 def test_what_a_subprocess_wrote_comes_before_the_end_of_its_cell(fd_rank: Rank) -> None:
-    """Also if the pool has not taken what came before it."""
+    """Also if the pool has not read the output before it."""
     written = fd_rank.shell.user_ns["written"] = threading.Event()
 
     def script(pool: Pool) -> None:

@@ -117,7 +117,7 @@ def test_a_cell_that_nobody_attends_writes_on_and_its_newest_output_is_kept(rank
 
     def script(pool: Pool) -> None:
         cell = pool.start("for _ in range(20): print('x' * ((1 << 20) - 1))\ngo.wait()\nprint('end')")
-        pool.engine.mail(SetOwner(0, 0))  # without it the cell would wait for room: nobody gives credit
+        pool.engine.mail(SetOwner(0, 0))  # without it the cell would wait for room: no pool gives credit
         while (output := pool.expect(Output)).total < 20 << 20:
             pass
         pool.engine.mail(SetOwner(*me()))
@@ -177,7 +177,7 @@ def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
 
 
 def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
-    """SetOwner, question and a second SetOwner come before the thread that sends has looked who is there."""
+    """SetOwner, question and a second SetOwner come before the sending thread has checked the owners."""
     capture = OutputQueue(lambda topic, body: None)
     capture.sent.expect("a", "[1]")
     capture.owned(*me())

@@ -1,4 +1,4 @@
-"""What a rank says about the way of its CUDA tensors; ``test_agent.py`` has its other answers."""
+"""A rank's report on the way of its CUDA tensors; ``test_agent.py`` has its other answers."""
 
 from __future__ import annotations
 

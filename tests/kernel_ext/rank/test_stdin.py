@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def talk(rank: Rank, source: str, answers: Sequence[str]) -> tuple[Ran, list[PromptRequest]]:
-    """Run a cell, with these answers to what it asks."""
+    """Run a cell, with these answers to its prompts."""
     found: list[tuple[Ran, list[PromptRequest]]] = []
 
     def script(pool: Pool) -> None:

@@ -184,7 +184,7 @@ def test_large_arrays_stay_where_they_are_until_they_are_fetched(rank: Rank) -> 
                 assert piece.data is not None
                 part[offset : offset + len(piece.data)] = piece.data
         pool.engine.mail(ReleaseTransfer(5))
-        # What was asked meanwhile is answered now, and not before.
+        # Questions from that time are answered now, and not before.
         assert load(pool.ask(PullValue(7, ("1 + 2",)), Value).pickles[0]) == 2
         loaded = pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # made by the test
         assert loaded.flags.writeable

@@ -13,7 +13,7 @@ from spmd_kernel import kernelspec_in
 
 @pytest.fixture(scope="session", autouse=True)
 def jupyter_loop() -> Iterator[None]:
-    """The event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
+    """Yield the event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
     loop = ensure_event_loop()
     yield
     loop.close()
@@ -21,6 +21,6 @@ def jupyter_loop() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def kernelspec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory of Jupyter's in which there is the kernel; two ranks."""
+    """Yield a directory of Jupyter's in which there is the kernel; two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         yield kernelspec_in(tmp_path_factory.mktemp("jupyter"), patch)

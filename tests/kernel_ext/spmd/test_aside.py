@@ -16,7 +16,7 @@ SESSION = Session(key=b"secret")
 
 
 def message(kind: str, **content: Any) -> list[zmq.Frame]:
-    """A request as it comes from a client."""
+    """Return a request as it comes from a client."""
     message = SESSION.msg(kind, content)
     return [zmq.Frame(b"client"), *(zmq.Frame(part) for part in SESSION.serialize(message))]
 
@@ -25,8 +25,7 @@ class MainThread:
     """In the place of ipykernel's class: messages for the main thread wait until the test lets it handle them.
 
     Attributes:
-        waiting: What was handed to the main thread.
-        handled: What it has handled.
+        waiting: Work handed to the main thread. handled: Work that it has done.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class MainThread:
 
 
 class Kernel(BusyReplies, MainThread):
-    """Answers all questions, and keeps what it sends."""
+    """Kernel that answers all questions, and keeps its messages."""
 
     def __init__(self) -> None:
         super().__init__()

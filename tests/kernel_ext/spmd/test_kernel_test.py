@@ -10,7 +10,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Processes come and go in the kernel that all these tests share; test_lifetime.py sees them end with it."""
+    """Skip the check for leaks: processes come and go in the kernel that all these tests share; test_lifetime.py sees
+    them end with it."""
 
 
 class TestHvdlabKernel(jupyter_kernel_test.KernelTests):

@@ -1,4 +1,4 @@
-"""How kernels with ranks begin and end: restarts, kills, what a client without stdin or a terminal does."""
+"""How kernels with ranks begin and end: restarts, kills, and clients without stdin or a terminal."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ needs_a_thread_for_messages = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Processes come and go in the kernel that all these tests share; test_lifetime.py sees them end with it."""
+    """Skip the check for leaks: processes come and go in the kernel that all these tests share; test_lifetime.py sees
+    them end with it."""
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +34,14 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
 
 @pytest.fixture
 def kernel(started: LiveKernel) -> LiveKernel:
-    """A kernel whose ranks know ``rank``."""
+    """Return a kernel whose ranks know ``rank``."""
     cell = started.run("import os, sys, time\nrank = int(os.environ['RANK'])")
     assert cell.error is None, cell.error
     return started
 
 
 def ask(kernel: LiveKernel, msg_id: str) -> dict[str, Any]:
-    """The answer to a request, which may come before that of a running cell."""
+    """Return the answer to a request, which may come before that of a running cell."""
     while True:
         reply = kernel.client.get_shell_msg(timeout=30)
         if reply["parent_header"]["msg_id"] == msg_id:
@@ -221,7 +222,7 @@ def test_questions_right_behind_a_cell_do_not_wait_for_its_end(kernel: LiveKerne
 
 @needs_a_thread_for_messages
 def test_a_rank_whose_interpreter_is_held_is_said_to_be_silent(kernel: LiveKernel) -> None:
-    # A call of such a library keeps the interpreter to itself; this one as long as we want.
+    # A call of such a library keeps the interpreter to itself; this one as long as the test asks.
     kernel.run("import ctypes\nkeeping = ctypes.PyDLL(None)")
     held, release = kernel.directory / "held", kernel.directory / "release"
     code = b"touch held; timeout 60 sh -c 'while [ ! -e release ]; do sleep 0.02; done'"
@@ -262,7 +263,7 @@ def test_widgets_of_ranks_are_shown_and_hear_the_frontend(kernel: LiveKernel) ->
     update = {"method": "update", "state": {"value": 42}, "buffer_paths": []}
     message = kernel.client.session.msg("comm_msg", {"comm_id": views[1], "data": update})
     kernel.client.shell_channel.send(message)
-    kernel.until(lambda: any(kind == "comm_msg" for _, kind, _ in kernel.others))  # it echoes what it has got
+    kernel.until(lambda: any(kind == "comm_msg" for _, kind, _ in kernel.others))  # it echoes its input
     assert value(kernel.run("slider.value, globals().get('seen')")) == "[0] (0, None)\n[1] (42, 42)"
 
     moved = kernel.run("slider.value = 7")
@@ -271,7 +272,7 @@ def test_widgets_of_ranks_are_shown_and_hear_the_frontend(kernel: LiveKernel) ->
 
 
 def asked_states(kernel: LiveKernel) -> tuple[dict[str, Any], dict[tuple[str, ...], bytes]]:
-    """What a page that is opened anew learns of all widgets, and their buffers."""
+    """Return the states of all widgets, and their buffers, as a reopened page receives them."""
     session, send = kernel.client.session, kernel.client.shell_channel.send
     control = {"comm_id": uuid.uuid4().hex, "target_name": "jupyter.widget.control", "data": {}}
     send(session.msg("comm_open", control, metadata={"version": "1.0.0"}))

@@ -1,4 +1,4 @@
-"""What ranks a notebook is to have."""
+"""The ranks requested for a notebook."""
 
 from __future__ import annotations
 

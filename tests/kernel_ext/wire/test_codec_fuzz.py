@@ -46,7 +46,7 @@ def test_nesting_and_bad_text_are_refused(data: bytes) -> None:
 
 
 def test_what_is_made_up_is_understood() -> None:
-    """Else the fuzzing would only try the door."""
+    """Otherwise the fuzzing would only test the first check."""
     chance = random.Random(1)
     for kind in KINDS:
         understood = 0

@@ -28,7 +28,7 @@ from patience import PATIENCE
 
 
 class Sink(OutputSink):
-    """Remembers its calls; ``held`` is what it says that it holds back."""
+    """Sink that remembers its calls; ``held`` is its answer about output held back."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -63,7 +63,7 @@ class Sink(OutputSink):
 
 
 class Run:
-    """A handle with what it did to the outside."""
+    """Handle with its effects on the outside."""
 
     def __init__(self, ranks: int = 2, timeout: float | None = None) -> None:
         self.sink = Sink()
@@ -191,7 +191,8 @@ def test_an_interrupt_from_any_thread_reaches_the_ranks_and_the_sink() -> None:
 
 @pytest.mark.parametrize("held_back", [False, True])
 def test_a_line_behind_the_end_of_the_run_is_not_lost(held_back: bool) -> None:
-    """It may come in one burst with the last rank's end, and while the sink still shows what it has held back."""
+    """It can come in one burst with the last rank's end, and while the sink still shows the output that it has held
+    back."""
     run = Run()
     untold: list[str] = []
     run.handle._on_finished = lambda results: untold.extend(run.handle.take_undelivered_notices())
@@ -232,7 +233,8 @@ def test_two_threads_may_wait() -> None:
 
 
 class InterruptingUser:
-    """Interrupts the cell instead of answering, while another thread, which drives it meanwhile, is about to sleep."""
+    """User that interrupts the cell instead of answering, while another thread, which drives it meanwhile, is about to
+    sleep."""
 
     shows_beside = True
 

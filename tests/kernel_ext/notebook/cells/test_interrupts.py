@@ -1,4 +1,4 @@
-"""What becomes of ranks that do not answer an interrupt."""
+"""Fate of ranks that do not answer an interrupt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = Stack(0, "c1", (StackFrame("<module>", "cell [4]", 5, "svd(x)"),))
 
 
 class Played:
-    """A run of three ranks; time goes from one of its deadlines to the next."""
+    """Run of three ranks; time goes from one of its deadlines to the next."""
 
     def __init__(self, **kwargs: float) -> None:
         self.run = CellState("c1", range(3), now=0.0, **kwargs)  # type: ignore[arg-type]

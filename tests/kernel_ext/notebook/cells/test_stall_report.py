@@ -1,4 +1,4 @@
-"""What is told under a cell that waits: who, for whom, how long, and where those are."""
+"""Lines under a cell that waits: the waiting ranks, those awaited, the time, and the places of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The debugger before the kernel's own one: what that one doesn't answer."""
+"""The debugger before the kernel's own one: requests which that one doesn't answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class KernelsDebugger:
-    """As ipykernel's. Its first connections lose what is sent over them."""
+    """Debugger like ipykernel's. Its first connections lose their messages."""
 
     def __init__(self, lost: int) -> None:
         self.lost, self.is_started, self.just_my_code = lost, False, True
@@ -39,7 +39,7 @@ class KernelsDebugger:
 
 
 def requests(lost: int, *commands: str) -> tuple[KernelsDebugger, list[Json]]:
-    """What the frontend gets as answers to these."""
+    """Return the frontend's answers to these."""
     debugger = KernelsDebugger(lost)
     hub = DebugHub(SimpleNamespace(debugger=debugger), lambda: None, lambda code: False)
 

@@ -37,7 +37,7 @@ LOCAL_THREAD = 1
 
 
 class Room:
-    """A frontend, a kernel and ranks whose debug servers answer as debugpy's do."""
+    """Frontend, a kernel and ranks whose debug servers answer as debugpy's do."""
 
     def __init__(self) -> None:
         self.mux = Multiplexer({"justMyCode": False}, CELLS, lambda path: path == CELL)
@@ -196,7 +196,7 @@ def test_ranks_are_threads_and_jupyterlab_sees_all_their_frames() -> None:
     room.stop(0)
     threads = [body["threadId"] for body in room.stopped_events()]
     frames = room.ask("stackTrace", threadId=threads[-1])["body"]["stackFrames"]
-    # The first that stopped comes first; what runs cells is left out.
+    # The first that stopped comes first; the kernel's own frames are left out.
     assert [one["name"] for one in frames] == [
         "rank 2: f",
         "rank 2: <module>",
@@ -446,7 +446,7 @@ def test_variables_with_odd_names_can_not_be_made_code() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Ranks come, stop, go on and die in any order, and the frontend asks what it likes."""
+    """Machine in which ranks come, stop, continue and die in any order, and the frontend sends any request."""
 
     def __init__(self) -> None:
         super().__init__()

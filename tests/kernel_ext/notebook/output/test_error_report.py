@@ -1,4 +1,4 @@
-"""The cause is told first and whole; consequences are one line each."""
+"""The cause is shown first and whole; consequences are one line each."""
 
 from __future__ import annotations
 

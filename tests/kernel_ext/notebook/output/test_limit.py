@@ -1,4 +1,4 @@
-"""Of what is too much the beginning and the end are shown, and where the rest is."""
+"""Too much output shows its beginning and its end, and the place of the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = LINE * 100
 
 
 class Shown(OutputSink):
-    """What reached the screen."""
+    """Text that reached the screen."""
 
     def __init__(self) -> None:
         self.chunks: dict[int, list[Chunk]] = {}

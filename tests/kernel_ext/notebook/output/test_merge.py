@@ -218,7 +218,7 @@ def test_a_newline_may_come_apart_from_its_return() -> None:
 
 
 class Writes(io.StringIO):
-    """A stream that keeps each write as a chunk of its own."""
+    """Stream that keeps each write as a chunk of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Writes(io.StringIO):
 
 
 class Bar(tqdm):
-    """A bar without a thread that watches it."""
+    """Bar without a thread that watches it."""
 
     monitor_interval = 0
     order = 1  # in which tqdm erases and draws its bars again when a line is written above them
@@ -240,7 +240,7 @@ class Bar(tqdm):
 
 
 class InnerBar(Bar):
-    """A bar inside another one."""
+    """Bar inside another one."""
 
     order = 2
 
@@ -291,7 +291,7 @@ def test_nested_bars_of_one_rank_overwrite_their_lines_too(cut: int, erased: str
     for number, chunk in enumerate(["\r100%\n", "ready\n", *first, *bars[4:], "ready\n"]):
         merger.feed(0, err(chunk), number / 100)
         pieces += merger.take(number / 100)
-    # What came before the cursor went up has been passed on as it was: the bar of its last line is erased.
+    # Output before the cursor went up has been passed on as it was: the bar of its last line is erased.
     text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     assert text == f"\r100%\nready\n{erased}epoch 2/2\nready\n"
     live = live_of(pieces)
@@ -474,7 +474,7 @@ def test_each_rank_reads_its_own_lines_in_order(merge: bool, schedule: list, end
 
 
 def projections(pieces: list[Piece]) -> dict[int, list[tuple[str, str]]]:
-    """What a reader of one rank's labels sees."""
+    """Return the text that a reader of one rank's labels sees."""
     seen: dict[int, list[tuple[str, str]]] = {r: [] for r in range(RANKS)}
     for piece in pieces:
         assert isinstance(piece, Text)

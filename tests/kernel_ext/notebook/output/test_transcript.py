@@ -1,4 +1,4 @@
-"""What a cell wrote is kept, comes again in the same order, and takes no more room than it may."""
+"""A cell's output is kept, is replayed in the same order, and uses no more room than allowed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEGABYTE *= 10_000
 
 
 class Seen(OutputSink):
-    """Remembers what it was given."""
+    """Sink that remembers its output."""
 
     def __init__(self) -> None:
         self.events: list[tuple[object, ...]] = []

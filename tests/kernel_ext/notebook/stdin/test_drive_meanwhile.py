@@ -10,7 +10,7 @@ import pytest
 
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import drive_meanwhile
 
-LONG = 30.0
+LONG = 30.0  # seconds until a wait for the other thread fails
 
 
 def test_it_goes_on_on_another_thread_and_ends_with_the_block() -> None:

@@ -1,4 +1,4 @@
-"""Who is asked, when, and what a typed line means."""
+"""Order and owner of prompts, and the meaning of a typed line."""
 
 from __future__ import annotations
 

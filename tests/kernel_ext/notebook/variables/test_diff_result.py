@@ -1,4 +1,4 @@
-"""What is said about a comparison."""
+"""Text about a comparison."""
 
 from __future__ import annotations
 

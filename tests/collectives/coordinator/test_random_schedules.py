@@ -51,9 +51,12 @@ class RandomSchedules(RuleBasedStateMachine):
     def drain(self) -> None:
         """Deliver all messages, withheld ones included; a rank that disagrees has waited for the others."""
         self.sim.drain()
-        if self.delay or any(ps.negotiation.mismatches for ps in self.sim.state.sets):
+        wait = self.delay > 0
+        # What was queued behind a rejected request begins a round of its own, in which ranks may disagree as well.
+        while wait or any(ps.negotiation.mismatches for ps in self.sim.state.sets):
             self.sim.tick(self.delay + self.sim.state.options.dispute_grace)
             self.sim.drain()
+            wait = False
 
     # -- helpers --------------------------------------------------------------------------------------------------
 

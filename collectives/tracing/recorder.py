@@ -172,6 +172,7 @@ class Recorder:
                 self._head = head + 1
         except (struct.error, ValueError):
             # Too long for 32 bits of nanoseconds, or it failed early, or impossible.
+            self._give_up_place()
             one = (name_id, nbytes, submitted_ns)
             times = (ready_ns, started_ns, finished_ns)
             self._unusual(one, int(kind), int(dtype), (process_set, sequence, batch), times, phases, ok)
@@ -228,6 +229,8 @@ class Recorder:
                 except (struct.error, ValueError):
                     unusual.append(tensor)
             self._head = head
+            if unusual:
+                self._drop_oldest()
         for tensor in unusual:
             self._unusual(tensor, number, element, order, (ready_ns, started_ns, finished_ns), phases, ok)
 
@@ -318,6 +321,7 @@ class Recorder:
             try:
                 _pack_metric(self._ring, place, _METRIC_TYPE, 0, 0, flags, ident, 0, 0, now, value, step or 0)
             except struct.error:
+                self._drop_oldest()
                 self.refused += 1
                 return
             self._head = head + 1
@@ -351,6 +355,17 @@ class Recorder:
             offset = (self._head & self._mask) * RECORD_BYTES
             self._ring[offset : offset + RECORD_BYTES] = record
             self._head += 1
+
+    def _give_up_place(self) -> None:
+        with self._lock:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Drop the record in the place that the next one gets, if there is one: what could not be packed has overwritten it. Under the lock."""
+        lost = self._head + 1 - self._tail - self.capacity
+        if lost > 0:
+            self.dropped += lost
+            self._tail += lost
 
     # -- out ----------------------------------------------------------------------------------------------------------
 

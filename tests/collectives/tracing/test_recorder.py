@@ -168,6 +168,21 @@ def test_the_ring_keeps_the_newest_and_counts_the_rest(steps: list[int | None], 
         assert recorder.pending() == min(written - kept, recorder.capacity)
 
 
+@pytest.mark.parametrize("refused", ["metric", "span", "spans"])
+def test_a_record_that_can_not_be_packed_leaves_no_damaged_one(refused: str) -> None:
+    recorder = Recorder(capacity=4)
+    for number in range(4):
+        put(recorder, number)
+    if refused == "metric":
+        recorder.metric("loss", 1.0, step=1 << 80)
+    elif refused == "span":
+        recorder.span(0, 0, 0, 0, 9, 0, 1 << 80, 1, 2, 3, 4, PhaseTimes())
+    else:
+        recorder.spans(0, 0, 0, 9, 0, 2, 3, 4, PhaseTimes(), True, [(0, 1 << 80, 1)])
+    assert sequences(drained(recorder)) == [1, 2, 3]
+    assert (recorder.dropped, recorder.refused) == (1, 1)
+
+
 def test_a_batch_tells_how_many_were_dropped() -> None:
     recorder = Recorder(capacity=4)
     for number in range(10):

@@ -207,7 +207,8 @@ class JobObserver:
     def _notify(self, news: Event | None) -> None:
         # Before the byte: the loop reads the queue once the pipe has woken it.
         self._events.append(news)
-        os.write(self._wake, b"\0")
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop is about to wake
+            os.write(self._wake, b"\0")
 
 
 class ParameterServer:

@@ -8,6 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -126,9 +127,9 @@ def _mode_of(place: str) -> int:
     try:
         return stat.S_IMODE(os.stat(place).st_mode)
     except FileNotFoundError:
-        # The system shows the mask only by changing it.
-        mask = os.umask(0)
-        os.umask(mask)
+        # Not by `os.umask`, which shows the mask only by changing it, also for the files of other threads.
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        mask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
         return 0o666 & ~mask
 
 

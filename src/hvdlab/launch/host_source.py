@@ -266,8 +266,12 @@ class HostAsker:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._report(self._asked)
-            self._answering.set()
+            with self._reporting:
+                # Together: close() joins this thread unless it has seen that the source is being asked.
+                if self._closing.is_set():
+                    return
+                self._asked()
+                self._answering.set()
             try:
                 hosts = checked(self._source.find())
             except Exception as error:  # noqa: BLE001  (reported; it is the user's code)

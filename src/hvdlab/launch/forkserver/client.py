@@ -162,12 +162,16 @@ class ForkServer:
         ``on_lost`` is called with the reason when the process has ended without having been asked to. It may call
         :meth:`respawn`.
         """
-        with self._lock:
-            early, self._early = self._early, []
-            self._listener, self._on_lost = listener, on_lost
-            lost = self._lost
-        for message in early:
-            listener(message)
+        while True:
+            with self._lock:
+                early, self._early = self._early, []
+                if not early:
+                    # Only now: the reading thread gives the listener a newer message as soon as it knows it.
+                    self._listener, self._on_lost = listener, on_lost
+                    lost = self._lost
+                    break
+            for message in early:
+                listener(message)
         if lost is not None:
             on_lost(lost)
 

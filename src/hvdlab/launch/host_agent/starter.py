@@ -373,12 +373,12 @@ class ExecStarter:
         with self._lock:
             self._host_of.pop(rank, None)
             pid = self._pids.pop(rank, 0)
-            idle = not self._host_of
         tail = self._tails.pop(rank, OutputTail()).text()
         detail, left = "", None
         if said is not None:
             tail, detail, left = tail or said.tail, said.detail, said.left
         self._ranks.handle(Ended(rank, pid, reason, tail, detail, code, number, left))
         # After the report: a wait for idle ranks must not end before the observer has it.
-        if idle:
-            self._idle.set()
+        with self._lock:
+            if not self._host_of:  # the observer may have started others
+                self._idle.set()

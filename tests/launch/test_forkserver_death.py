@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +16,7 @@ from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.errors import StartError
 from hvdlab.launch.forkserver import client
 from hvdlab.launch.forkserver.children import ChildPipes
-from hvdlab.launch.forkserver.messages import Fork, Forked, Signal
+from hvdlab.launch.forkserver.messages import Fork, Forked, ForkFailed, FromServer, Signal
 from hvdlab.launch.processes import describe, detail, readable, start_time
 
 
@@ -186,3 +187,26 @@ def test_a_successor_that_can_not_be_started_is_tried_again(
     kill_server(ranks)
     loaded(ranks.warm)
     assert ranks.run(0, "x") == "5"
+
+
+def test_messages_that_come_while_early_ones_are_delivered_come_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client.ForkServer, "_begin", lambda self: None)
+    server = client.ForkServer(cast(Any, None), None, {}, "program")
+    early, late = (ForkFailed(0, "early"), ForkFailed(1, "early")), ForkFailed(2, "late")
+    heard: list[FromServer] = []
+
+    def listener(message: FromServer) -> None:
+        heard.append(message)
+        if message is early[0]:
+            reader = threading.Thread(target=server._take, args=(late, cast(Any, None)))
+            reader.start()
+            reader.join()
+
+    for message in early:
+        server._take(message, cast(Any, None))
+    server.listen(listener, lambda reason: None)
+    os.close(server._wakeup)
+    os.close(server._wakeup_write)
+    assert heard == [*early, late]

@@ -219,3 +219,22 @@ def test_whatever_an_agent_reports_each_rank_ends_once(
         assert ended.empty()
 
     run(one, examples(100))
+
+
+def test_a_rank_that_the_observer_starts_at_the_end_of_the_last_one_is_waited_for(reach: Listeners) -> None:
+    heard: SimpleQueue[Ended | Started] = SimpleQueue()
+
+    def handle(event: Ended | Started) -> None:
+        if isinstance(event, Ended) and event.rank == 0:
+            starter.start_on("far", (1,), 2)
+        heard.put(event)
+
+    request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
+    starter = ExecStarter(
+        request, SimpleNamespace(handle=handle), (Host("far", 4),), reach=reach, python="python"
+    )
+    starter.start((0,), 1)
+    reach.connected[0].report(wire.RankStarted(0, 5), wire.RankExited(0, 3, 0), wire.RankStarted(1, 6))
+    assert [type(heard.get(timeout=PATIENCE)) for _ in range(3)] == [Started, Ended, Started]
+    assert not starter._idle.is_set()  # close() would not wait for rank 1
+    starter.close(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from hvdlab.launch.host_source import (
     as_host_source,
 )
 from patience import PATIENCE
+from threads import asleep
 
 
 def test_a_script_prints_hosts() -> None:
@@ -139,3 +141,44 @@ def test_an_asker_reports_and_stops() -> None:
     asker._thread.join(PATIENCE)
     assert reports.empty()
     assert issubclass(StartError, HvdlabError)
+
+
+class LateEvent(threading.Event):
+    """Event that is set only once another thread sleeps, which it starts first."""
+
+    def __init__(self, other: threading.Thread) -> None:
+        super().__init__()
+        self._other = other
+
+    def set(self) -> None:
+        self._other.start()
+        assert self._other.native_id is not None
+        asleep(self._other.native_id)
+        super().set()
+
+
+def test_an_asker_that_is_closed_as_it_asks_does_not_wait_for_the_source() -> None:
+    go, over, asked = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(HostSource):
+        def find(self) -> dict[str, int]:
+            if not asked.is_set():
+                asked.set()
+                assert go.wait(PATIENCE)
+            else:
+                over.wait(PATIENCE)
+            return {}
+
+    asker = HostAsker(Slow(), lambda: None, lambda hosts: None, lambda text: None, interval=0)
+    assert asked.wait(PATIENCE)
+    closer = threading.Thread(target=asker.close)
+    asker._answering = LateEvent(closer)
+    go.set()
+    while closer.native_id is None:
+        os.sched_yield()
+    closer.join(PATIENCE / 2)
+    closed = not closer.is_alive()
+    over.set()
+    closer.join(PATIENCE)
+    asker._thread.join(PATIENCE)
+    assert closed

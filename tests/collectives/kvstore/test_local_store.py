@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import resource
 import signal
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from hvdlab import kvstore
 from hvdlab.collectives.kvstore import factory, optimizer_state
 from hvdlab.collectives.kvstore.local_store import GradientCompression
-from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec, ScheduleSpec
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec, ScheduleSpec, _mode_of
 from hvdlab.collectives.kvstore.optimizers import portable, restored
 from hvdlab.kvstore import KVStoreError, RowSparse
 
@@ -668,3 +669,15 @@ def test_arrays_of_torch() -> None:
     assert received == [torch.Tensor]
     with pytest.raises(TypeError, match="bfloat16"):
         kv.push("w", torch.ones(2, 3, dtype=torch.bfloat16))
+
+
+def test_a_new_file_gets_the_permissions_of_the_umask_which_is_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch:
+            patch.delattr(os, "umask")
+            assert _mode_of(str(tmp_path / "states")) == 0o640
+    finally:
+        os.umask(old)

@@ -11,8 +11,10 @@ import ssl
 import stat
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.kvstore import server_store
 from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.messages import VERSION, Attach, encode
-from hvdlab.collectives.kvstore.servers.process import STRANGERS
+from hvdlab.collectives.kvstore.servers.process import STRANGERS, JobObserver
 from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 from hvdlab.kvstore import KVStoreError, RowSparse
 from hvdlab.kvstore.lr_scheduler import CosineScheduler, FactorScheduler
@@ -615,3 +617,19 @@ def test_a_process_that_becomes_a_server_after_the_end_does_not_wait(own_ranks: 
     own_ranks.run(begins)
     own_ranks.coordinator.close()
     assert own_ranks.start(serve_once_it_is_over, ranks=[2]).results() == ["over"]
+
+
+def test_the_end_of_the_job_is_reported_also_if_the_wake_up_pipe_is_full() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    events: deque[Any] = deque()
+    launch = SimpleNamespace(coordinator="", coordinator_token="", coordinator_certificate="", reattach=1.0)
+    try:
+        JobObserver(cast(Any, launch), events, writer)._notify(None)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert list(events) == [None]

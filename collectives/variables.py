@@ -145,7 +145,7 @@ class Reader(StrEnum):
     """A pool, when it starts its ranks."""
     KERNEL = "kernel"
     """The kernel whose cells run on ranks, for the pool that it starts."""
-    NOBODY = "nobody"
+    NONE = "none"
     """No process reads it: it is accepted, so that scripts and configurations go on to work, and changes nothing."""
 
 
@@ -170,7 +170,7 @@ class EnvironmentVariable:
     field: str = ""
 
 
-_C, _R, _P, _K, _N = Reader.COORDINATOR, Reader.RANK, Reader.POOL, Reader.KERNEL, Reader.NOBODY
+_C, _R, _P, _K, _N = Reader.COORDINATOR, Reader.RANK, Reader.POOL, Reader.KERNEL, Reader.NONE
 
 VARIABLES: tuple[EnvironmentVariable, ...] = (
     # -- fusing and holding ---------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def effective() -> str:
     """Return the table of the variables that do something."""
     rows = ["| variable | unit | default | read by | meaning |", "|---|---|---|---|---|"]
     for variable in VARIABLES:
-        if variable.reader is not Reader.NOBODY:
+        if variable.reader is not Reader.NONE:
             rows.append(
                 f"| `{variable.name}` | {variable.kind.unit} | {variable.default} | {_READERS[variable.reader]} | {variable.meaning} |"
             )
@@ -40,7 +40,7 @@ def ineffective() -> str:
     rows += [
         f"| `{variable.name}` | {variable.meaning} |"
         for variable in VARIABLES
-        if variable.reader is Reader.NOBODY
+        if variable.reader is Reader.NONE
     ]
     return "\n".join(rows)
 

@@ -317,7 +317,7 @@ def look_at_variable(name: str, default: str) -> Seen:
         )
     if variable is None:
         return Seen(DIFFERENT if _is_used(name) else ABSENT)
-    if variable.reader is Reader.NOBODY:
+    if variable.reader is Reader.NONE:
         return Seen(ABSENT, f"accepted without effect: {variable.meaning}")
     if default and variable.default != default:
         return Seen(DIFFERENT, f"{variable.default} if it is unset (Horovod: {default})")

@@ -76,10 +76,10 @@ class OutputSink:
         """Show all that was written before, since a rank is about to ask the user something."""
 
     def hurry(self) -> None:
-        """Shorten what is held back, since the user has interrupted the run."""
+        """Shorten the output that is held back, since the user has interrupted the run."""
 
     def tick(self, now: float) -> float | None:
-        """Write what is due at ``now`` (``time.monotonic()``).
+        """Write the output that is due at ``now`` (``time.monotonic()``).
 
         Called after each batch of events and when the returned time has come. Returns when to call again, or None if
         nothing is held back; after the run's end it is called until it returns None.

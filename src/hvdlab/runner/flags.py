@@ -79,7 +79,7 @@ class Flag:
         return str(value)
 
 
-_IDLE_VARIABLES = {each.name: each.meaning for each in VARIABLES if each.reader is Reader.NOBODY}
+_IDLE_VARIABLES = {each.name: each.meaning for each in VARIABLES if each.reader is Reader.NONE}
 
 JOB, HOSTS, TUNING, AUTOTUNE, ELASTIC = "Job", "Hosts", "Tuning", "Autotuning", "Elastic jobs"
 SEEING, LIBRARY, CONTROLLER = "Seeing what happens", "Libraries", "Who starts the ranks"

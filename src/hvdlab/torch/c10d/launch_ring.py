@@ -44,7 +44,7 @@ class Launch(CallRecord, frozen=True, array_like=True):
 
 
 class LaunchReport(msgspec.Struct, frozen=True, array_like=True):
-    """The launches of one rank on one channel since the inner group was made.
+    """Report of one rank's launches on one channel since the inner group was made.
 
     Attributes:
         count: How many there were.
@@ -89,7 +89,7 @@ class LaunchSlot(NamedTuple):
 
 
 class LaunchRing:
-    """The last launches of this rank in one group. One thread adds at a time."""
+    """Ring of the last launches of this rank in one group. One thread adds at a time."""
 
     def __init__(self) -> None:
         #: The ring, whose size is a power of two, and how many launches there were.
@@ -164,7 +164,7 @@ def _operator_name(operator: Any) -> str:
 
 
 class Verdict(NamedTuple):
-    """The comparison of the launches of several ranks at one number.
+    """Comparison of the launches of several ranks at one number.
 
     Attributes:
         waited: The ranks that have launched it.
@@ -225,7 +225,7 @@ def _history(report: LaunchReport) -> CallHistoryMessage:
 
 
 class Inquiry:
-    """The comparison of a channel's launches at one number, while its answers come in. State of the rank that compares; no I/O.
+    """Inquiry about a channel's launches at one number, while its answers come in. State of the rank that compares; no I/O.
 
     Args:
         number: The number of the launch that a rank waits for.

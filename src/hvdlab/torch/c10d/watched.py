@@ -106,7 +106,7 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class LaunchWatch:
-    """The watched groups of this process: their mail, and the search for late launches. One object for each engine, kept beside it.
+    """Watch over the watched groups of this process: their mail, and the search for late launches. One object for each engine, kept beside it.
 
     Args:
         engine: The engine.

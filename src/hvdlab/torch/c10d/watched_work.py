@@ -22,7 +22,7 @@ from hvdlab.torch.dynamo import untraced_methods
 
 
 class WorkSupervisor(Protocol):
-    """The part of a watched group that its works use.
+    """Supervisor of works: the part of a watched group that they use.
 
     Attributes:
         on_device: Whether its tensors are those of a GPU, where a wait of torch's lets the stream wait and not the thread.

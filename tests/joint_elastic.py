@@ -194,7 +194,7 @@ class ElasticSchedule:
         me = self.sim.connect(process.rank, pid=process.pid, hears=engine.hears)
         if me is None:
             assert self._may_be_unwanted(process), (
-                f"rank {process.rank} is refused: {self.sim.coordinator.refusals}"
+                f"rank {process.rank} is refused: {self.sim.coordinator.admission.refusals}"
             )
             process.end = 1, 0, ""
             return

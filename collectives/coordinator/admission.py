@@ -11,17 +11,18 @@ train from the start, without a rank that could give them its state. (A pool's r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
 from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator.deadlock import RunningCells
-from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog
-from hvdlab.collectives.coordinator.events import Effects
+from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind
+from hvdlab.collectives.coordinator.events import CloseConnection, Log, Send
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.process_sets import OPEN, EpochAbort, ProcessSets
+from hvdlab.collectives.coordinator.process_sets import OPEN, Decisions, EpochAbort, MemberChange, ProcessSets
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
@@ -45,15 +46,14 @@ class Admission:
     Args:
         options: Settings of the state.
         membership: Ranks that live, are expected, or have died.
-        sets: Process sets, to change and abort.
+        sets: Process sets, whose members and phases decide.
         cells: Cells that run.
         elastic: Ranks in elastic training.
         restoring: Restoration of the world that a dead coordinator had.
-        effects: Where messages to ranks are added.
-        log: Where decisions are added.
 
     Attributes:
         due: Whether to consider newcomers at the end of this batch of events.
+        refusals: Reasons why ranks were refused, the last few: a rank that is started again and again is logged once.
     """
 
     def __init__(
@@ -64,18 +64,15 @@ class Admission:
         cells: RunningCells,
         elastic: ElasticRanks,
         restoring: WorldRestoration,
-        effects: Effects,
-        log: DecisionLog,
     ) -> None:
         self.due = False
+        self.refusals: deque[str] = deque(maxlen=32)
         self._options = options
         self._membership = membership
         self._sets = sets
         self._cells = cells
         self._elastic = elastic
         self._restoring = restoring
-        self._effects = effects
-        self._log = log
 
     def refusal(self, rank: int, hello: m.Hello) -> str:
         """Return why a peer may not come as this rank, or an empty text."""
@@ -111,7 +108,18 @@ class Admission:
             return f"the connection of rank {rank} was lost, and the others have gone on without it"
         return ""
 
-    def is_early(self, rank: int, hello: m.Hello) -> bool:
+    def refuse(self, peer: int, rank: int, hello: m.Hello, reason: str) -> Decisions[None]:
+        """Refuse a peer, for the reason that :meth:`refusal` has returned, and close its connection."""
+        early = self._is_early(rank, hello)
+        if not early and reason not in self.refusals:
+            self.refusals.append(reason)
+            entry = DecisionEntry(DecisionKind.REFUSED, ranks=(rank,), facts={"reason": reason})
+            yield entry
+            yield Log(f"refused: {reason}", decision=entry.number)
+        yield Send((peer,), m.Refused(reason, early))
+        yield CloseConnection(peer)
+
+    def _is_early(self, rank: int, hello: m.Hello) -> bool:
         """Return whether a rank that was refused comes back too soon.
 
         Its old connection is not given up yet, or the world is not restored yet, before which no rank is known to live.
@@ -123,21 +131,23 @@ class Admission:
             return living.pid == hello.pid
         return self._restoring.active and self._membership.cut_off_since(rank, hello.pid) is not None
 
-    def become_outdated(self, rank: RankPeer) -> None:
+    def become_outdated(self, rank: RankPeer) -> Decisions[None]:
         """Inform a rank that has come back with its memory that the others have continued without it; it waits to be admitted."""
         rank.outdated = True
         text = f"rank {rank.rank} was cut off, and the others have gone on without it"
-        self._effects.send((rank.peer,), m.Outdated(text))
+        yield Send((rank.peer,), m.Outdated(text))
 
-    def set_expected(self, ranks: tuple[int, ...]) -> None:
+    def resize(self, ranks: tuple[int, ...]) -> Decisions[None]:
         """Set the expected ranks; members that are not among them leave."""
-        decision = 0
-        if self._membership.expected != tuple(sorted(set(ranks))):
-            decision = self._log.add(DecisionKind.RESIZED, ranks=sorted(set(ranks)))
+        wanted = tuple(sorted(set(ranks)))
+        entry = DecisionEntry(DecisionKind.RESIZED, ranks=wanted)
+        if self._membership.expected != wanted:
+            yield entry
+        decision = entry.number  # 0 where nothing changes
         dropped = self._membership.set_expected(ranks)
         self._cells.discard_all_but({*ranks, *self._membership.ranks})
         for rank in dropped:
-            self._effects.send((rank.peer,), m.Leave("the world was resized", decision))
+            yield Send((rank.peer,), m.Leave("the world was resized", decision))
         leaving = {rank.rank for rank in dropped}
         busy = any(self._cells.is_running(rank) for rank in leaving)
         for ps in list(self._sets):
@@ -147,12 +157,12 @@ class Admission:
             # An orderly change only if nothing is under way: a rank that leaves at once would let the others wait in their collective.
             if busy or (ps.phase == OPEN and ps.negotiation.pending):
                 text = f"{format_ranks(sorted(going))} left, because the world was resized"
-                self._sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text, cause=decision)
+                yield EpochAbort(ps, CauseKind.MEMBERSHIP, tuple(sorted(going)), text, cause=decision)
             else:
                 staying = tuple(rank for rank in ps.members if rank not in going)
-                self._sets.change_members(ps, staying, decision)
+                yield MemberChange(ps, staying, decision)
 
-    def scale_down(self, ranks: tuple[int, ...]) -> None:
+    def scale_down(self, ranks: tuple[int, ...]) -> Decisions[None]:
         """Remove ranks where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
         if (
             self._restoring.active
@@ -165,24 +175,25 @@ class Admission:
         if not self._elastic.active:
             later = set()
         if going - later:
-            self.set_expected(tuple(sorted(expected - (going - later))))
+            yield from self.resize(tuple(sorted(expected - (going - later))))
         if later:
-            self._membership.scale_down(later)
+            self._membership.release(later)
             self.due = True
 
-    def _remove_released(self, going: set[int]) -> None:
+    def _remove_released(self, going: set[int]) -> Decisions[None]:
         """Remove released ranks at a point where the world can change; the others continue without them, and nothing fails."""
-        decision = self._log.add(DecisionKind.RELEASED, ranks=sorted(going))
+        entry = DecisionEntry(DecisionKind.RELEASED, ranks=sorted(going))
+        yield entry
         left = [rank for rank in self._membership.expected or () if rank not in going]
         for rank in self._membership.set_expected(left):
             self._elastic.drop(rank.rank)
-            self._effects.send((rank.peer,), m.Leave("its host is not part of the job any more", decision))
+            yield Send((rank.peer,), m.Leave("its host is not part of the job any more", entry.number))
         for ps in list(self._sets):
             if going & (set(ps.members) - ps.gone):
                 staying = tuple(rank for rank in ps.members if rank not in going)
-                self._sets.change_members(ps, staying, decision)
+                yield MemberChange(ps, staying, entry.number)
 
-    def reject_left_out(self, rank: RankPeer, message: m.Announce) -> None:
+    def reject_left_out(self, rank: RankPeer, message: m.Announce) -> Decisions[None]:
         """Fail the submissions of a rank that was asked to leave: the others continue without it, and no epoch of its own will end.
 
         The epoch is not aborted: operations that it still executes with the others complete.
@@ -191,16 +202,16 @@ class Admission:
         submitted = [
             defined for local in message.locals if (defined := rank.definitions.get(local)) is not None
         ]
-        decision = 0
+        entry = DecisionEntry(
+            DecisionKind.REJECTED,
+            process_set=message.process_set,
+            epoch=message.epoch,
+            names=[defined.info.name for defined in submitted],
+            ranks=(rank.rank,),
+            facts={"reason": text},
+        )
         if submitted:
-            decision = self._log.add(
-                DecisionKind.REJECTED,
-                process_set=message.process_set,
-                epoch=message.epoch,
-                names=[defined.info.name for defined in submitted],
-                ranks=(rank.rank,),
-                facts={"reason": text},
-            )
+            yield entry
         for local in message.locals:
             defined = rank.definitions.get(local)
             if defined is not None:
@@ -209,11 +220,11 @@ class Admission:
                 scope = message.process_set, message.epoch
                 kind = CauseKind.MEMBERSHIP.value
                 refusal = m.Cancelled(
-                    *scope, (local,), kind, (rank.rank,), text, "", pending, decision=decision
+                    *scope, (local,), kind, (rank.rank,), text, "", pending, decision=entry.number
                 )
-                self._effects.send((rank.peer,), refusal)
+                yield Send((rank.peer,), refusal)
 
-    def admit_newcomers(self) -> list[tuple[int, m.Regrouped]]:
+    def admit_newcomers(self) -> Decisions[list[tuple[int, m.Regrouped]]]:
         """Form a larger world once all expected ranks have come (or died).
 
         A tracked newcomer without a cell waits until no member runs one. It would not submit that cell's
@@ -247,7 +258,7 @@ class Admission:
         going = membership.leaving.intersection(stay)
         change = self._elastic.consider(stay, new, len(going))
         if going and change is not WorldChange.LATER:
-            self._remove_released(going)
+            yield from self._remove_released(going)
             stay = [rank for rank in stay if rank not in going]
         membership.set_waiting(tuple(new) if change is WorldChange.LATER else ())
         if change is WorldChange.NOW or (change is WorldChange.FREE and new and membership.complete):
@@ -255,9 +266,10 @@ class Admission:
             for rank in new:
                 membership.ranks[rank].outdated = False
             # The members keep their order: a restored world has no other record of which rank came first.
-            decision = self._log.add(DecisionKind.ADMITTED, ranks=sorted(new), facts={"world": change.value})
+            entry = DecisionEntry(DecisionKind.ADMITTED, ranks=sorted(new), facts={"world": change.value})
+            yield entry
             members = (*(rank for rank in current if rank in stay), *sorted(new))
-            self._sets.change_members(world, members, decision)
+            yield MemberChange(world, members, entry.number)
             return [
                 (membership.ranks[rank].peer, m.Regrouped(ticket)) for rank, ticket in self._elastic.resume()
             ]
@@ -281,10 +293,9 @@ class Admission:
             return not busy or any(member in training or member in ready for member in members)
         return self._membership.ranks[rank].tracked and not busy
 
-    def waits_on_regrouped(self) -> list[EpochAbort]:
-        """Return the aborts of the epochs in which other ranks wait for a collective that a regrouped rank will not submit."""
+    def abort_waits_on_regrouped(self) -> Decisions[None]:
+        """Abort the epochs in which other ranks wait for a collective that a regrouped rank will not submit."""
         ready = self._elastic.ready
-        aborts: list[EpochAbort] = []
         for ps in self._sets:
             if ps.phase != OPEN or not ps.negotiation.pending:
                 continue
@@ -295,8 +306,7 @@ class Admission:
                 text = f"{format_ranks(absent)} went back to {whose} last commit" + (
                     f" ({why})" if why else ""
                 )
-                aborts.append(EpochAbort(ps, CauseKind.WITHDRAWN, tuple(absent), text))
-        return aborts
+                yield EpochAbort(ps, CauseKind.WITHDRAWN, tuple(absent), text)
 
 
 class WorldChange(Enum):

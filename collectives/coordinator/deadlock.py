@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.membership import RankPeer
-from hvdlab.collectives.coordinator.process_sets import ProcessSetState
+from hvdlab.collectives.coordinator.point_to_point import lost_messages
+from hvdlab.collectives.coordinator.process_sets import Decisions, EpochAbort, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import kind_label
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
@@ -101,12 +102,23 @@ class AbsenceReason:
     text: str
 
 
-def find_absence(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int]) -> AbsenceReason | None:
-    """Return why ranks without a cell will not submit the oldest collective of ``ps`` that waits for one; ``None`` if none does."""
+def end_lost_messages(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int], now: float) -> None:
+    """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch continues."""
+    for name, absent in lost_messages(ps.negotiation.waiting(), idle).items():
+        while (current := ps.negotiation.rounds.get(name)) is not None and not current.submissions.keys() & {
+            *absent
+        }:
+            why = cells.absence_reason(absent, current.submissions)
+            ps.negotiation.end_message(current, why.kind, why.ranks, why.text, now)
+
+
+def find_absence(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int]) -> EpochAbort | None:
+    """Return the abort of the epoch if its oldest collective that waits for ranks without a cell waits in vain; otherwise ``None``."""
     for current, missing in ps.negotiation.waiting():
         absent = [rank for rank in (missing or ps.members) if rank in idle]
         if absent and not current.info.from_any:  # otherwise another rank can send
-            return cells.absence_reason(absent, current.submissions)
+            why = cells.absence_reason(absent, current.submissions)
+            return EpochAbort(ps, why.kind, why.ranks, why.text)
     return None
 
 
@@ -152,6 +164,17 @@ def find_deadlock(
             del stuck[rank]
         changed = bool(free)
     return stuck
+
+
+def abort_deadlock(
+    sets: Mapping[int, ProcessSetState], ranks: Mapping[int, RankPeer], idle: set[int]
+) -> Decisions[None]:
+    """Abort the epochs in which ranks wait for each other. The arguments are those of :func:`find_deadlock`."""
+    stuck = find_deadlock(sets, ranks, idle)
+    if stuck:
+        text = describe_deadlock(stuck)
+        for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
+            yield EpochAbort(ps, CauseKind.DEADLOCK, tuple(sorted(stuck)), text)
 
 
 def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> DeadlockedRank | None:

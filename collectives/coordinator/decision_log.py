@@ -65,6 +65,49 @@ class DecisionKind(StrEnum):
     TOOK_OVER = "took over"
 
 
+class DecisionEntry:
+    """Decision of a part of the coordinator's state, for the decision log. The state adds it there, which gives it its number.
+
+    Args:
+        kind: Its kind.
+        cause: Number of the entry that led to it; 0 for the event that is being handled.
+        process_set, epoch: The process set that it is about, or -1, and its epoch.
+        names: The tensors that it is about; the first :data:`MOST_NAMES` are kept.
+        ranks: The ranks that it is about.
+        facts: Its other fields; empty ones are left out.
+
+    Attributes:
+        number: Its number; 0 until it is in the log.
+    """
+
+    __slots__ = ("cause", "epoch", "facts", "kind", "names", "number", "process_set", "ranks")
+
+    def __init__(
+        self,
+        kind: DecisionKind,
+        *,
+        cause: int = 0,
+        process_set: int = -1,
+        epoch: int = 0,
+        names: Iterable[str] = (),
+        ranks: Iterable[int] = (),
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.cause = cause
+        self.process_set, self.epoch = process_set, epoch
+        self.names, self.ranks = names, ranks
+        self.facts = facts
+        self.number = 0
+
+
+class Amendment(NamedTuple):
+    """Facts to add to an entry of the decision log, as far as it is still kept."""
+
+    number: int
+    facts: Mapping[str, str]
+
+
 class Sender(Protocol):
     """Sender of an event: a rank."""
 
@@ -119,31 +162,14 @@ class DecisionLog:
         """Add the entry of the event that is being handled now, whether or not a decision follows."""
         self._cause()
 
-    def add(
-        self,
-        kind: DecisionKind,
-        *,
-        cause: int = 0,
-        process_set: int = -1,
-        epoch: int = 0,
-        names: Iterable[str] = (),
-        ranks: Iterable[int] = (),
-        facts: Mapping[str, str] | None = None,
-    ) -> int:
-        """Add a decision and return its number.
-
-        Args:
-            kind: Its kind.
-            cause: Number of the entry that led to it; 0 for the event that is being handled.
-            process_set, epoch: The process set that it is about, or -1, and its epoch.
-            names: The tensors that it is about; the first :data:`MOST_NAMES` are kept.
-            ranks: The ranks that it is about.
-            facts: Its other fields; empty ones are left out.
-        """
-        cause = cause or self._cause()
-        known = {key: _shortened(text) for key, text in (facts or {}).items() if text}
-        some = tuple(_shortened(name) for name in tuple(names)[:MOST_NAMES])
-        return self._append(kind, cause, process_set, epoch, some, tuple(ranks), known)
+    def add(self, entry: DecisionEntry) -> int:
+        """Add a decision, set its number and return it."""
+        cause = entry.cause or self._cause()
+        facts = {key: _shortened(text) for key, text in (entry.facts or {}).items() if text}
+        names = tuple(_shortened(name) for name in tuple(entry.names)[:MOST_NAMES])
+        about = entry.process_set, entry.epoch
+        entry.number = self._append(entry.kind, cause, *about, names, tuple(entry.ranks), facts)
+        return entry.number
 
     def amend(self, number: int, facts: Mapping[str, str]) -> None:
         """Add facts to an entry, as far as it is still kept."""

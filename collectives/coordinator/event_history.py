@@ -8,10 +8,11 @@ it has missed is added to the number that the batches themselves give as lost.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 
 import msgspec
 
-from hvdlab.collectives.coordinator.events import Effects
+from hvdlab.collectives.coordinator.events import Send
 from hvdlab.collectives.coordinator.options import HISTORY_BYTES
 from hvdlab.collectives.protocol.messages import RankEvents
 from hvdlab.collectives.tracing.record_format import count_of, with_lost
@@ -40,7 +41,7 @@ class EventHistory:
         #: Connections of subscribers; a tuple, since it is the audience of each batch.
         self._subscribers: tuple[int, ...] = ()
 
-    def add(self, rank: int, batch: bytes, effects: Effects) -> None:
+    def pass_on(self, rank: int, batch: bytes) -> Generator[Send, None, None]:
         """Keep a batch of ``rank`` and pass it on."""
         self.number += 1
         message = RankEvents(rank, batch, self.number)
@@ -50,14 +51,13 @@ class EventHistory:
         while self.nbytes > self.limit:
             self.nbytes -= len(self._batches.popleft().batch)
             self.dropped += 1
-        effects.send(self._subscribers, message)
+        yield Send(self._subscribers, message)
 
-    def subscribe(self, peer: int, effects: Effects, *, past: bool = True, after: int = 0) -> None:
+    def subscribe(self, peer: int, *, past: bool = True, after: int = 0) -> Generator[Send, None, None]:
         """Send ``peer`` the history, oldest first, and everything from now on. Idempotent.
 
         Args:
             peer: The subscriber.
-            effects: Where the messages are added.
             past: Whether it gets the history.
             after: Number of the last batch that it has already: of the history it gets those after that one.
         """
@@ -66,7 +66,7 @@ class EventHistory:
         # Before it is a subscriber: it gets all batches in the order of their numbers.
         for message in self._batches if past else ():
             if message.number > after:
-                effects.send((peer,), message)
+                yield Send((peer,), message)
         self._subscribers += (peer,)
 
     def unsubscribe(self, peer: int) -> None:

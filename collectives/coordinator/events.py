@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hvdlab.collectives.protocol.messages import Configure, FromClient, FromRank, Hello, Message
@@ -104,6 +105,10 @@ class Effects:
     def add(self, effect: Effect) -> None:
         """Add an effect behind the others."""
         self._effects.append(effect)
+
+    def extend(self, effects: Iterable[Effect]) -> None:
+        """Add effects behind the others."""
+        self._effects += effects
 
     def send(self, peers: tuple[int, ...], message: Message) -> None:
         """Send a message to these peers, if there are any."""

@@ -8,15 +8,14 @@ distinguishes its submissions of one local id by their order alone, so no reject
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from hvdlab.collectives.autotune import Parameters, Tuner, TuningSample
-from hvdlab.collectives.coordinator.decision_log import DecisionLog
-from hvdlab.collectives.coordinator.events import Effects, Tuned
+from hvdlab.collectives.coordinator.events import Effect, Log, Send, Tuned
 from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason, log_verdict
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.priorities import have_priority
-from hvdlab.collectives.coordinator.process_sets import EpochAbort, ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.process_sets import Decisions, EpochAbort, ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
 from hvdlab.collectives.errors import CauseKind, format_ranks
@@ -29,9 +28,7 @@ class Fusion:
 
     Args:
         options: Settings of the state.
-        sets: Process sets, to change and abort.
-        effects: Where orders and rejections are added.
-        log: Where verdicts are added.
+        sets: Process sets, which decide about rounds that change them.
 
     Attributes:
         threshold: Bytes that are fused into one operation at most.
@@ -40,64 +37,57 @@ class Fusion:
         tuning: Changes these settings, if the options ask for it.
     """
 
-    def __init__(
-        self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects, log: DecisionLog
-    ) -> None:
+    def __init__(self, options: CoordinatorOptions, sets: ProcessSets) -> None:
         self.threshold = options.fusion_threshold
         self.flush_delay = options.flush_delay
         self.windows = FusionWindows()
-        self.tuning = Tuning(options, sets, effects)
+        self.tuning = Tuning(options, sets)
         self._credit = options.scheduling_credit
         self._separate_groups = options.separate_groups
         self._sets = sets
-        self._effects = effects
-        self._log = log
 
     def defer(self, ps: ProcessSetState, now: float, *, urgent: bool) -> bool:
         """Return whether the ready rounds of ``ps`` wait for more to fuse with them; not if it is ``urgent``."""
         return self.windows.defer(ps, now, 0.0 if urgent else self.flush_delay, self.threshold)
 
-    def tune(self, now: float) -> None:
+    def tune(self, now: float) -> Decisions[None]:
         """Apply the tuner's settings, if it has new ones; called at the end of each batch of events."""
-        chosen = self.tuning.advance(now)
+        chosen = yield from self.tuning.choose(now)
         if chosen is not None:
             self.threshold, self.flush_delay = chosen.fusion_threshold, chosen.flush_delay
 
-    def flush(self, ps: ProcessSetState, *, release_all: bool) -> EpochAbort | None:
-        """Dispatch the ready rounds of an open epoch, and send the rejections, in order.
+    def flush(self, ps: ProcessSetState, *, release_all: bool) -> Decisions[None]:
+        """Dispatch the ready rounds of an open epoch, and send the rejections, in order. Abort the epoch if it can't continue after that.
 
         Args:
             ps: The process set.
             release_all: Whether to hold nothing back for its priority, as the epoch is perhaps about to be aborted.
-
-        Returns:
-            The decision to abort the epoch, if it can't continue after that; otherwise ``None``.
         """
         negotiation = ps.negotiation
         if negotiation.conflict:
-            return EpochAbort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
+            yield EpochAbort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
+            return
         ready, negotiation.ready = negotiation.ready, []
         if negotiation.priorities or have_priority(ready):
-            ready = self._dispatch_by_priority(ps, ready, release_all=release_all)
+            ready = yield from self._dispatch_by_priority(ps, ready, release_all=release_all)
         if negotiation.rejections:
             rejections, negotiation.rejections = negotiation.rejections, []
             # Each rejection goes behind the orders of the rounds that were ready before it.
             done = 0
             for after, rejected in itertools.groupby(rejections, lambda r: r.after):
-                self._dispatch_ready(ps, ready[done:after])
-                self._reject(ps, rejected)
+                yield from self._dispatch_ready(ps, ready[done:after])
+                yield from self._send_rejections(ps, rejected)
                 done = after
             ready = ready[done:]
         if ready:
-            self._dispatch_ready(ps, ready)
+            yield from self._dispatch_ready(ps, ready)
         if ps.gone and negotiation.pending:
             left = tuple(sorted(ps.gone))
-            return EpochAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
-        return None
+            yield EpochAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
     def _dispatch_by_priority(
         self, ps: ProcessSetState, ready: list[NegotiationRound], *, release_all: bool
-    ) -> list[NegotiationRound]:
+    ) -> Decisions[list[NegotiationRound]]:
         """Dispatch the rounds with a priority that are due, and hold the others with one back.
 
         All of them are dispatched at once, for all priorities, in three cases:
@@ -115,38 +105,41 @@ class Fusion:
         priorities = negotiation.priorities
         joined = any(current.info.kind == OpKind.JOIN for current in ready)
         if release_all or ps.gone or joined or negotiation.rejections or not credit:
-            self.dispatch(ps, priorities.pop_due())
+            yield from self.dispatch(ps, priorities.pop_due())
             return ready
-        self._dispatch_ready(ps, priorities.hold(ready))
+        yield from self._dispatch_ready(ps, priorities.hold(ready))
         due = priorities.pop_due(credit)
         if due:
             # Two batches at least, so that ranks execute one of them while the end of the other is reported.
-            self._dispatch_fused(ps, due, min(self.threshold, credit // 2), reported=True)
+            yield from self._dispatch_fused(ps, due, min(self.threshold, credit // 2), reported=True)
         return []
 
-    def _dispatch_ready(self, ps: ProcessSetState, ready: Sequence[NegotiationRound]) -> None:
+    def _dispatch_ready(self, ps: ProcessSetState, ready: Sequence[NegotiationRound]) -> Decisions[None]:
         """Dispatch rounds in order; one that changes process sets is dispatched alone, between those before and after it."""
         plain: list[NegotiationRound] = []
         for current in ready:
             if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
-                self.dispatch(ps, plain)
+                yield from self.dispatch(ps, plain)
                 plain = []
-                self._sets.change_sets(ps, current)
+                yield from self._sets.change_sets(ps, current)
             else:
                 plain.append(current)
-        self.dispatch(ps, plain)
+        yield from self.dispatch(ps, plain)
 
-    def dispatch(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
-        """Order all members to execute these rounds, fused as far as possible."""
+    def dispatch(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> list[Send]:
+        """Return the orders for all members to execute these rounds, fused as far as possible."""
+        # A list, as the quickest form: nearly every collective of a healthy job comes here.
+        orders: list[Send] = []
         for between, some in itertools.groupby(rounds, lambda current: current.info.between):
             if between:
-                self._dispatch_messages(ps, tuple(some), between)
+                orders += self._dispatch_messages(ps, tuple(some), between)
             else:
-                self._dispatch_fused(ps, tuple(some), self.threshold)
+                orders += self._dispatch_fused(ps, tuple(some), self.threshold)
+        return orders
 
     def _dispatch_messages(
         self, ps: ProcessSetState, rounds: Sequence[NegotiationRound], between: tuple[int, ...]
-    ) -> None:
+    ) -> list[Send]:
         """Order the two ranks of these messages to execute them.
 
         All messages have the same order on every rank, so that no two ranks wait for each other.
@@ -154,7 +147,7 @@ class Fusion:
         ps.sequence += 1
         two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
         ranks, peers = zip(*two, strict=True)
-        send_execute(ps, [(current,) for current in rounds], ranks, peers, self._effects)
+        return execute_orders(ps, [(current,) for current in rounds], ranks, peers)
 
     def _dispatch_fused(
         self,
@@ -163,34 +156,34 @@ class Fusion:
         threshold: int,
         *,
         reported: bool = False,
-    ) -> None:
-        if rounds:
-            ps.sequence += 1
-            batches: Sequence[Sequence[NegotiationRound]] = (rounds,)
-            if len(rounds) > 1:
-                batches = fuse(rounds, threshold, separate_groups=self._separate_groups)
-            tuned = self.tuning.configured
-            if tuned:
-                # In front of the order, so that all members change the size at the same place.
-                self.tuning.before(ps)
-            if reported:
-                ps.negotiation.priorities.ordered(ps.sequence, batches)
-            send_execute(ps, batches, ps.members, ps.peers, self._effects, reported=reported)
-            if tuned:
-                self.tuning.executed(ps, rounds)
+    ) -> list[Send]:
+        if not rounds:
+            return []
+        ps.sequence += 1
+        batches: Sequence[Sequence[NegotiationRound]] = (rounds,)
+        if len(rounds) > 1:
+            batches = fuse(rounds, threshold, separate_groups=self._separate_groups)
+        if reported:
+            ps.negotiation.priorities.ordered(ps.sequence, batches)
+        orders = execute_orders(ps, batches, ps.members, ps.peers, reported=reported)
+        if self.tuning.configured:
+            # In front of the order, so that all members change the size at the same place.
+            orders = [*self.tuning.before(ps), *orders]
+            self.tuning.executed(ps, rounds)
+        return orders
 
-    def _reject(self, ps: ProcessSetState, rejected: Iterable[Rejection]) -> None:
+    def _send_rejections(self, ps: ProcessSetState, rejected: Iterable[Rejection]) -> Decisions[None]:
         """Send rejections; ranks that get the same share a message."""
         peers = dict(zip(ps.members, ps.peers, strict=True))
         locals: dict[tuple[RejectReason, int], list[int]] = {}
         for _, rank, local, verdict in rejected:
-            log_verdict(self._log, ps.id, ps.epoch, verdict)
+            yield from log_verdict(ps.id, ps.epoch, verdict)
             locals.setdefault((verdict, rank), []).append(local)
         audiences: dict[tuple[RejectReason, tuple[int, ...]], list[int]] = {}
         for (verdict, rank), numbers in locals.items():
             audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
         for (verdict, same), receivers in audiences.items():
-            self._effects.send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
+            yield Send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
 
 
 def fuse(
@@ -293,16 +286,15 @@ class FusionWindows:
 Table = tuple[tuple[int, ...], ...]
 
 
-def send_execute(
+def execute_orders(
     ps: ProcessSetState,
     batches: Sequence[Sequence[NegotiationRound]],
     ranks: tuple[int, ...],
     peers: tuple[int, ...],
-    effects: Effects,
     *,
     reported: bool = False,
-) -> None:
-    """Order these ranks of ``ps`` to execute ``batches``; ranks with the same local ids share a message.
+) -> list[Send]:
+    """Return the orders for these ranks of ``ps`` to execute ``batches``; ranks with the same local ids share a message.
 
     With ``reported``, the member at position 0 reports the end of each batch.
     """
@@ -312,8 +304,7 @@ def send_execute(
         (only,) = batches[0]
         if only.same_local_id and not only.extras:  # a short way for the common case
             one = Batch((only.local,), (), _payloads(batches[0], ranks), (), reported)
-            effects.send(peers, Execute(process_set, epoch, sequence, (one,), decision))
-            return
+            return [Send(peers, Execute(process_set, epoch, sequence, (one,), decision))]
     tables = [_tables(batch, ranks) for batch in batches]
     payloads = [_payloads(batch, ranks) for batch in batches]
     if all(current.same_local_id for batch in batches for current in batch):
@@ -323,11 +314,11 @@ def send_execute(
                 for batch, table, payload in zip(batches, tables, payloads, strict=True)
             ]
         )
-        effects.send(peers, Execute(process_set, epoch, sequence, same, decision))
-        return
+        return [Send(peers, Execute(process_set, epoch, sequence, same, decision))]
     by_locals: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank, peer in zip(ranks, peers, strict=True):
         by_locals.setdefault(tuple([_locals(batch, rank) for batch in batches]), []).append(peer)
+    orders: list[Send] = []
     for locals, alike in by_locals.items():
         own = tuple(
             [
@@ -335,7 +326,8 @@ def send_execute(
                 for batch, numbers, table, payload in zip(batches, locals, tables, payloads, strict=True)
             ]
         )
-        effects.send(tuple(alike), Execute(process_set, epoch, sequence, own, decision))
+        orders.append(Send(tuple(alike), Execute(process_set, epoch, sequence, own, decision)))
+    return orders
 
 
 def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:
@@ -394,9 +386,8 @@ class Tuning:
     members change at the same place.
     """
 
-    def __init__(self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects) -> None:
+    def __init__(self, options: CoordinatorOptions, sets: ProcessSets) -> None:
         self._sets = sets
-        self._effects = effects
         #: The tuner, if the options ask for one.
         self._tuner: Tuner | None = None
         #: Bytes of the present slice size, and epoch and size that each process set has got last, by id.
@@ -416,19 +407,19 @@ class Tuning:
         """Return whether settings can still change."""
         return self._tuner is not None and not self._tuner.done
 
-    def before(self, ps: ProcessSetState) -> None:
-        """Announce the slice size to the members of ``ps``, which are about to get an order, unless they know it."""
+    def before(self, ps: ProcessSetState) -> list[Send]:
+        """Return the message with the slice size for the members of ``ps``, which are about to get an order, unless they know it."""
         if self._tuner is None:
-            return
+            return []
         announced = (ps.epoch, self._slice)
         before = self._announced.get(ps.id)
         if before == announced:
-            return
+            return []
         if before is None:  # a new set: a good moment to forget those that were removed
             for id in [id for id in self._announced if id not in self._sets.by_id]:
                 del self._announced[id]
         self._announced[ps.id] = announced
-        self._effects.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
+        return [Send(ps.peers, Tune(ps.id, ps.epoch, self._slice))]
 
     def executed(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
         """Count rounds that have been ordered."""
@@ -438,7 +429,7 @@ class Tuning:
                 [((ps.id, r.info.name), r.info.nbytes) for r in rounds if r.info.fuse_key is not None]
             )
 
-    def advance(self, now: float) -> Parameters | None:
+    def choose(self, now: float) -> Generator[Effect, None, Parameters | None]:
         """End a batch of events. Return the settings to use from now on, or ``None`` if they stay."""
         tuner = self._tuner
         if tuner is None or tuner.done:
@@ -447,12 +438,12 @@ class Tuning:
         if sample is None:
             return None
         if sample.number == 1:
-            self._effects.add(Tuned(sample.header()))
-        self._effects.add(Tuned(sample.line()))
+            yield Tuned(sample.header())
+        yield Tuned(sample.line())
         best = tuner.finish()
         if best is not None:
-            self._effects.add(Tuned(best.line()))
-            self._effects.note(_summary(best))
+            yield Tuned(best.line())
+            yield Log(_summary(best), warning=False)
         chosen = tuner.parameters
         self._slice = chosen.slice_bytes
         return chosen

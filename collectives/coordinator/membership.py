@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple
 
-from hvdlab.collectives.coordinator.decision_log import InvariantOf
+from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind, InvariantOf
+from hvdlab.collectives.coordinator.events import Log, Send
 from hvdlab.collectives.coordinator.signatures import LocalDefinition
 from hvdlab.collectives.protocol.handshake import AgreedVersions
-from hvdlab.collectives.protocol.messages import MOST_RANKS, Death, Hello, Member, World
+from hvdlab.collectives.protocol.messages import MOST_RANKS, Death, Hello, Member, Returned, World
 
 WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks: with one for each newcomer a thousand ranks would get a million."""
@@ -149,6 +150,17 @@ class MembershipTable:
         death = self.deaths.get(rank)
         return self._unexplained.get(rank) if death is not None and death.pid == pid else None
 
+    def report_return(
+        self, rank: RankPeer, seconds: float
+    ) -> Generator[DecisionEntry | Log | Send, None, None]:
+        """Report that a rank whose connection was lost has come back after this time."""
+        after = f"{seconds:.1f} s"
+        entry = DecisionEntry(DecisionKind.RETURNED, ranks=(rank.rank,), facts={"after": after})
+        yield entry
+        text = f"rank {rank.rank} (pid {rank.pid}) is back after {after}"
+        yield Log(text, warning=False, decision=entry.number)
+        yield Send(tuple(self.clients), Returned(rank.rank, rank.pid, seconds))
+
     def set_expected(self, ranks: Iterable[int]) -> list[RankPeer]:
         """Set the ranks that make up the world. Return the living ranks that have no place in it any more."""
         self.expected = tuple(sorted(set(ranks)))
@@ -166,8 +178,54 @@ class MembershipTable:
 
     # -- going ----------------------------------------------------------------------------------------------------
 
-    def leave(self, gone: RankPeer) -> None:
-        """Remove a rank that has sent Bye."""
+    def leave(self, gone: RankPeer, reason: str) -> Generator[DecisionEntry, None, int]:
+        """Remove a rank that has sent Bye, for this reason. Return the entry of the decision log about it."""
+        self._leave(gone)
+        entry = DecisionEntry(DecisionKind.LEFT, ranks=(gone.rank,), facts={"reason": reason})
+        yield entry
+        return entry.number
+
+    def lose(
+        self, gone: RankPeer, reason: str, now: float, *, explained: bool, since: float | None = None
+    ) -> Generator[DecisionEntry | Log, None, int]:
+        """Remove a rank whose connection has ended without Bye.
+
+        Args:
+            gone: The rank. It has left if it was asked to; otherwise it is dead.
+            reason: How its connection has ended.
+            now: Time of the batch of events, in monotonic seconds.
+            explained: Whether more is known than that: the process has ended, or must not come back.
+            since: Time of its last sign of life; ``None`` for ``now``.
+
+        Returns:
+            The entry of the decision log about it.
+        """
+        kind = DecisionKind.LEFT if gone.leaving else DecisionKind.DIED
+        entry = DecisionEntry(kind, ranks=(gone.rank,), facts={"reason": reason, "pid": str(gone.pid)})
+        yield entry
+        if gone.leaving:
+            self._leave(gone)
+            return entry.number
+        text = f"rank {gone.rank} (pid {gone.pid}) is dead: {reason}"
+        yield Log(text, warning=False, decision=entry.number)
+        self._remove(gone)
+        self.leaving.discard(gone.rank)
+        self.record_death(
+            gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted, since=since
+        )
+        return entry.number
+
+    def explain_death(
+        self, rank: int, pid: int, reason: str, now: float
+    ) -> Generator[DecisionEntry, None, None]:
+        """Record the reason that the launcher reports for the end of a process whose connection has ended, or never began."""
+        known = self.deaths.get(rank)
+        self.record_death(rank, pid, reason, now, explained=True)
+        if self.deaths.get(rank) != known:
+            facts = {"reason": reason, "pid": str(pid)}
+            yield DecisionEntry(DecisionKind.DIED, ranks=(rank,), facts=facts)
+
+    def _leave(self, gone: RankPeer) -> None:
         self._remove(gone)
         self.leaving.discard(gone.rank)
         self._left[gone.rank] = gone.pid
@@ -175,16 +233,6 @@ class MembershipTable:
             self.returning.add(gone.rank)
             self.awaited.add(gone.rank)
         self.changed = True
-
-    def die(
-        self, gone: RankPeer, reason: str, now: float, *, explained: bool, since: float | None = None
-    ) -> None:
-        """Remove a rank that was lost; ``since`` is the time of its last sign of life, if that was before ``now``."""
-        self._remove(gone)
-        self.leaving.discard(gone.rank)
-        self.record_death(
-            gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted, since=since
-        )
 
     def _remove(self, gone: RankPeer) -> None:
         del self.ranks[gone.rank]
@@ -266,7 +314,7 @@ class MembershipTable:
             self.waiting = ranks
             self.changed = self.urgent = True
 
-    def scale_down(self, ranks: Iterable[int]) -> None:
+    def release(self, ranks: Iterable[int]) -> None:
         """Release these ranks where elastic training lets the world change."""
         self.leaving.update(ranks)
         self.changed = self.urgent = True

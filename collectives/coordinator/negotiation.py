@@ -16,10 +16,10 @@ Messages between two members have rounds of their own (:mod:`~hvdlab.collectives
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog, InvariantOf
+from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind, InvariantOf
 from hvdlab.collectives.coordinator.point_to_point import MessageChannels, give_to_receiver
 from hvdlab.collectives.coordinator.priorities import PriorityQueue
 from hvdlab.collectives.coordinator.rounds import Extra, Item, NegotiationRound, parties_of
@@ -658,10 +658,10 @@ class InVain:
         return Cancelled(process_set, epoch, locals, *cause, self.report, decision=self.decision)
 
 
-def log_verdict(log: DecisionLog, process_set: int, epoch: int, verdict: RejectReason) -> None:
-    """Add the verdict to the decision log, unless it has an entry: slower ranks get it later, under the same number."""
+def log_verdict(process_set: int, epoch: int, verdict: RejectReason) -> Iterator[DecisionEntry]:
+    """Yield the verdict for the decision log, unless it has an entry: slower ranks get it later, under the same number."""
     if not verdict.decision:
-        verdict.decision = log.add(
+        entry = DecisionEntry(
             DecisionKind.REJECTED,
             process_set=process_set,
             epoch=epoch,
@@ -669,6 +669,8 @@ def log_verdict(log: DecisionLog, process_set: int, epoch: int, verdict: RejectR
             ranks=verdict.ranks(),
             facts=verdict.facts(),
         )
+        yield entry
+        verdict.decision = entry.number
 
 
 class Rejection(NamedTuple):

@@ -1,14 +1,20 @@
-"""Process sets: begins and ends of their epochs, additions and removals of sets, and the values that members exchange to connect."""
+"""Process sets: begins and ends of their epochs, additions and removals of sets, and the values that members exchange to connect.
+
+:data:`Decisions` is the form in which all parts of the coordinator's state decide: a generator of entries for the decision log, of effects,
+and of ends of epochs. The state carries each out before the part continues, so that an entry has its number for the messages behind
+it, and an exception halfway loses no message about a change that was made. A call without a consumer decides nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog, InvariantOf
-from hvdlab.collectives.coordinator.events import Effects, SendConfigure
+from hvdlab.collectives.coordinator.decision_log import Amendment, DecisionEntry, DecisionKind, InvariantOf
+from hvdlab.collectives.coordinator.events import Effect, Log, Send, SendConfigure
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.negotiation import Impossible, Negotiation, log_verdict
 from hvdlab.collectives.coordinator.plane_selection import (
@@ -23,6 +29,7 @@ from hvdlab.collectives.coordinator.signatures import describe
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import (
     Abort,
+    AbortedCollective,
     Batch,
     BoardMissing,
     Configure,
@@ -32,7 +39,10 @@ from hvdlab.collectives.protocol.messages import (
     PlaneFailed,
     ProcessSetAdded,
     Signature,
+    StoreGet,
+    StoreSet,
     StoreValue,
+    Withdraw,
 )
 from hvdlab.collectives.types import OpKind
 
@@ -52,13 +62,36 @@ class EpochAbort(NamedTuple):
 
     Attributes:
         process_set: The process set.
-        kind, ranks, text: The cause, as users see it.
+        kind, ranks, text, site: The cause, as users see it.
+        cause: Entry of the decision log that led to it; 0 for the event that is being handled.
     """
 
     process_set: ProcessSetState
     kind: CauseKind
     ranks: tuple[int, ...]
     text: str
+    site: str = ""
+    cause: int = 0
+
+
+class MemberChange(NamedTuple):
+    """Decision to change over to new members of a process set in order.
+
+    Attributes:
+        process_set: The process set.
+        members: The members of its next epoch, as far as they live then.
+        cause: Entry of the decision log that led to it; 0 for the event that is being handled.
+    """
+
+    process_set: ProcessSetState
+    members: tuple[int, ...]
+    cause: int = 0
+
+
+Result = TypeVar("Result")
+CoordinatorDecision = DecisionEntry | Amendment | EpochAbort | MemberChange | Effect
+Decisions = Generator[CoordinatorDecision, None, Result]
+"""Decisions of a part of the coordinator's state, in order, and then its result."""
 
 
 class AboutSet(Protocol):
@@ -151,8 +184,6 @@ class ProcessSets:
 
     Args:
         membership: Ranks that live, and can enter an epoch.
-        effects: Where messages to members are added.
-        log: Where decisions are added.
         hierarchy: Wishes of the user for ranks on several hosts.
         first_epoch: First epoch of sets of this coordinator, above those of the ones before.
         by_seniority: Whether members are in the order in which they came into the world, not in that of their numbers.
@@ -165,8 +196,6 @@ class ProcessSets:
     def __init__(
         self,
         membership: MembershipTable,
-        effects: Effects,
-        log: DecisionLog,
         hierarchy: Hierarchy = AUTOMATIC,
         first_epoch: int = 1,
         *,
@@ -175,8 +204,6 @@ class ProcessSets:
         self.world = ProcessSetState(WORLD)
         self.by_id: dict[int, ProcessSetState] = {WORLD: self.world}
         self._membership = membership
-        self._effects = effects
-        self._log = log
         self._hierarchy = hierarchy
         self._by_seniority = by_seniority
         #: Id of the next set that is added.
@@ -215,7 +242,19 @@ class ProcessSets:
             return None
         return ps
 
-    def values_of(self, rank: RankPeer, message: AboutSet) -> RendezvousValues | None:
+    def set_value(self, rank: RankPeer, message: StoreSet) -> Decisions[None]:
+        """Keep a value for the members that connect with each other, and answer those that wait for it."""
+        store = self._values_of(rank, message)
+        if store is not None:
+            yield from store.store_value(message.key, message.value)
+
+    def get_value(self, rank: RankPeer, message: StoreGet) -> Decisions[None]:
+        """Answer a member that needs a value, now or once it is set."""
+        store = self._values_of(rank, message)
+        if store is not None:
+            yield from store.answer(message.key, rank.peer, message.ticket)
+
+    def _values_of(self, rank: RankPeer, message: AboutSet) -> RendezvousValues | None:
         """Return the values that a message is about: of this epoch, or of an earlier one that ended in order."""
         ps = self.open_set(rank, message)
         if ps is not None:
@@ -223,26 +262,26 @@ class ProcessSets:
         ps = self.past_set(rank, message)
         return ps.past_stores.get(message.epoch) if ps is not None else None
 
-    def decline_post(self, rank: RankPeer, message: DeclinePost) -> None:
+    def decline_post(self, rank: RankPeer, message: DeclinePost) -> Decisions[None]:
         """Pass a request to decline on to the members that it can concern."""
         ps = self.open_set(rank, message)
         if ps is not None and ps.gone:
             # A rank that has left has declined everything for good, but perhaps it left before it had mapped the board.
             left = tuple(sorted(ps.gone))
-            self.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+            yield EpochAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
             return
         if ps is not None:
             if (message.epoch, message.number) > ps.declined:
                 ps.declined = message.epoch, message.number
-                self._effects.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
+                yield Send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
         elif (past := self.past_set(rank, message)) is not None:
-            self.send_to_board(past, message)
+            yield self._to_board(past, message)
 
-    def board_missing(self, rank: RankPeer, message: BoardMissing) -> None:
+    def board_missing(self, rank: RankPeer, message: BoardMissing) -> Decisions[None]:
         """Inform the ranks that are perhaps at a board that ``rank`` has none of this epoch, or none any more."""
         ps = self.open_set(rank, message) or self.past_set(rank, message)
         if ps is not None:
-            self.send_to_board(ps, DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+            yield self._to_board(ps, DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
 
     def plane_failed(self, rank: RankPeer, message: PlaneFailed, due: float) -> None:
         """Record that a plane failed on ``rank``; :meth:`abort_failed` ends its epoch at ``due``, unless it has ended before."""
@@ -252,115 +291,146 @@ class ProcessSets:
         elif ps is None and (past := self.past_set(rank, message)) is not None:
             past.plane_failed_before(due, message.epoch, rank.rank, message.text)
 
-    def renew(self, rank: RankPeer, message: AboutSet) -> None:
+    def renew(self, rank: RankPeer, message: AboutSet) -> Decisions[None]:
         """Change over to the next epoch with the members that have not left."""
         ps = self.open_set(rank, message)
         if ps is not None:
-            self.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
+            yield MemberChange(ps, tuple(member for member in ps.members if member not in ps.gone))
 
-    def send_to_board(self, ps: ProcessSetState, message: DeclinePost, *, without: int | None = None) -> None:
-        """Pass the message on to all ranks that are perhaps at that board, with their process ids, except ``without``."""
+    def _to_board(self, ps: ProcessSetState, message: DeclinePost, *, without: int | None = None) -> Send:
+        """Return the message for all ranks that are perhaps at that board, with their process ids, except ``without``."""
         there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
         ranks = [other for other in self._membership.ranks.values() if other.peer in there]
         peers = tuple(sorted(other.peer for other in ranks))
         pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
-        self._effects.send(peers, msgspec.structs.replace(message, pids=pids))
+        return Send(peers, msgspec.structs.replace(message, pids=pids))
 
     # -- ends of epochs -------------------------------------------------------------------------------------------
 
-    def abort(
-        self,
-        ps: ProcessSetState,
-        kind: CauseKind,
-        ranks: Iterable[int],
-        text: str,
-        site: str = "",
-        *,
-        cause: int = 0,
-    ) -> None:
-        """Abort the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun.
+    def withdraw(self, rank: RankPeer, message: Withdraw) -> Decisions[None]:
+        """Abort the epoch that a rank withdraws from, or the operations of an earlier one."""
+        try:
+            kind = CauseKind(message.kind)
+        except ValueError:
+            kind = CauseKind.WITHDRAWN
+        cause = kind, (rank.rank,), message.text, message.site
+        ps = self.open_set(rank, message)
+        # A second request for an ended epoch changes nothing, so that a rank that was interrupted can repeat its own.
+        if ps is not None:
+            yield EpochAbort(ps, *cause)
+        elif (ps := self.past_set(rank, message)) is not None:
+            yield from self._abort_past(message.epoch, EpochAbort(ps, *cause))
+
+    def forget_former(self, rank: int) -> list[tuple[ProcessSetState, int]]:
+        """Forget that changes in order left ``rank`` out of sets, since it is gone. Return these sets, each with its last epoch there."""
+        past = [(ps, ps.former[rank][1]) for ps in self if rank in ps.former]
+        for ps, _ in past:
+            del ps.former[rank]
+        return past
+
+    def end_with_dead(
+        self, rank: int, past: Iterable[tuple[ProcessSetState, int]], text: str, decision: int
+    ) -> Decisions[None]:
+        """Abort the epochs of a rank that is dead.
 
         Args:
-            ps: The process set.
-            kind, ranks, text, site: The cause, as users see it.
-            cause: Entry of the decision log that led to it; 0 for the event that is being handled.
+            rank: The rank.
+            past: Sets that it was left out of, each with its last epoch there.
+            text: How it has died, as users see it.
+            decision: Entry of the decision log about that.
         """
+        for ps in self.containing(rank):
+            yield EpochAbort(ps, CauseKind.RANK_DIED, (rank,), text, cause=decision)
+        # Other ranks are perhaps still executing with this one in former epochs, which ended before it was left out.
+        for ps, epoch in past:
+            yield from self._abort_past(
+                epoch, EpochAbort(ps, CauseKind.RANK_DIED, (rank,), text, cause=decision)
+            )
+
+    def leave(
+        self, rank: int, past: Iterable[tuple[ProcessSetState, int]], text: str, decision: int
+    ) -> Decisions[None]:
+        """Remove a rank that has left in order from its sets.
+
+        If others wait in a process set, its epoch ends; otherwise the set stays until it is used again. The arguments are those
+        of :meth:`end_with_dead`.
+        """
+        for ps in self.containing(rank):
+            if ps.phase == OPEN and ps.negotiation.pending:
+                yield EpochAbort(ps, CauseKind.RANK_LEFT, (rank,), text, cause=decision)
+                continue
+            ps.gone.add(rank)
+            if ps.declined[0] == ps.epoch:
+                # A member has waited at the board, and perhaps still does; this rank has perhaps left before it had mapped the board.
+                yield self._to_board(ps, DeclinePost(ps.id, *ps.declined))
+            if len(ps.gone) == len(ps.members):
+                yield from self.change_members(MemberChange(ps, (), decision))
+                yield from self._configure(ps)
+        for ps, epoch in past:
+            yield self._to_board(ps, DeclinePost(ps.id, epoch, 0))
+
+    def abort(self, abort: EpochAbort) -> Decisions[None]:
+        """Abort the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
+        ps = abort.process_set
         if ps.phase == ENDED:
             return
         # In the middle of an orderly change ``epoch`` is the next one already, of which no member knows.
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
-        pending = ps.negotiation.report()
-        ranks = tuple(ranks)
-        names = [collective.name for collective in pending]
-        number = self._log_abort(ps, old, kind, ranks, text, site, cause, names)
-        self._send_abort(ps, Abort(ps.id, old, kind.value, ranks, text, site, pending, number))
-        self._end(ps, ENDED)
+        number = yield from self._end_operations(old, abort, ps.negotiation.report())
+        yield from self._end(ps, ENDED)
         ps.ended_by = number
 
-    def abort_past(
-        self,
-        ps: ProcessSetState,
-        epoch: int,
-        kind: CauseKind,
-        ranks: Iterable[int],
-        text: str,
-        site: str = "",
-        *,
-        cause: int = 0,
-    ) -> None:
+    def _abort_past(self, epoch: int, abort: EpochAbort) -> Decisions[None]:
         """Abort the operations that are still being executed in epochs up to ``epoch``, which ended in order."""
-        if ps.aborted < epoch < ps.epoch:
-            ranks = tuple(ranks)
-            number = self._log_abort(ps, epoch, kind, ranks, text, site, cause)
-            self._send_abort(ps, Abort(ps.id, epoch, kind.value, ranks, text, site, (), number))
+        if abort.process_set.aborted < epoch < abort.process_set.epoch:
+            yield from self._end_operations(epoch, abort)
 
-    def _log_abort(
-        self,
-        ps: ProcessSetState,
-        epoch: int,
-        kind: CauseKind,
-        ranks: tuple[int, ...],
-        text: str,
-        site: str,
-        cause: int,
-        names: Iterable[str] = (),
-    ) -> int:
-        facts = {"cause": kind.value, "text": text, "site": site}
-        return self._log.add(
+    def _end_operations(
+        self, epoch: int, why: EpochAbort, pending: tuple[AbortedCollective, ...] = ()
+    ) -> Decisions[int]:
+        """End the operations of epochs up to ``epoch``. Return the entry of the decision log about it."""
+        ps, kind, ranks, text, site, cause = why
+        entry = DecisionEntry(
             DecisionKind.ABORTED,
             cause=cause,
             process_set=ps.id,
             epoch=epoch,
-            names=names,
+            names=[collective.name for collective in pending],
             ranks=ranks,
-            facts=facts,
+            facts={"cause": kind.value, "text": text, "site": site},
         )
+        yield entry
+        yield from self._send_abort(
+            ps, Abort(ps.id, epoch, kind.value, ranks, text, site, pending, entry.number)
+        )
+        return entry.number
 
-    def _send_abort(self, ps: ProcessSetState, abort: Abort) -> None:
+    def _send_abort(self, ps: ProcessSetState, abort: Abort) -> Decisions[None]:
         """Send an abort to members that live, and to former members that perhaps still execute operations with them."""
         ps.aborted = abort.epoch
         ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
-        self._effects.send(self._living_peers(ps), abort)
+        yield Send(self._living_peers(ps), abort)
         for rank, (peer, last) in list(ps.former.items()):
             # A former member knows no epoch after its last one, and none of the collectives that are pending in them.
             mine = abort if last >= abort.epoch else msgspec.structs.replace(abort, epoch=last, pending=())
-            self._effects.send((peer,), mine)
+            yield Send((peer,), mine)
             if last <= abort.epoch:
                 del ps.former[rank]
 
-    def change_members(self, ps: ProcessSetState, members: tuple[int, ...], decision: int = 0) -> None:
-        """Change over to new members in order, because of this ``decision``, or of the event that is being handled (0).
+    def change_members(self, change: MemberChange) -> Decisions[None]:
+        """Change over to new members in order.
 
         Ranks finish the operations that were ordered in the old epoch, and announce their pending submissions again in the new one.
         """
-        ps.next_members = members
-        ps.ended_by = decision
+        ps = change.process_set
+        ps.next_members = change.members
+        ps.ended_by = change.cause
         if ps.phase == OPEN:
-            self._end(ps, SWITCHING)
+            yield from self._end(ps, SWITCHING)
 
-    def _end(self, ps: ProcessSetState, phase: int) -> None:
+    def _end(self, ps: ProcessSetState, phase: int) -> Decisions[None]:
         if ps.phase == OPEN:
-            self._count_orders(ps)
+            yield from _count_orders(ps)
             if phase == SWITCHING:
                 if ps.failure is not None:
                     # The members' operations can't come to their end, although the epoch ends in order.
@@ -377,7 +447,7 @@ class ProcessSets:
 
     # -- beginnings -----------------------------------------------------------------------------------------------
 
-    def add(self, ranks: tuple[int, ...]) -> ProcessSetState:
+    def add_set(self, ranks: tuple[int, ...]) -> Decisions[ProcessSetState]:
         """Add a process set, and configure it at once. Ids begin at 1 again with a new world; together with the epoch each is unique."""
         if self._world_replaced and len(self.by_id) == 1:
             self._next_id, self._first_epoch = 1, self._last_epoch + 1
@@ -388,7 +458,7 @@ class ProcessSets:
         ps.epoch = self._first_epoch
         ps.aborted = ps.epoch - 1
         ps.next_members = ranks
-        self.configure(ps)
+        yield from self._configure(ps)
         return ps
 
     def restore(
@@ -413,16 +483,11 @@ class ProcessSets:
             ps.ended_by = decision
             ps.peers = tuple(ranks[rank].peer for rank in members)  # these are no newcomers
 
-    def remove(self, ps: ProcessSetState, peers: tuple[int, ...]) -> None:
-        """Dissolve a process set; its pending collectives have been aborted before."""
-        self._forget(ps)
-        self._effects.send(peers, Dissolve(ps.id))
-
     def _forget(self, ps: ProcessSetState) -> None:
         del self.by_id[ps.id]
         self._last_epoch = max(self._last_epoch, ps.epoch)
 
-    def configure(self, ps: ProcessSetState) -> None:
+    def _configure(self, ps: ProcessSetState) -> Decisions[None]:
         """Open the epoch that is due, with those of its members that live."""
         ranks = self._membership.ranks
         # Those that live now: a rank can have died since the change became due.
@@ -452,9 +517,11 @@ class ProcessSets:
         ps.phase = OPEN
         described = tuple(ranks[r].member for r in members)
         choice = choose_plane(described, self._hierarchy)
-        ps.decision = self._log_beginning(ps, choice)
+        entry = _beginning(ps, choice)
+        yield entry
+        ps.decision = entry.number
         for note in choice.notes:
-            self._effects.log(f"process set {ps.id}: {note}", ps.decision)
+            yield Log(f"process set {ps.id}: {note}", decision=ps.decision)
         message = Configure(
             ps.id,
             ps.epoch,
@@ -466,37 +533,19 @@ class ProcessSets:
             decision=ps.decision,
         )
         if not choice.memory:
-            self._effects.send(ps.peers, message)
+            yield Send(ps.peers, message)
             return
         other = without_memory(choice)
         fallback = msgspec.structs.replace(
             message, plane=other.plane, options=other.options, has_memory=False
         )
-        self._effects.add(SendConfigure(ps.peers, message, choice.memory, fallback))
+        yield SendConfigure(ps.peers, message, choice.memory, fallback)
 
-    def _log_beginning(self, ps: ProcessSetState, choice: PlaneChoice) -> int:
-        facts = {"plane": choice.plane, "devices": ", ".join(choice.device_planes.values())}
-        facts["note"] = "; ".join(choice.notes)
-        cause, ps.ended_by = ps.ended_by, 0
-        return self._log.add(
-            DecisionKind.BEGAN,
-            cause=cause,
-            process_set=ps.id,
-            epoch=ps.epoch,
-            ranks=ps.members,
-            facts=facts,
-        )
-
-    def _count_orders(self, ps: ProcessSetState) -> None:
-        """Write the number of the orders of this epoch into the entry of its beginning."""
-        if ps.sequence:
-            self._log.amend(ps.decision, {"orders": str(ps.sequence)})
-
-    def count_orders(self) -> None:
+    def count_orders(self) -> Decisions[None]:
         """Write the numbers of orders so far of all open epochs into the decision log."""
         for ps in self:
             if ps.phase == OPEN:
-                self._count_orders(ps)
+                yield from _count_orders(ps)
 
     def _in_order(self, ps: ProcessSetState, entering: Iterable[int]) -> tuple[int, ...]:
         """Return the members of the epoch that is due, by position.
@@ -524,11 +573,11 @@ class ProcessSets:
             return rank not in self._membership.returning
         return not ps.peers or peer.peer in ps.peers
 
-    def configure_due(self) -> None:
+    def configure_due(self) -> Decisions[None]:
         """Open all epochs that are due."""
         for ps in list(self):
             if ps.phase != OPEN and ps.next_members is not None:
-                self.configure(ps)
+                yield from self._configure(ps)
 
     def _living_peers(self, ps: ProcessSetState) -> tuple[int, ...]:
         ranks = self._membership.ranks
@@ -540,36 +589,39 @@ class ProcessSets:
 
     # -- sets that ranks add and remove, and planes that fail ------------------------------------------------------
 
-    def change_sets(self, ps: ProcessSetState, current: NegotiationRound) -> None:
+    def change_sets(self, ps: ProcessSetState, current: NegotiationRound) -> Decisions[None]:
         """Add or remove a process set, as all members have asked for; reject the request on all of them if that is impossible."""
         signature = current.info.signature
         if signature.kind == OpKind.ADD_PROCESS_SET:
-            self._add_set(ps, current, tuple(sorted(set(signature.ranks))))
+            yield from self._add_set(ps, current, tuple(sorted(set(signature.ranks))))
             return
         target = self._find_set(signature)
         if target is None:
-            self._reject_change(ps, current, "there is no such process set")
+            yield from _reject_change(ps, current, "there is no such process set")
             return
-        number = self._log.add(DecisionKind.REMOVED, process_set=target.id, epoch=target.epoch)
+        entry = DecisionEntry(DecisionKind.REMOVED, process_set=target.id, epoch=target.epoch)
+        yield entry
         text = f"process set {target.id} was removed"
-        self.abort(target, CauseKind.MEMBERSHIP, (), text, cause=number)
-        self.remove(target, ps.peers)
+        yield EpochAbort(target, CauseKind.MEMBERSHIP, (), text, cause=entry.number)
+        self._forget(target)
+        yield Send(ps.peers, Dissolve(target.id))
         # After the removal: when a rank's call returns, the set is gone there.
         for rank, peer in zip(ps.members, ps.peers, strict=True):
             batch = Batch((current.submissions[rank].local,))
-            self._effects.send((peer,), Execute(ps.id, ps.epoch, ps.sequence, (batch,), ps.decision))
+            yield Send((peer,), Execute(ps.id, ps.epoch, ps.sequence, (batch,), ps.decision))
 
-    def _add_set(self, ps: ProcessSetState, current: NegotiationRound, ranks: tuple[int, ...]) -> None:
+    def _add_set(
+        self, ps: ProcessSetState, current: NegotiationRound, ranks: tuple[int, ...]
+    ) -> Decisions[None]:
         absent = [rank for rank in ranks if rank not in ps.members]
         if absent or not ranks:
-            self._reject_change(
-                ps, current, f"{format_ranks(absent)} not in the world" if absent else "it needs a rank"
-            )
+            why = f"{format_ranks(absent)} not in the world" if absent else "it needs a rank"
+            yield from _reject_change(ps, current, why)
             return
-        added = self.add(ranks)
+        added = yield from self.add_set(ranks)
         # After its Configure: when a rank's call returns, the set can be used there.
         for rank, peer in zip(ps.members, ps.peers, strict=True):
-            self._effects.send((peer,), ProcessSetAdded(current.submissions[rank].local, added.id, ranks))
+            yield Send((peer,), ProcessSetAdded(current.submissions[rank].local, added.id, ranks))
 
     def _find_set(self, signature: Signature) -> ProcessSetState | None:
         """Return the process set to remove: the one with the id in ``root``, or without an id by its ranks."""
@@ -580,23 +632,48 @@ class ProcessSets:
                 return ps
         return None
 
-    def _reject_change(self, ps: ProcessSetState, current: NegotiationRound, why: str) -> None:
-        info = current.info
-        verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
-        log_verdict(self._log, ps.id, ps.epoch, verdict)
-        for rank, peer in zip(ps.members, ps.peers, strict=True):
-            self._effects.send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
+    def reject_mismatches(self, idle: AbstractSet[int], grace: float, now: float) -> list[ProcessSetState]:
+        """Reject rounds in which ranks disagree, after the others have had their time to submit them.
 
-    def abort_failed(self, now: float) -> None:
+        Args:
+            idle: Ranks without a cell, which submit nothing.
+            grace: Seconds that ranks have.
+            now: Time of the batch of events, in monotonic seconds.
+
+        Returns:
+            The process sets with rejections to send.
+        """
+        ended = []
+        for ps in self:
+            negotiation = ps.negotiation
+            if negotiation.mismatches:
+                vain = ps.gone or not negotiation.members.isdisjoint(idle)
+                negotiation.reject_mismatches(0.0 if vain else grace, now)
+                if negotiation.rejections or negotiation.conflict:
+                    ended.append(ps)
+        return ended
+
+    def deadlines(self, grace: float) -> Iterator[float]:
+        """Yield the times at which :meth:`abort_failed`, or :meth:`reject_mismatches` with the same ``grace``, has something to do."""
+        for ps in self:
+            if ps.failure is not None:
+                yield ps.failure[0]
+            if ps.past_failure is not None:
+                yield ps.past_failure[0]
+            if ps.negotiation.mismatches and (since := ps.negotiation.oldest_mismatch) is not None:
+                yield since + grace
+
+    def abort_failed(self, now: float) -> Decisions[None]:
         """Abort the epochs in which a plane failed a moment ago, and for which no better explanation has come since."""
         for ps in list(self):
             if ps.failure is not None and now >= ps.failure[0]:
                 _, rank, text = ps.failure
-                self.abort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+                yield EpochAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
             if ps.past_failure is not None and now >= ps.past_failure[0]:
                 _, epoch, rank, text = ps.past_failure
                 ps.past_failure = None
-                self.abort_past(ps, epoch, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+                failure = EpochAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+                yield from self._abort_past(epoch, failure)
 
     def validate(self) -> None:
         """Assert the invariants that hold between batches of events."""
@@ -614,6 +691,29 @@ class ProcessSets:
                 ps.negotiation.validate()
 
 
+def _beginning(ps: ProcessSetState, choice: PlaneChoice) -> DecisionEntry:
+    facts = {"plane": choice.plane, "devices": ", ".join(choice.device_planes.values())}
+    facts["note"] = "; ".join(choice.notes)
+    cause, ps.ended_by = ps.ended_by, 0
+    return DecisionEntry(
+        DecisionKind.BEGAN, cause=cause, process_set=ps.id, epoch=ps.epoch, ranks=ps.members, facts=facts
+    )
+
+
+def _count_orders(ps: ProcessSetState) -> Iterator[Amendment]:
+    """Write the number of the orders of this epoch into the entry of its beginning."""
+    if ps.sequence:
+        yield Amendment(ps.decision, {"orders": str(ps.sequence)})
+
+
+def _reject_change(ps: ProcessSetState, current: NegotiationRound, why: str) -> Decisions[None]:
+    info = current.info
+    verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
+    yield from log_verdict(ps.id, ps.epoch, verdict)
+    for rank, peer in zip(ps.members, ps.peers, strict=True):
+        yield Send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
+
+
 def _plane_failure(rank: int, text: str) -> str:
     return f"the data plane failed on rank {rank}: {text}"
 
@@ -628,16 +728,16 @@ class RendezvousValues:
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[int, int]]] = {}
 
-    def set(self, key: str, value: bytes, effects: Effects) -> None:
+    def store_value(self, key: str, value: bytes) -> Iterator[Send]:
         """Keep a value (the last one counts) and answer the peers that wait for it."""
         self._values[key] = value
         for peer, ticket in self._waiting.pop(key, ()):
-            effects.send((peer,), StoreValue(ticket, value))
+            yield Send((peer,), StoreValue(ticket, value))
 
-    def get(self, key: str, peer: int, ticket: int, effects: Effects) -> None:
+    def answer(self, key: str, peer: int, ticket: int) -> Iterator[Send]:
         """Answer ``peer`` now, or once the key is set."""
         value = self._values.get(key)
         if value is None:
             self._waiting.setdefault(key, []).append((peer, ticket))
         else:
-            effects.send((peer,), StoreValue(ticket, value))
+            yield Send((peer,), StoreValue(ticket, value))

@@ -11,10 +11,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog
-from hvdlab.collectives.coordinator.events import Effects
+from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind
+from hvdlab.collectives.coordinator.events import Log, Send
 from hvdlab.collectives.coordinator.membership import MembershipTable
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.process_sets import (
+    OPEN,
+    Decisions,
+    EpochAbort,
+    ProcessSets,
+    ProcessSetState,
+)
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import LocalDefinition, kind_label
 from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
@@ -32,10 +38,8 @@ class StallInspector:
     Args:
         every: Seconds after which, and then how often, one is reported; 0 never.
         shutdown: Seconds after which its epoch ends; 0 never.
-        sets: Process sets, to abort.
+        sets: Process sets, with the collectives that wait.
         membership: Ranks and clients of the job.
-        effects: Where reports are added.
-        log: Where stalls are added.
 
     Attributes:
         due: Time of the next check; ``None`` if nothing waited at the last one.
@@ -48,20 +52,16 @@ class StallInspector:
         shutdown: float,
         sets: ProcessSets,
         membership: MembershipTable,
-        effects: Effects,
-        log: DecisionLog,
     ) -> None:
         self._sets = sets
         self._membership = membership
-        self._effects = effects
-        self._log = log
         # Infinity for "never": all comparisons below then work without a special case.
         self._every = every or math.inf
         self._shutdown = shutdown or math.inf
         #: Seconds until the first check of a new wait: there is nothing to report or end before.
         self._first = min(self._every, self._shutdown)
         self.due: float | None = None
-        self.executions = Executions(sets, membership, effects)
+        self.executions = Executions(sets, membership)
 
     def watch(self, now: float) -> None:
         """Schedule a check, after a first submission while nothing was pending."""
@@ -79,23 +79,23 @@ class StallInspector:
             self.due = now
         self.executions.exclude_pause(since, now)
 
-    def check(self, now: float) -> None:
+    def report_late(self, now: float) -> Decisions[None]:
         """Report or end the collectives that wait for long, and set :attr:`due`."""
         upcoming: list[float] = []
         for ps in list(self._sets):
             for current, missing in list(ps.negotiation.waiting()):
                 if self._is_over(current, now):
-                    self._end(ps, current, missing)
+                    yield from self._end(ps, current, missing)
                     break  # the abort has ended all rounds of the set
                 if now >= self._next_report(current):
                     current.reported = max(current.reported + 1, int((now - current.since) / self._every))
-                    self._report_round(ps, current, missing, now - current.since)
+                    yield from self._report_round(ps, current, missing, now - current.since)
                 upcoming.append(min(self._next_report(current), self._end_of(current)))
-        stuck, times = self.executions.check(now, self._every)
+        stuck, times = yield from self.executions.probe(now, self._every)
         for ps, seconds, report, operation in stuck:
             lacking = f"{_ranks_or_rest(report.missing)} do not answer (stopped, or busy in C code)"
             text = f"has been executed for {seconds:.0f} s: {lacking}"
-            operation.decision = self._report_stall(ps, report, seconds, text, operation.decision)
+            operation.decision = yield from self._report_stall(ps, report, seconds, text, operation.decision)
         self.due = min(upcoming + times, default=None)
 
     def _report_round(
@@ -104,14 +104,14 @@ class StallInspector:
         current: NegotiationRound,
         missing: tuple[int, ...],
         seconds: float,
-    ) -> None:
+    ) -> Decisions[None]:
         report = ps.negotiation.report_round(current, missing)
         joined = f", joined {_ranks_or_rest(report.joined)}" if report.joined else ""
         lacking = (
             f"submitted by {_ranks_or_rest(report.waited)}, missing {_ranks_or_rest(report.missing)}{joined}"
         )
         text = f"has been waiting for {seconds:.0f} s: {lacking}"
-        current.stalled = self._report_stall(ps, report, seconds, text, current.stalled)
+        current.stalled = yield from self._report_stall(ps, report, seconds, text, current.stalled)
 
     def _next_report(self, current: NegotiationRound) -> float:
         return current.since + self._every * (current.reported + 1)
@@ -128,34 +128,28 @@ class StallInspector:
         ps: ProcessSetState,
         current: NegotiationRound,
         missing: tuple[int, ...],
-    ) -> None:
+    ) -> Decisions[None]:
         what = call_name(kind_label(current.info.kind), current.info.name)
         lacking = f"{format_ranks(missing)} did not submit it" if missing else "its group was not complete"
         text = f"{what}: {lacking} within {self._shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
-        decision = current.stalled or self._log.add(
-            DecisionKind.STALLED, process_set=ps.id, epoch=ps.epoch, names=(current.info.name,), ranks=missing
-        )
-        self._effects.log(text, decision)
+        decision = current.stalled
+        if not decision:
+            decision = yield from _stall_entry(ps, current.info.name, missing)
+        yield Log(text, decision=decision)
         if ps.phase == OPEN:
-            self._sets.abort(ps, CauseKind.TIMEOUT, missing, text, cause=decision)
+            yield EpochAbort(ps, CauseKind.TIMEOUT, missing, text, cause=decision)
 
     def _report_stall(
         self, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str, decision: int
-    ) -> int:
+    ) -> Decisions[int]:
         """Report a stall. Return its entry in the decision log, which it gets with its first report (``decision`` 0)."""
-        decision = decision or self._log.add(
-            DecisionKind.STALLED,
-            process_set=ps.id,
-            epoch=ps.epoch,
-            names=(report.name,),
-            ranks=report.missing,
-            facts={"text": text},
-        )
+        if not decision:
+            decision = yield from _stall_entry(ps, report.name, report.missing, text)
         stalled = Stalled(ps.id, seconds, report, decision)
-        self._effects.send(tuple(self._membership.clients), stalled)
+        yield Send(tuple(self._membership.clients), stalled)
         if not self._is_shown(report.waited):
             what = call_name(kind_label(report.kind), report.name)
-            self._effects.log(f"{what} {text}", decision)
+            yield Log(f"{what} {text}", decision=decision)
         return decision
 
     def _is_shown(self, waited: tuple[int, ...]) -> bool:
@@ -170,13 +164,11 @@ class Executions:
     Args:
         sets: Process sets; their members are asked for a sign of life.
         membership: Ranks, with the operations whose end they wait for.
-        effects: Where pings are added.
     """
 
-    def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
+    def __init__(self, sets: ProcessSets, membership: MembershipTable) -> None:
         self._sets = sets
         self._membership = membership
-        self._effects = effects
         #: Operations of the last check, with its findings.
         self._operations: dict[OperationKey, AwaitedOperation] = {}
 
@@ -192,7 +184,7 @@ class Executions:
             operation.since = shifted_start(operation.since, since, now)
             operation.asked = None
 
-    def check(self, now: float, every: float) -> tuple[list[OverdueOperation], list[float]]:
+    def probe(self, now: float, every: float) -> Decisions[tuple[list[OverdueOperation], list[float]]]:
         """Ask the members of long operations for a sign of life.
 
         Returns:
@@ -212,7 +204,7 @@ class Executions:
                 members = ps.members if info.from_any else info.between or ps.members
                 operation.asked, operation.silent = now, set(members) - ps.gone
                 # One message to all; answers of ranks that are not asked do no harm.
-                self._effects.send(ps.peers, m.Ping(0))
+                yield Send(ps.peers, m.Ping(0))
             elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
                 operation.asked = None
                 operation.reported = max(operation.reported + 1, int((now - operation.since) / every))
@@ -241,6 +233,20 @@ class Executions:
             if wait.since < since:
                 found[OperationKey(ps.id, ps.epoch, defined.info.name)] = (wait.since, waiting)
         return found
+
+
+def _stall_entry(ps: ProcessSetState, name: str, missing: tuple[int, ...], text: str = "") -> Decisions[int]:
+    """Add a stall to the decision log. Return its number there."""
+    entry = DecisionEntry(
+        DecisionKind.STALLED,
+        process_set=ps.id,
+        epoch=ps.epoch,
+        names=(name,),
+        ranks=missing,
+        facts={"text": text},
+    )
+    yield entry
+    return entry.number
 
 
 def _ranks_or_rest(ranks: tuple[int, ...]) -> str:
@@ -306,19 +312,17 @@ class Pauses:
     Args:
         sets: Process sets, with the rounds that wait.
         membership: Ranks, which wait; and clients, which show the pauses.
-        effects: Where reports for clients are added.
 
     Attributes:
         reasons: Reason of each pause, by rank; empty if no rank is paused.
     """
 
-    def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
+    def __init__(self, sets: ProcessSets, membership: MembershipTable) -> None:
         self.reasons: dict[int, str] = {}
         #: Begin of the present pause, when the first of these ranks was paused.
         self._since = 0.0
         self._sets = sets
         self._membership = membership
-        self._effects = effects
 
     def __bool__(self) -> bool:
         return bool(self.reasons)
@@ -326,14 +330,14 @@ class Pauses:
     def __contains__(self, rank: int) -> bool:
         return rank in self.reasons
 
-    def begin(self, rank: int, reason: str, now: float) -> None:
+    def begin_pause(self, rank: int, reason: str, now: float) -> Decisions[None]:
         """Record that a rank is paused, for this reason, and report it to clients."""
         if not self.reasons:
             self._since = now
         self.reasons[rank] = reason
-        self._report()
+        yield self._report_pauses()
 
-    def end(self, rank: int, now: float) -> float | None:
+    def end_pause(self, rank: int, now: float) -> Decisions[float | None]:
         """Record that a rank continues, or is gone, and report it to clients; after the last one move the begin of all waits.
 
         Returns:
@@ -342,7 +346,7 @@ class Pauses:
         if rank not in self.reasons:
             return None
         del self.reasons[rank]
-        self._report()
+        yield self._report_pauses()
         if self.reasons:
             return None
         # The waits begin later, instead of a count of paused seconds in each: all limits are compared with the begin.
@@ -364,8 +368,8 @@ class Pauses:
         ranks = tuple(sorted(self.reasons))
         return m.PausedRanks(ranks, tuple(self.reasons[rank] for rank in ranks))
 
-    def _report(self) -> None:
-        self._effects.send(tuple(self._membership.clients), self.message())
+    def _report_pauses(self) -> Send:
+        return Send(tuple(self._membership.clients), self.message())
 
 
 def shifted_start(begun: float, since: float, now: float) -> float:

@@ -5,26 +5,27 @@ and ``now`` (monotonic seconds), and carries out the effects in order. Events th
 collectives that become ready in it are fused, and changes of membership take effect together at its end.
 
 The class decides the order of events and effects; the functions below it handle one kind of message each (:data:`RANK_HANDLERS`,
-:data:`CLIENT_HANDLERS`).
+:data:`CLIENT_HANDLERS`). Each part of the state owns its data and returns its decisions; only :meth:`CoordinatorState.apply` makes
+effects and entries of the decision log of them.
 """
 
 from __future__ import annotations
 
 import math
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, cast
 
 from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
 from hvdlab.collectives.coordinator.deadlock import (
     RunningCells,
-    describe_deadlock,
+    abort_deadlock,
+    end_lost_messages,
     find_absence,
-    find_deadlock,
 )
 from hvdlab.collectives.coordinator.decision_log import (
+    Amendment,
+    DecisionEntry,
     DecisionKind,
     DecisionLog,
     InvariantOf,
@@ -38,17 +39,24 @@ from hvdlab.collectives.coordinator.events import (
     PeerConnected,
     PeerLost,
     Received,
+    Send,
     Tick,
 )
 from hvdlab.collectives.coordinator.fusion import Fusion
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer, Wait
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
-from hvdlab.collectives.coordinator.point_to_point import lost_messages
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.process_sets import (
+    OPEN,
+    Decisions,
+    EpochAbort,
+    MemberChange,
+    ProcessSets,
+    ProcessSetState,
+    Result,
+)
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
-from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.failover.successor import EPOCHS, Restoring, Successor
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
@@ -86,7 +94,6 @@ class CoordinatorState:
         stalls, pauses: Watch over collectives that wait for long, and ranks that stop all clocks for their users.
         history: Newest event batches, and their subscribers.
         by_peer: Living ranks, by connection.
-        refusals: Reasons why peers were refused, the last few.
         touched: Process sets with submissions in this batch, in order; they are flushed at its end.
         answers: Messages that are sent last in a batch: they prove to a peer that all before has been handled.
         blocked: Ranks whose users wait for an undecided collective.
@@ -108,8 +115,6 @@ class CoordinatorState:
         self.membership = MembershipTable(None if options.size is None else range(options.size), wall)
         self.sets = ProcessSets(
             self.membership,
-            self.effects,
-            self.log,
             Hierarchy(options.hierarchical_allreduce, options.hierarchical_allgather),
             options.generation * EPOCHS + 1,
             by_seniority=options.by_seniority,
@@ -120,24 +125,15 @@ class CoordinatorState:
         self.elastic = ElasticRanks()
         # One object of each part, which all others share: a fact stands in one place.
         known = self.membership, self.sets, self.cells, self.elastic, self.restoring
-        self.admission = Admission(options, *known, self.effects, self.log)
-        restored = (
-            self.membership,
-            self.sets,
-            self.cells,
-            self.elastic,
-            self.admission,
-            self.effects,
-            self.log,
-        )
+        self.admission = Admission(options, *known)
+        restored = self.membership, self.sets, self.cells, self.elastic, self.admission
         self.successor = Successor(self.restoring, *restored, sized=options.size is not None)
-        self.fusion = Fusion(options, self.sets, self.effects, self.log)
-        places = self.sets, self.membership, self.effects
-        self.stalls = StallInspector(options.stall_seconds, options.stall_shutdown, *places, self.log)
+        self.fusion = Fusion(options, self.sets)
+        places = self.sets, self.membership
+        self.stalls = StallInspector(options.stall_seconds, options.stall_shutdown, *places)
         self.pauses = Pauses(*places)
         self.history = EventHistory(min(UNREAD_BYTES, options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
-        self.refusals: deque[str] = deque(maxlen=32)
         self.touched: dict[ProcessSetState, None] = {}
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
         self.blocked: set[int] = set()
@@ -199,7 +195,7 @@ class CoordinatorState:
                 self._end_batch(now)
                 self._due = self._find_due()
             if self.fusion.tuning.configured:
-                self.fusion.tune(now)
+                self.apply(self.fusion.tune(now))
         except Exception as error:
             if failed is None:
                 raise  # no single peer's message is to blame, so that no connection can be ended instead of this process
@@ -210,6 +206,27 @@ class CoordinatorState:
             self._check_after(failed)
             effects += self.effects.pop_all()  # the traceback of a state that is not sound
         return effects
+
+    def apply(self, decisions: Decisions[Result]) -> Result:
+        """Carry out the decisions of a part of this state, each before the part continues. Return the part's result."""
+        # Not all at once at the end: a part that fails halfway has changed what its decisions so far are about.
+        while True:
+            try:
+                decision = next(decisions)
+            except StopIteration as end:
+                return cast(Result, end.value)
+            if isinstance(decision, Send):
+                self.effects.send(*decision)
+            elif isinstance(decision, DecisionEntry):
+                self.log.add(decision)
+            elif isinstance(decision, Amendment):
+                self.log.amend(*decision)
+            elif isinstance(decision, EpochAbort):
+                self.apply(self.sets.abort(decision))
+            elif isinstance(decision, MemberChange):
+                self.apply(self.sets.change_members(decision))
+            else:
+                self.effects.add(decision)
 
     # -- failures of handlers -------------------------------------------------------------------------------------
 
@@ -265,11 +282,7 @@ class CoordinatorState:
         return self._due
 
     def _find_due(self) -> float | None:
-        times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
-        times += [ps.past_failure[0] for ps in self.sets if ps.past_failure is not None]
-        for ps in self.sets:
-            if ps.negotiation.mismatches and (since := ps.negotiation.oldest_mismatch) is not None:
-                times.append(since + self.options.dispute_grace)
+        times = list(self.sets.deadlines(self.options.dispute_grace))
         if self.restoring.active and self.restoring.due is not None:
             times.append(self.restoring.due)
         # No stall is due while a rank is paused: its tick would find nothing to do, again and again.
@@ -293,7 +306,7 @@ class CoordinatorState:
             if self.pauses:
                 effects.send((peer,), self.pauses.message())
             if hello.events:
-                self.history.subscribe(peer, effects)
+                self.apply(self.history.subscribe(peer))
             return
         if hello.role == "observer":
             membership.observers[peer] = None
@@ -303,32 +316,20 @@ class CoordinatorState:
         rank = membership.free_rank() if hello.rank < 0 else hello.rank
         reason = self.admission.refusal(rank, hello)
         if reason:
-            early = self.admission.is_early(rank, hello)
-            if (
-                not early and reason not in self.refusals
-            ):  # a rank that is started again and again is logged once
-                self.refusals.append(reason)
-                decision = self.log.add(DecisionKind.REFUSED, ranks=(rank,), facts={"reason": reason})
-                effects.log(f"refused: {reason}", decision)
-            effects.send((peer,), m.Refused(reason, early))
-            effects.add(CloseConnection(peer))
+            self.apply(self.admission.refuse(peer, rank, hello, reason))
             return
         # Read first: adding the rank removes its death.
         since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
-        newcomer = membership.add(peer, rank, hello, now)
-        self.by_peer[peer] = newcomer
+        newcomer = self.by_peer[peer] = membership.add(peer, rank, hello, now)
         if hello.generation < 0 and self.restoring.active:
             self.restoring.renewed.add(rank)
         if newcomer.tracked:
             self.cells.add_rank(rank)
         effects.send((peer,), m.Welcome(rank, int(now * 1e9), self.options.generation, self.options.pid))
         if since is not None:
-            seconds = f"{now - since:.1f} s"
-            decision = self.log.add(DecisionKind.RETURNED, ranks=(rank,), facts={"after": seconds})
-            effects.note(f"rank {rank} (pid {hello.pid}) is back after {seconds}", decision)
-            effects.send(tuple(membership.clients), m.Returned(rank, hello.pid, now - since))
+            self.apply(membership.report_return(newcomer, now - since))
         if hello.generation >= 0 and hello.returns and not self.restoring.active:
-            self.admission.become_outdated(newcomer)
+            self.apply(self.admission.become_outdated(newcomer))
 
     def peer_lost(
         self,
@@ -354,36 +355,22 @@ class CoordinatorState:
             self.membership.observers.pop(peer, None)
             self.history.unsubscribe(peer)
             return
-        # Both before forget_peer(), which removes the rank from ``former``.
-        past = [(ps, ps.former[rank.rank][1]) for ps in self.sets if rank.rank in ps.former]
-        sets = self.sets.containing(rank.rank)
-        self.forget_peer(rank, now)
-        kind = DecisionKind.LEFT if rank.leaving else DecisionKind.DIED
-        decision = self.log.add(kind, ranks=(rank.rank,), facts={"reason": reason, "pid": str(rank.pid)})
-        if rank.leaving:
-            self.membership.leave(rank)
-        else:
-            self.effects.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}", decision)
-            self.membership.die(rank, reason, now, explained=explained, since=since)
-        text = f"rank {rank.rank} died: {reason}"
-        for ps in sets:
-            self.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), text, cause=decision)
-        # Other ranks are perhaps still executing with this one in former epochs, which ended before it was left out.
-        for ps, epoch in past:
-            self.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text, cause=decision)
+        past = self.forget_peer(rank, now)
+        decision = self.apply(self.membership.lose(rank, reason, now, explained=explained, since=since))
+        self.apply(self.sets.end_with_dead(rank.rank, past, f"rank {rank.rank} died: {reason}", decision))
 
-    def forget_peer(self, rank: RankPeer, now: float) -> None:
-        """Remove a rank's connection from all parts of the state."""
+    def forget_peer(self, rank: RankPeer, now: float) -> list[tuple[ProcessSetState, int]]:
+        """Remove a rank's connection from all parts of the state. Return the sets that it was left out of, each with its last epoch there."""
         del self.by_peer[rank.peer]
-        self.end_pause(rank.rank, now)
+        self.continue_rank(rank.rank, now)
         self.signatures.forget(rank.definitions)
         self.cells.discard_rank(rank.rank)
         self.elastic.drop(rank.rank)
         self.restoring.drop(rank.rank)
         self.blocked.discard(rank.rank)
-        for ps in self.sets:
-            ps.former.pop(rank.rank, None)
+        past = self.sets.forget_former(rank.rank)
         self.history.unsubscribe(rank.peer)
+        return past
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
@@ -401,7 +388,7 @@ class CoordinatorState:
         ):
             # The announcement is of an ended epoch: the abort or the new configuration is on its way, unless the rank was left out.
             if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.epoch)):
-                self.admission.reject_left_out(rank, message)
+                self.apply(self.admission.reject_left_out(rank, message))
             return
         self.touched[ps] = None
         submit = ps.negotiation.submit
@@ -456,9 +443,9 @@ class CoordinatorState:
         rank = self.by_peer.get(peer)
         return rank is not None and rank.rank in self.pauses
 
-    def end_pause(self, rank: int, now: float) -> None:
+    def continue_rank(self, rank: int, now: float) -> None:
         """Restart the clocks of all waits, if the last paused rank continues or is gone."""
-        since = self.pauses.end(rank, now)
+        since = self.apply(self.pauses.end_pause(rank, now))
         if since is not None:
             self.stalls.exclude_pause(since, now)
             self.check_blocked = bool(self.blocked)
@@ -485,7 +472,7 @@ class CoordinatorState:
             if negotiation.priorities.concerns(complete):
                 return False
             negotiation.ready = []
-            self.fusion.dispatch(ps, ready)
+            self.effects.extend(self.fusion.dispatch(ps, ready))
         self.touched.clear()
         return True
 
@@ -503,32 +490,33 @@ class CoordinatorState:
             self.touched |= dict.fromkeys(self.fusion.windows.expired(now, all=urgent))
         if self.cells.idle or self.elastic.ready:
             self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
-        if self._reject_mismatches(now):
+        rejected = self.sets.reject_mismatches(self.cells.idle, self.options.dispute_grace, now)
+        if rejected:
+            self.touched |= dict.fromkeys(rejected)
             # Submissions queued behind a mismatch perhaps wait in vain now that it is over.
             self.check_later(now)
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
                 if not self.fusion.defer(ps, now, urgent=urgent) and ps.phase == OPEN:
-                    self.flush(ps, now)
+                    self.flush_set(ps, now)
         if self.cells.idle:
             self._abort_waits_on_idle_ranks(now)
         if self.elastic.ready:
-            for decision in self.admission.waits_on_regrouped():
-                self.sets.abort(*decision)
+            self.apply(self.admission.abort_waits_on_regrouped())
         if self.check_blocked:
             self.check_blocked = False
             self._abort_deadlock()
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
-            self.stalls.check(now)
+            self.apply(self.stalls.report_late(now))
         # After all other aborts: a death of this batch explains a plane's failure better.
-        self.sets.abort_failed(now)
+        self.apply(self.sets.abort_failed(now))
         if self.restoring.active:
-            self.successor.end_wait(now)
+            self.apply(self.successor.end_wait(now))
         if self.membership.changed or self.admission.due:
             self.admission.due = False
-            self.answers += self.admission.admit_newcomers()
-        self.sets.configure_due()
+            self.answers += self.apply(self.admission.admit_newcomers())
+        self.apply(self.sets.configure_due())
         if self.membership.has_news:
             audience = self.membership.recipients(now)
             if audience:
@@ -538,30 +526,14 @@ class CoordinatorState:
             for peer, answer in answers:
                 self.effects.send((peer,), answer)
 
-    def flush(self, ps: ProcessSetState, now: float) -> None:
+    def flush_set(self, ps: ProcessSetState, now: float) -> None:
         """Dispatch the ready rounds of an open epoch, and send the rejections, in order."""
         negotiation = ps.negotiation
         if negotiation.priorities and not negotiation.conflict:
             # No rank counted as waiting while a round of that name was held back; perhaps one waits for the next of the name, and in vain.
             self.check_later(now)
         release_all = bool(self.elastic.ready) or not negotiation.members.isdisjoint(self.cells.idle)
-        decision = self.fusion.flush(ps, release_all=release_all)
-        if decision is not None:
-            self.sets.abort(*decision)
-
-    def _reject_mismatches(self, now: float) -> bool:
-        """Reject rounds in which ranks disagree, after the others have had their time to submit them. Return whether any was."""
-        idle = self.cells.idle
-        ended = False
-        for ps in self.sets:
-            negotiation = ps.negotiation
-            if negotiation.mismatches:
-                vain = ps.gone or not negotiation.members.isdisjoint(idle)
-                negotiation.reject_mismatches(0.0 if vain else self.options.dispute_grace, now)
-                if negotiation.rejections or negotiation.conflict:
-                    self.touched[ps] = None
-                    ended = True
-        return ended
+        self.apply(self.fusion.flush(ps, release_all=release_all))
 
     def _abort_waits_on_idle_ranks(self, now: float) -> None:
         """Abort the collectives that other ranks wait in and that ranks without a cell will not submit."""
@@ -572,32 +544,19 @@ class CoordinatorState:
                 for rank in idle & ps.negotiation.owed.ranks:
                     ps.negotiation.owed.discard_rank(rank)
             if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
-                self._cancel_messages_to_idle(ps, idle, now)
-                why = find_absence(ps, self.cells, idle)
-                if why is not None:
-                    self.sets.abort(ps, why.kind, why.ranks, why.text)
-
-    def _cancel_messages_to_idle(self, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
-        """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch continues."""
-        for name, absent in lost_messages(ps.negotiation.waiting(), idle).items():
-            while (
-                current := ps.negotiation.rounds.get(name)
-            ) is not None and not current.submissions.keys() & {*absent}:
-                why = self.cells.absence_reason(absent, current.submissions)
-                ps.negotiation.end_message(current, why.kind, why.ranks, why.text, now)
-        if ps.negotiation.rejections:
-            self.flush(ps, now)
+                end_lost_messages(ps, self.cells, idle, now)
+                if ps.negotiation.rejections:
+                    self.flush_set(ps, now)
+                abort = find_absence(ps, self.cells, idle)
+                if abort is not None:
+                    self.apply(self.sets.abort(abort))
 
     def _abort_deadlock(self) -> None:
         """Abort the epochs in which ranks wait for each other."""
         # A rank that is paused for its user is not stuck: the user can type there the very call that others wait for.
         ranks = {rank: peer for rank, peer in self.membership.ranks.items() if rank not in self.pauses}
         idle = self.cells.idle - self.pauses.reasons.keys()
-        stuck = find_deadlock(self.sets.by_id, ranks, idle)
-        if stuck:
-            text = describe_deadlock(stuck)
-            for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
-                self.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)
+        self.apply(abort_deadlock(self.sets.by_id, ranks, idle))
 
     def check_later(self, now: float) -> None:
         """Check for deadlocks after ranks that do not wait any more have had the time to report it."""
@@ -653,9 +612,9 @@ def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float)
     state.answers.append((peer, m.Pong(message.number, state.clock(), message.after_events)))
 
 
-def subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:
+def _on_client_subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:
     if message.events:
-        state.history.subscribe(peer, state.effects, past=message.history, after=message.after)
+        state.apply(state.history.subscribe(peer, past=message.history, after=message.after))
     else:
         state.history.unsubscribe(peer)
 
@@ -671,44 +630,26 @@ RankHandler = Callable[[CoordinatorState, RankPeer, Any, float], None]
 
 def _on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: float) -> None:
     state.log.add_event()
-    state.successor.resume(rank, message)
+    state.apply(state.successor.add_resumed(rank, message))
 
 
 def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
-    """Remove a rank that leaves in order.
-
-    If others wait in a process set, its epoch ends; otherwise the set stays until it is used again.
-    """
-    sets = state.sets.containing(rank.rank)
-    past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
-    state.forget_peer(rank, now)
-    state.membership.leave(rank)
-    decision = state.log.add(DecisionKind.LEFT, ranks=(rank.rank,), facts={"reason": message.reason})
+    """Remove a rank that leaves in order."""
+    past = state.forget_peer(rank, now)
+    decision = state.apply(state.membership.leave(rank, message.reason))
     state.effects.add(CloseConnection(rank.peer))
     text = f"rank {rank.rank} left the job" + (f" ({message.reason})" if message.reason else "")
-    for ps in sets:
-        if ps.phase == OPEN and ps.negotiation.pending:
-            state.sets.abort(ps, CauseKind.RANK_LEFT, (rank.rank,), text, cause=decision)
-            continue
-        ps.gone.add(rank.rank)
-        if ps.declined[0] == ps.epoch:
-            # A member has waited at the board, and perhaps still does; this rank has perhaps left before it had mapped the board.
-            state.sets.send_to_board(ps, m.DeclinePost(ps.id, *ps.declined))
-        if len(ps.gone) == len(ps.members):
-            state.sets.change_members(ps, (), decision)
-            state.sets.configure(ps)
-    for ps, epoch in past:
-        state.sets.send_to_board(ps, m.DeclinePost(ps.id, epoch, 0))
+    state.apply(state.sets.leave(rank.rank, past, text, decision))
 
 
 def _on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: float) -> None:
     """Stop the clocks of all waits while a rank is paused for its user (again, if it is for another reason)."""
-    state.pauses.begin(rank.rank, message.reason, now)
+    state.apply(state.pauses.begin_pause(rank.rank, message.reason, now))
 
 
 def _on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now: float) -> None:
     """End the pause of a rank."""
-    state.end_pause(rank.rank, now)
+    state.continue_rank(rank.rank, now)
 
 
 def _on_elastic(state: CoordinatorState, rank: RankPeer, message: m.Elastic, now: float) -> None:
@@ -729,16 +670,7 @@ def _on_regroup(state: CoordinatorState, rank: RankPeer, message: m.Regroup, now
 
 
 def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
-    try:
-        kind = CauseKind(message.kind)
-    except ValueError:
-        kind = CauseKind.WITHDRAWN
-    ps = state.sets.open_set(rank, message)
-    # A second request for an ended epoch changes nothing, so that a rank that was interrupted can repeat its own.
-    if ps is not None:
-        state.sets.abort(ps, kind, (rank.rank,), message.text, message.site)
-    elif (ps := state.sets.past_set(rank, message)) is not None:
-        state.sets.abort_past(ps, message.epoch, kind, (rank.rank,), message.text, message.site)
+    state.apply(state.sets.withdraw(rank, message))
 
 
 def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: float) -> None:
@@ -753,7 +685,13 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
         return
     state.touched[ps] = None
     decision = state.log.add(
-        DecisionKind.CANCELLED, process_set=ps.id, epoch=ps.epoch, names=(report.name,), ranks=(rank.rank,)
+        DecisionEntry(
+            DecisionKind.CANCELLED,
+            process_set=ps.id,
+            epoch=ps.epoch,
+            names=(report.name,),
+            ranks=(rank.rank,),
+        )
     )
     cause = message.kind, (rank.rank,), message.text, message.site
     answer = m.Cancelled(ps.id, ps.epoch, (), *cause, report, message.ticket, decision)
@@ -761,11 +699,11 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
 
 
 def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
-    state.sets.decline_post(rank, message)
+    state.apply(state.sets.decline_post(rank, message))
 
 
 def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardMissing, now: float) -> None:
-    state.sets.board_missing(rank, message)
+    state.apply(state.sets.board_missing(rank, message))
 
 
 def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
@@ -782,7 +720,7 @@ def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, n
 
 
 def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
-    state.sets.renew(rank, message)
+    state.apply(state.sets.renew(rank, message))
 
 
 def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
@@ -802,19 +740,15 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
 
 
 def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:
-    store = state.sets.values_of(rank, message)
-    if store is not None:
-        store.set(message.key, message.value, state.effects)
+    state.apply(state.sets.set_value(rank, message))
 
 
 def _on_store_get(state: CoordinatorState, rank: RankPeer, message: m.StoreGet, now: float) -> None:
-    store = state.sets.values_of(rank, message)
-    if store is not None:
-        store.get(message.key, rank.peer, message.ticket, state.effects)
+    state.apply(state.sets.get_value(rank, message))
 
 
 def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: float) -> None:
-    state.history.add(rank.rank, message.batch, state.effects)
+    state.apply(state.history.pass_on(rank.rank, message.batch))
 
 
 def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: float) -> None:
@@ -827,7 +761,7 @@ def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: floa
 
 
 def _on_subscribe(state: CoordinatorState, rank: RankPeer, message: m.Subscribe, now: float) -> None:
-    subscribe(state, rank.peer, message, now)
+    _on_client_subscribe(state, rank.peer, message, now)
 
 
 def _on_pong(state: CoordinatorState, rank: RankPeer, message: m.Pong, now: float) -> None:
@@ -898,7 +832,7 @@ def _on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float
         if back is not None and back.pid == death.pid:  # the others have continued without it
             state.effects.add(CloseConnection(back.peer))
             state.peer_lost(back.peer, death.reason, now)
-    state.successor.recall(message)
+    state.apply(state.successor.add_recalled(message))
 
 
 def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> None:
@@ -910,11 +844,11 @@ def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: floa
 
 def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
     state.restoring.recalled = True
-    state.admission.set_expected(message.ranks)
+    state.apply(state.admission.resize(message.ranks))
 
 
 def _on_release(state: CoordinatorState, peer: int, message: m.Release, now: float) -> None:
-    state.admission.scale_down(message.ranks)
+    state.apply(state.admission.scale_down(message.ranks))
 
 
 def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:
@@ -933,11 +867,7 @@ def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: 
     """Record the end of a process that the launcher saw, perhaps before its connection ended; its reason is the better one."""
     rank = state.membership.ranks.get(message.rank)
     if rank is None:
-        known = state.membership.deaths.get(message.rank)
-        state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
-        if state.membership.deaths.get(message.rank) != known:
-            facts = {"reason": message.reason, "pid": str(message.pid)}
-            state.log.add(DecisionKind.DIED, ranks=(message.rank,), facts=facts)
+        state.apply(state.membership.explain_death(message.rank, message.pid, message.reason, now))
     elif rank.pid == message.pid:
         state.effects.add(CloseConnection(rank.peer))
         state.peer_lost(rank.peer, message.reason, now, explained=True)
@@ -948,7 +878,7 @@ def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: fl
 
 
 def _on_story_request(state: CoordinatorState, peer: int, message: m.StoryRequest, now: float) -> None:
-    state.sets.count_orders()
+    state.apply(state.sets.count_orders())
     state.effects.send((peer,), m.Story(message.ticket, state.log.story(message), state.log.dropped))
 
 
@@ -968,5 +898,5 @@ CLIENT_HANDLERS: dict[type, ClientHandler] = {
     m.InterruptRanks: _on_interrupt,
     m.RankLost: _on_rank_lost,
     m.StoryRequest: _on_story_request,
-    m.Subscribe: subscribe,
+    m.Subscribe: _on_client_subscribe,
 }

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
 from hvdlab.collectives.coordinator.deadlock import RunningCells
-from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog
-from hvdlab.collectives.coordinator.events import Effects
+from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind
+from hvdlab.collectives.coordinator.events import Log, Send
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
-from hvdlab.collectives.coordinator.process_sets import ProcessSets
+from hvdlab.collectives.coordinator.process_sets import Decisions, ProcessSets
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.protocol import messages as m
 
@@ -101,8 +101,6 @@ class Successor:
         cells: Cells that run.
         elastic: Ranks in elastic training.
         admission: Rules by which ranks get into the world.
-        effects: Where messages to ranks are added.
-        log: Where decisions are added.
     """
 
     def __init__(
@@ -113,8 +111,6 @@ class Successor:
         cells: RunningCells,
         elastic: ElasticRanks,
         admission: Admission,
-        effects: Effects,
-        log: DecisionLog,
         *,
         sized: bool,
     ) -> None:
@@ -125,10 +121,8 @@ class Successor:
         self._cells = cells
         self._elastic = elastic
         self._admission = admission
-        self._effects = effects
-        self._log = log
 
-    def resume(self, rank: RankPeer, message: m.Resume) -> None:
+    def add_resumed(self, rank: RankPeer, message: m.Resume) -> Decisions[None]:
         """Add the facts of a rank that knew an earlier coordinator. If the world is restored already, the rank is like any newcomer."""
         # Ends before begins: a cell that ended and the one after it arrive in one message.
         facts = self._facts
@@ -150,11 +144,11 @@ class Successor:
         # Too late: the sets have been restored without this rank.
         for known in message.sets:
             if known.id > 0:
-                self._effects.send((rank.peer,), m.Dissolve(known.id))
+                yield Send((rank.peer,), m.Dissolve(known.id))
 
-    def recall(self, message: m.Recall) -> None:
+    def add_recalled(self, message: m.Recall) -> Decisions[None]:
         """Add the facts of a client, from the coordinator before or from this one over another connection."""
-        self._admission.set_expected(message.expected)
+        yield from self._admission.resize(message.expected)
         self._membership.restore_deaths(message.deaths)
         facts = self._facts
         facts.recalled = True
@@ -165,10 +159,10 @@ class Successor:
                 facts.alive[member.rank] = member.pid
         else:
             self._begin_cells()
-        self._admission.scale_down(message.released)
+        yield from self._admission.scale_down(message.released)
         self._admission.due = True
 
-    def end_wait(self, now: float) -> None:
+    def end_wait(self, now: float) -> Decisions[None]:
         """Restore the world if all awaited ranks have come, or waiting has lasted long enough."""
         facts, membership = self._facts, self._membership
         missing = facts.awaited(membership)
@@ -178,37 +172,40 @@ class Successor:
                 return
         facts.active = False
         count = len(facts.resumed)
-        decision = self._log_end(missing)
+        entry = self._end_entry(missing)
+        yield entry
+        decision = entry.number
         for rank in missing:
-            self._record_missing(rank, now, decision)
+            yield from self._record_missing(rank, now, decision)
         if membership.expected is None and self._elastic.active:
             # Perhaps no client comes for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
             membership.set_expected({*membership.ranks, *membership.deaths})
             membership.awaited -= membership.deaths.keys()
-        self._restore_sets(decision)
+        yield from self._restore_sets(decision)
         self._begin_cells()
         # A rank that has not resumed is dead, or another process than the one that was to be let go.
-        self._admission.scale_down(tuple(facts.resumed.keys() & facts.released))
+        yield from self._admission.scale_down(tuple(facts.resumed.keys() & facts.released))
         membership.changed = membership.urgent = self._admission.due = True
-        self._effects.note(f"took over from coordinator {facts.generation - 1} with {count} ranks", decision)
+        text = f"took over from coordinator {facts.generation - 1} with {count} ranks"
+        yield Log(text, warning=False, decision=decision)
         facts.resumed, facts.alive = {}, {}
 
-    def _log_end(self, missing: list[int]) -> int:
+    def _end_entry(self, missing: list[int]) -> DecisionEntry:
         resumed = self._facts.resumed
         facts = {"coordinator": str(self._facts.generation - 1), "resumed": str(len(resumed))}
         facts["missing"] = format_ranks(missing) if missing else ""
-        return self._log.add(DecisionKind.TOOK_OVER, ranks=sorted(resumed), facts=facts)
+        return DecisionEntry(DecisionKind.TOOK_OVER, ranks=sorted(resumed), facts=facts)
 
-    def _record_missing(self, rank: int, now: float, decision: int) -> None:
+    def _record_missing(self, rank: int, now: float, decision: int) -> Decisions[None]:
         reason = (
             f"it did not come back within {self._facts.seconds:g} s after the coordinator had died and a new one "
             "had taken over"
         )
-        self._log.add(DecisionKind.DIED, cause=decision, ranks=(rank,), facts={"reason": reason})
+        yield DecisionEntry(DecisionKind.DIED, cause=decision, ranks=(rank,), facts={"reason": reason})
         pid = self._facts.alive[rank]
         self._membership.record_death(rank, pid, reason, now, explained=False, admitted=True)
 
-    def _restore_sets(self, decision: int) -> None:
+    def _restore_sets(self, decision: int) -> Decisions[None]:
         facts, ranks = self._facts, self._membership.ranks
         # The newest epoch's members: a rank that was cut off reports those of an older one.
         newest: dict[int, m.KnownSet] = {}
@@ -223,10 +220,10 @@ class Successor:
                 members = self._same_processes(known, members)
             if members and _stands(known, members, facts):
                 kept[id] = members
-                self._leave_out(id, members)
+                yield from self._leave_out(id, members)
             else:
                 knowing = [r for r, resumed in facts.resumed.items() if any(k.id == id for k in resumed.sets)]
-                self._effects.send(tuple(ranks[r].peer for r in knowing), m.Dissolve(id))
+                yield Send(tuple(ranks[r].peer for r in knowing), m.Dissolve(id))
         last_set = max((resumed.last_set for resumed in facts.resumed.values()), default=0)
         epoch = max((known.epoch for known in newest.values()), default=0) + 1
         self._sets.restore(kept, last_set, epoch, decision)
@@ -234,14 +231,14 @@ class Successor:
             # An expected rank that did not live when the coordinator died is not on its way.
             self._membership.awaited &= facts.alive.keys()
 
-    def _leave_out(self, id: int, members: tuple[int, ...]) -> None:
+    def _leave_out(self, id: int, members: tuple[int, ...]) -> Decisions[None]:
         """Inform the ranks that were cut off when the others continued without them: they must not wait to be members."""
         resumed, ranks = self._facts.resumed, self._membership.ranks
         former = [r for r, facts in resumed.items() if r not in members and _is_in(facts, id, r)]
-        self._effects.send(tuple(ranks[r].peer for r in former if id > 0), m.Dissolve(id))
+        yield Send(tuple(ranks[r].peer for r in former if id > 0), m.Dissolve(id))
         for rank in (ranks[r] for r in former if id == 0):
             if rank.tracked or resumed[rank.rank].elastic:
-                self._admission.become_outdated(rank)
+                yield from self._admission.become_outdated(rank)
 
     def _same_processes(self, known: m.KnownSet, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of these members of the world that are still the same processes.

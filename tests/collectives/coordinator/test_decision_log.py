@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from coordinator_simulation import CLIENT, Simulation, signature
-from hvdlab.collectives.coordinator.decision_log import DecisionKind, DecisionLog, line_of, subject_of
+from hvdlab.collectives.coordinator.decision_log import (
+    DecisionEntry,
+    DecisionKind,
+    DecisionLog,
+    line_of,
+    subject_of,
+)
 from hvdlab.collectives.coordinator.events import Log, PeerConnected, PeerLost, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.failover.successor import EPOCHS
@@ -185,19 +191,21 @@ def test_an_event_gets_an_entry_with_its_first_decision_alone() -> None:
     event = PeerLost(3, "end of file")
     decisions.handling(event, None)
     assert len(decisions) == 0
-    assert decisions.add(DecisionKind.DIED, ranks=(1,)) == 2
-    assert decisions.add(DecisionKind.ABORTED, process_set=0) == 3
+    assert decisions.add(DecisionEntry(DecisionKind.DIED, ranks=(1,))) == 2
+    assert decisions.add(DecisionEntry(DecisionKind.ABORTED, process_set=0)) == 3
     told = decisions.story(m.StoryRequest(0, 9))
     assert [d.cause for d in told] == [0, 1, 1]
 
 
 def test_the_log_is_bounded_and_so_are_its_texts() -> None:
     decisions = log()
-    first = decisions.add(DecisionKind.DIED, facts={"reason": "x" * 5000}, names=["y" * 5000] * 50)
+    first = decisions.add(
+        DecisionEntry(DecisionKind.DIED, facts={"reason": "x" * 5000}, names=["y" * 5000] * 50)
+    )
     told = decisions.story(m.StoryRequest(0, 9))
     assert len(line_of(told[0])) < 4000
     for _ in range(9):
-        decisions.add(DecisionKind.ABORTED, cause=first)
+        decisions.add(DecisionEntry(DecisionKind.ABORTED, cause=first))
     assert (len(decisions), decisions.dropped) == (4, 6)
     decisions.amend(first, {"orders": "1"})  # it has made room for others
     decisions.amend(10, {"orders": "1"})

@@ -105,7 +105,9 @@ def test_a_rank_beyond_the_numbers_that_recordings_have_room_for_is_refused() ->
     for rank, refused in ((m.MOST_RANKS - 1, False), (m.MOST_RANKS, True)):
         sim.handle(PeerConnected(rank, m.Hello(1, "", "rank", rank, pid=7)))
         assert (rank not in sim.state.by_peer) == refused
-    assert f"rank {m.MOST_RANKS} is too high; ranks have numbers from 0 to 65534" in sim.state.refusals
+    assert (
+        f"rank {m.MOST_RANKS} is too high; ranks have numbers from 0 to 65534" in sim.state.admission.refusals
+    )
 
 
 def test_a_rank_may_ask_for_a_number() -> None:

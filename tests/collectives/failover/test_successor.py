@@ -264,7 +264,7 @@ def test_process_sets_keep_their_ids_and_new_ones_get_others() -> None:
     successor.comes(2, WORLD, pair, m.KnownSet(6, 0, (1,)), last_set=7)
     assert successor.configured(4) == (0, 2)
     assert successor.configured(6) == (1,)
-    assert successor.state.sets.add((0, 1)).id == 8
+    assert successor.state.apply(successor.state.sets.add_set((0, 1))).id == 8
 
 
 def test_a_set_whose_members_died_is_without_them() -> None:

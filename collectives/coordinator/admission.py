@@ -293,6 +293,23 @@ class Admission:
             return not busy or any(member in training or member in ready for member in members)
         return self._membership.ranks[rank].tracked and not busy
 
+    def set_training(self, rank: RankPeer, *, on: bool) -> None:
+        """Record that elastic training begins, or ends, on a rank."""
+        self.due = True
+        if on and not self._elastic.active:
+            self._membership.changed = True  # ranks that wait for the world to be complete need not any more
+        self._elastic.drop(rank.rank)
+        if on:
+            self._elastic.training.add(rank.rank)
+        elif not rank.tracked:
+            self._elastic.finished.add(rank.rank)
+
+    def add_regrouped(self, rank: RankPeer, message: m.Regroup) -> None:
+        """Record that a rank in elastic training is where the world can change."""
+        self.due = True
+        self._elastic.training.discard(rank.rank)
+        self._elastic.ready[rank.rank] = message
+
     def abort_waits_on_regrouped(self) -> Decisions[None]:
         """Abort the epochs in which other ranks wait for a collective that a regrouped rank will not submit."""
         ready = self._elastic.ready

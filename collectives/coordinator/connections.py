@@ -69,7 +69,9 @@ class Connections:
         self.lost: list[Event] = []
         self.next_check = NEVER
         self.met = False
+        #: The server's settings.
         self._options = options
+        #: Called with a warning for the operator.
         self._log = log
         self.rejections = RejectionLog(log, self.call_at)
         self._transient: dict[Connection, None] = {}  # neither introduced yet nor quite closed
@@ -339,9 +341,11 @@ class RejectionLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log, self._call_at, self._clock = log, call_at, clock
-        self._logged = 0  # in this minute
-        #: Rejections that were only counted in this minute, and the text of the last one.
+        #: Lines that were logged in this minute.
+        self._logged = 0
+        #: Rejections that were only counted in this minute.
         self._counted = 0
+        #: The text of the last of these.
         self._last = ""
 
     def add(self, text: str) -> None:

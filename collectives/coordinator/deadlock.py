@@ -27,8 +27,9 @@ class RunningCells:
 
     def __init__(self) -> None:
         self.idle: set[int] = set()
-        #: Cells on each rank, in order; and the last cell of each that has ended there, with the line of its failure.
+        #: Cells on each rank, in order.
         self._active: dict[int, dict[str, None]] = {}
+        #: The last cell that has ended on each rank, with the line of its failure; empty if it has not failed.
         self._last: dict[int, tuple[str, str]] = {}
 
     def add_rank(self, rank: int) -> None:

@@ -131,12 +131,15 @@ class DecisionLog:
         self.now = 0.0
         self._wall = wall
         self._first = first
+        #: Number of the next entry.
         self._next = first
         #: The newest entries, in order of their numbers, without gaps.
         self._entries: deque[Decision] = deque(maxlen=kept)
-        #: The event that is being handled, the rank that it came from, and its entry; 0 as long as it has none.
+        #: The event that is being handled.
         self._event: Event | None = None
+        #: The rank that it came from.
         self._sender: Sender | None = None
+        #: Its entry; 0 as long as it has none.
         self._event_number = 0
 
     def __len__(self) -> int:

@@ -97,6 +97,7 @@ class Effects:
     __slots__ = ("_effects",)
 
     def __init__(self) -> None:
+        #: Effects that are not carried out yet.
         self._effects: list[Effect] = []
 
     def __bool__(self) -> bool:

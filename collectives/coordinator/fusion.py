@@ -42,7 +42,9 @@ class Fusion:
         self.flush_delay = options.flush_delay
         self.windows = FusionWindows()
         self.tuning = Tuning(options, sets)
+        #: Bytes with a priority that are under way at most; 0 to hold nothing back.
         self._credit = options.scheduling_credit
+        #: Whether tensors of a group are fused with each other only.
         self._separate_groups = options.separate_groups
         self._sets = sets
 
@@ -214,7 +216,13 @@ def fuse(
 
 
 class _FusionWindow:
-    """Window of a process set's epoch: its end, and number and bytes of the rounds in it so far."""
+    """Window of a process set's epoch.
+
+    Attributes:
+        negotiation: The epoch's negotiation, by which the epoch is recognized.
+        until: Its end, in monotonic seconds.
+        count, nbytes: Number and bytes of the rounds in it so far.
+    """
 
     __slots__ = ("count", "nbytes", "negotiation", "until")
 
@@ -387,11 +395,13 @@ class Tuning:
     """
 
     def __init__(self, options: CoordinatorOptions, sets: ProcessSets) -> None:
+        #: Process sets: those that were removed are forgotten.
         self._sets = sets
         #: The tuner, if the options ask for one.
         self._tuner: Tuner | None = None
-        #: Bytes of the present slice size, and epoch and size that each process set has got last, by id.
+        #: The present slice size, in bytes; 0 for that of the plane.
         self._slice = 0
+        #: Epoch and slice size that each process set has got last, by id.
         self._announced: dict[int, tuple[int, int]] = {}
         if options.tuning is not None:
             start = Parameters(options.fusion_threshold, options.flush_delay)

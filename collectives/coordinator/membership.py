@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionK
 from hvdlab.collectives.coordinator.events import Log, Send
 from hvdlab.collectives.coordinator.signatures import LocalDefinition
 from hvdlab.collectives.protocol.handshake import AgreedVersions
-from hvdlab.collectives.protocol.messages import MOST_RANKS, Death, Hello, Member, Returned, World
+from hvdlab.collectives.protocol.messages import MOST_RANKS, Blocked, Death, Hello, Member, Returned, World
 
 WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks: with one for each newcomer a thousand ranks would get a million."""
@@ -60,6 +61,17 @@ class RankPeer:
         self.wait: Wait | None = None
         self.executing: Wait | None = None
 
+    def update_waits(self, message: Blocked, now: float) -> None:
+        """Update :attr:`wait` and :attr:`executing` by a report; a negative local id ends the wait of its kind."""
+        # NaN and infinity can't be subtracted from a time.
+        seconds = message.seconds if math.isfinite(message.seconds) else 0.0
+        wait = Wait(message.process_set, message.epoch, message.local, now - max(0.0, seconds))
+        over = message.local < 0
+        self.executing = wait if message.executing and not over else None
+        # An operation that executes is not undecided any more.
+        if not message.executing or (self.wait is not None and self.wait[:3] == wait[:3]):
+            self.wait = None if over or message.executing else wait
+
 
 class MembershipTable:
     """Table of the job's ranks and clients.
@@ -101,10 +113,10 @@ class MembershipTable:
         self.ranks_sent_at = -WORLD_INTERVAL
         #: Whether ranks have to get a changed membership that clients have got already.
         self._ranks_owed = False
+        #: Turns monotonic seconds into seconds since 1970.
         self._wall = wall
-        self._left: dict[
-            int, int
-        ] = {}  # pid of ranks that have sent Bye: the end of that process is no death
+        #: Process id of each rank that has sent Bye: the end of that process is no death.
+        self._left: dict[int, int] = {}
         #: Ranks that are dead only because their connection ended, with the time of their last sign of life.
         self._unexplained: dict[int, float] = {}
 

@@ -570,7 +570,12 @@ class RejectReason(Protocol):
 
 
 class Mismatch:
-    """Reason to reject a round in which ranks disagree."""
+    """Reason to reject a round in which ranks disagree.
+
+    Attributes:
+        name, decision: As in :class:`RejectReason`.
+        parties: The requests that ranks have made, each with its ranks and the line of one of them.
+    """
 
     __slots__ = ("decision", "name", "parties")
 
@@ -588,7 +593,13 @@ class Mismatch:
 
 
 class DuplicateName:
-    """Reason to reject a round: one rank has submitted its name twice."""
+    """Reason to reject a round: one rank has submitted its name twice.
+
+    Attributes:
+        name, decision: As in :class:`RejectReason`.
+        rank: The rank.
+        first_site, second_site: The lines of its two submissions.
+    """
 
     __slots__ = ("decision", "first_site", "name", "rank", "second_site")
 
@@ -611,7 +622,7 @@ class Impossible:
     """Reason to reject a round on which all ranks agree, but which is impossible.
 
     Attributes:
-        name: Its name.
+        name, decision: As in :class:`RejectReason`.
         reason: Why it can't be done, in one sentence.
         joined: The ranks that have joined, if it can't be done because of them.
     """
@@ -635,6 +646,7 @@ class InVain:
     """Reason to end a message that the other rank won't meet: it ends alone, since it concerns no third rank.
 
     Attributes:
+        name, decision: As in :class:`RejectReason`.
         report: Its submissions so far.
         kind, culprits, text: The cause.
     """

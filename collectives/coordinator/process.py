@@ -77,6 +77,7 @@ class CoordinatorProcess:
         self._process = process
         # With the certificate, so that a successor gets the same one: ranks trust no other.
         self._launch = msgspec.structs.replace(launch, certificate=ready.certificate, key=ready.key)
+        #: The listening sockets, which a successor inherits.
         self._listeners = listeners
         #: Held by :meth:`respawn` and :meth:`close`: no successor starts after the end.
         self._changing = threading.Lock()
@@ -377,8 +378,10 @@ class Listeners:
 
     def __init__(self, directory: Path, tcp_host: str, local: socket.socket | None = None) -> None:
         path = directory / SOCKET_NAME
+        #: The listening socket for other hosts, if there is one.
         self._remote: socket.socket | None = None
         self.tls_address: str | None = None
+        #: The one for this host.
         self._local = local or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             if local is None:

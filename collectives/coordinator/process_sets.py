@@ -32,6 +32,8 @@ from hvdlab.collectives.protocol.messages import (
     AbortedCollective,
     Batch,
     BoardMissing,
+    Cancel,
+    Cancelled,
     Configure,
     DeclinePost,
     Dissolve,
@@ -208,11 +210,12 @@ class ProcessSets:
         self._by_seniority = by_seniority
         #: Id of the next set that is added.
         self._next_id = 1
-        self._world_replaced = (
-            False  # whether all members of the world were replaced since the last set was added
-        )
-        # The first epoch that a set of this world gets, and the last that any removed set had.
-        self._first_epoch, self._last_epoch = first_epoch, first_epoch - 1
+        #: Whether all members of the world were replaced since the last set was added.
+        self._world_replaced = False
+        #: The first epoch that a set of this world gets.
+        self._first_epoch = first_epoch
+        #: The last epoch that any removed set had.
+        self._last_epoch = first_epoch - 1
 
     def __iter__(self) -> Iterator[ProcessSetState]:
         return iter(self.by_id.values())
@@ -320,6 +323,31 @@ class ProcessSets:
             yield EpochAbort(ps, *cause)
         elif (ps := self.past_set(rank, message)) is not None:
             yield from self._abort_past(message.epoch, EpochAbort(ps, *cause))
+
+    def cancel_message(
+        self, rank: RankPeer, message: Cancel, now: float
+    ) -> Decisions[ProcessSetState | None]:
+        """Cancel a message that waits for the other rank. Return its process set, which perhaps has ready rounds or rejections now."""
+        ps, defined = self.open_set(rank, message), rank.definitions.get(message.local)
+        report = None
+        if ps is not None and defined is not None:
+            report = ps.negotiation.cancel(rank.rank, defined, message.later, now)
+        if ps is None or report is None:
+            # The coordinator has ordered the message meanwhile: perhaps the other rank is in the middle of it.
+            why = message.kind, message.text, message.site
+            yield from self.withdraw(rank, Withdraw(message.process_set, message.epoch, *why))
+            return None
+        entry = DecisionEntry(
+            DecisionKind.CANCELLED,
+            process_set=ps.id,
+            epoch=ps.epoch,
+            names=(report.name,),
+            ranks=(rank.rank,),
+        )
+        yield entry
+        cause = message.kind, (rank.rank,), message.text, message.site
+        yield Send((rank.peer,), Cancelled(ps.id, ps.epoch, (), *cause, report, message.ticket, entry.number))
+        return ps
 
     def forget_former(self, rank: int) -> list[tuple[ProcessSetState, int]]:
         """Forget that changes in order left ``rank`` out of sets, since it is gone. Return these sets, each with its last epoch there."""
@@ -724,8 +752,9 @@ class RendezvousValues:
     __slots__ = ("_values", "_waiting")
 
     def __init__(self) -> None:
-        #: Values by key; and by key the waits for a value, as (connection, ticket).
+        #: Values by key.
         self._values: dict[str, bytes] = {}
+        #: Waits for a value that is not set yet, by key, as (connection, ticket).
         self._waiting: dict[str, list[tuple[int, int]]] = {}
 
     def store_value(self, key: str, value: bytes) -> Iterator[Send]:

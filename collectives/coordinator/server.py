@@ -114,14 +114,17 @@ class CoordinatorServer:
         offset = time.time() - time.monotonic()
         self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
         self.connections = Connections(options, log)
+        #: Detection of dead peers; it reads from all that are introduced.
         self._liveness = Liveness(self.connections, self.state, options, log)
+        #: The poller of the connections, which watches the listeners as well.
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
         #: Descriptions of members that were sent to any rank; each connection has the number of the last one that it got.
         self._members = SentMembers()
-        #: File of the tuner's log, empty once it can't be written; and whether this process has begun it.
+        #: File of the tuner's log, empty once it can't be written.
         self._tuning_log = options.tuning_log
+        #: Whether this process has begun that file.
         self._tuning_begun = False
         self._due = NEVER  # of the state
         #: Whether :meth:`serve` continues; see :meth:`stop`.

@@ -11,7 +11,6 @@ effects and entries of the decision log of them.
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -26,7 +25,6 @@ from hvdlab.collectives.coordinator.deadlock import (
 from hvdlab.collectives.coordinator.decision_log import (
     Amendment,
     DecisionEntry,
-    DecisionKind,
     DecisionLog,
     InvariantOf,
 )
@@ -43,7 +41,7 @@ from hvdlab.collectives.coordinator.events import (
     Tick,
 )
 from hvdlab.collectives.coordinator.fusion import Fusion
-from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer, Wait
+from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
 from hvdlab.collectives.coordinator.process_sets import (
@@ -653,20 +651,11 @@ def _on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now
 
 
 def _on_elastic(state: CoordinatorState, rank: RankPeer, message: m.Elastic, now: float) -> None:
-    state.admission.due = True
-    if message.on and not state.elastic.active:
-        state.membership.changed = True  # ranks that wait for the world to be complete need not any more
-    state.elastic.drop(rank.rank)
-    if message.on:
-        state.elastic.training.add(rank.rank)
-    elif not rank.tracked:
-        state.elastic.finished.add(rank.rank)
+    state.admission.set_training(rank, on=message.on)
 
 
 def _on_regroup(state: CoordinatorState, rank: RankPeer, message: m.Regroup, now: float) -> None:
-    state.admission.due = True
-    state.elastic.training.discard(rank.rank)
-    state.elastic.ready[rank.rank] = message
+    state.admission.add_regrouped(rank, message)
 
 
 def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
@@ -674,28 +663,9 @@ def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, n
 
 
 def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: float) -> None:
-    ps, defined = state.sets.open_set(rank, message), rank.definitions.get(message.local)
-    report = None
-    if ps is not None and defined is not None:
-        report = ps.negotiation.cancel(rank.rank, defined, message.later, now)
-    if ps is None or report is None:
-        # The coordinator has ordered the message meanwhile: perhaps the other rank is in the middle of it.
-        why = message.kind, message.text, message.site
-        _on_withdraw(state, rank, m.Withdraw(message.process_set, message.epoch, *why), now)
-        return
-    state.touched[ps] = None
-    decision = state.log.add(
-        DecisionEntry(
-            DecisionKind.CANCELLED,
-            process_set=ps.id,
-            epoch=ps.epoch,
-            names=(report.name,),
-            ranks=(rank.rank,),
-        )
-    )
-    cause = message.kind, (rank.rank,), message.text, message.site
-    answer = m.Cancelled(ps.id, ps.epoch, (), *cause, report, message.ticket, decision)
-    state.effects.send((rank.peer,), answer)
+    ps = state.apply(state.sets.cancel_message(rank, message, now))
+    if ps is not None:
+        state.touched[ps] = None
 
 
 def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
@@ -776,21 +746,16 @@ def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate,
 
 
 def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
-    # NaN and infinity can't be subtracted from a time.
-    seconds = message.seconds if math.isfinite(message.seconds) else 0.0
-    wait = Wait(message.process_set, message.epoch, message.local, now - max(0.0, seconds))
-    over = message.local < 0
-    rank.executing = wait if message.executing and not over else None
-    if not message.executing or (rank.wait is not None and rank.wait[:3] == wait[:3]):
-        rank.wait = None
+    rank.update_waits(message, now)
+    if rank.wait is None:
         state.blocked.discard(rank.rank)
-    if over:
-        return
-    if message.executing:
-        state.stalls.watch_execution(wait.since, now)
     else:
-        rank.wait = wait
         state.blocked.add(rank.rank)
+    if message.local < 0:
+        return
+    if rank.executing is not None:
+        state.stalls.watch_execution(rank.executing.since, now)
+    else:
         state.check_blocked = True
 
 

@@ -28,8 +28,9 @@ class FailoverFacts:
         self.paused: tuple[str, ...] = ()
         #: The highest id of a process set that this rank has seen: a successor must not use it again.
         self._last_set = 0
-        #: Ranks of the additions, and ids of the removals, that failed with the coordinator.
+        #: Ranks of the additions of process sets that failed with the coordinator.
         self._adding: tuple[tuple[int, ...], ...] = ()
+        #: Ids of the removals that failed with it.
         self._removing: tuple[int, ...] = ()
         #: Cells that run here, in order.
         self._cells: dict[str, None] = {}

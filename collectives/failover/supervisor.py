@@ -33,6 +33,7 @@ class Keeper:
         self._end = os.eventfd(0)
         #: Limit on successors: a fault that ends each of them must not be repeated for ever.
         self._restarts = RestartLimit()
+        #: The thread that waits for the coordinator's end.
         self._thread = threading.Thread(target=self._run, name="hvdlab-keeper", daemon=True)
         self._thread.start()
 

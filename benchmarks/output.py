@@ -24,9 +24,8 @@ import zmq
 from ipykernel.iostream import IOPubThread, OutStream
 from jupyter_client.session import Session
 
-from hvdlab.kernel_ext.rank.output import OutputQueue
+from hvdlab.kernel_ext.rank.output import OutputQueue, RankStream
 from hvdlab.kernel_ext.rank.pipes import FdCapture
-from hvdlab.kernel_ext.rank.shell_setup import RankStream
 from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.cells import Output
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area

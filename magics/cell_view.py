@@ -1,4 +1,4 @@
-"""Run a cell for a magic and show it: the chain of sinks, the handle of a cell in the background, and output after a cell's end.
+"""Run a cell for a magic and show it: its sinks, the handle of a cell in the background, and output after a cell's end.
 
 The first cell imports this module, not the loading of the extension, which has to be quick.
 """
@@ -24,12 +24,13 @@ from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.notebook.cells.failure import failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import ForwardingSink, GuardedSink, NullSink, OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
-from hvdlab.kernel_ext.notebook.output.merge import LineMerger, hold_time
+from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink, Screen, hold_time
+from hvdlab.kernel_ext.notebook.output.recorder import GuardedSink
 from hvdlab.kernel_ext.notebook.output.values import label_html
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter
 from hvdlab.kernel_ext.wire.cells import Chunk
@@ -49,7 +50,7 @@ from hvdlab.magics.screens.publishers import (
     RunningCellChannel,
     in_notebook,
 )
-from hvdlab.magics.screens.screen import MergingSink, Screen, TerminalScreen, write_to_terminal
+from hvdlab.magics.screens.screen import TerminalScreen, write_to_terminal
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -91,7 +92,7 @@ def run_cell(
         ranks=ranks,
         label=label,
         line_offset=offset,
-        out=make_sink(
+        out=make_sinks(
             session,
             ranks,
             options.output,
@@ -157,7 +158,7 @@ def _quiet(source: str) -> bool:
     return bool(DisplayHook.semicolon_at_end_of_expression(source))  # type: ignore[no-untyped-call]  # IPython has no annotation
 
 
-def make_sink(
+def make_sinks(
     session: NotebookPool,
     ranks: Sequence[int],
     output: str,
@@ -166,8 +167,8 @@ def make_sink(
     source: str = "",
     strip: tuple[Pool, str] | None = None,
     elastic: bool = False,
-) -> OutputSink:
-    """Return the sink for ``--output``, in a notebook or a terminal.
+) -> tuple[OutputSink, ...]:
+    """Return the sinks for ``--output``, in a notebook or a terminal: that of the output comes first.
 
     Args:
         session: The notebook's pool, with the state of its cells.
@@ -179,7 +180,7 @@ def make_sink(
         elastic: Whether the cell goes on without ranks that die or leave.
     """
     if output == "none":
-        return NullSink()
+        return ()
     publisher = _publisher(session, background=background)
     watched = (
         LineTracking(publisher)
@@ -198,14 +199,14 @@ def make_sink(
     )
     if limit := shown_limit(os.environ):
         sink = LimitedSink(sink, ranks, limit)
+    sinks = [sink]
     if watched is not None and strip is not None:
         shown = session.strips.strip(session.shell, *strip, ranks, watched, f"hvdlab-{cell}-strip")
-        sink = StripSink(sink, ranks, shown, elastic=elastic)
-    if not background:
-        return sink
-    write = write_to_terminal if publisher is None else publisher.stream
-    quiet = _quiet(source)
-    return BackgroundSink(sink, write, colours=shell_colours(session.shell), quiet=quiet)
+        sinks.append(StripSink(ranks, shown, elastic=elastic))
+    if background:
+        write = write_to_terminal if publisher is None else publisher.stream
+        sinks.append(BackgroundSink(write, colours=shell_colours(session.shell), quiet=_quiet(source)))
+    return tuple(sinks)
 
 
 def _late_output(session: NotebookPool, ranks: Sequence[int], output: str) -> LateOutputView | None:
@@ -258,16 +259,13 @@ class RunningCell(Protocol):
     def interrupt(self) -> None: ...
 
 
-class BackgroundSink(ForwardingSink):
-    """Sink of a cell in the background: at the end it also shows the values, or why the cell failed.
+class BackgroundSink(OutputSink):
+    """Sink of a cell in the background that shows its end: the values, or why the cell failed.
 
     A cell in the foreground does that by its result or its exception, which a cell that has returned can't.
     """
 
-    def __init__(
-        self, inner: OutputSink, write: Callable[[str, str], None], *, colours: bool, quiet: bool = False
-    ) -> None:
-        super().__init__(inner)
+    def __init__(self, write: Callable[[str, str], None], *, colours: bool, quiet: bool = False) -> None:
         self._write, self._colours, self._quiet = write, colours, quiet
 
     def finished(self, results: CellResults) -> None:

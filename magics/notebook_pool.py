@@ -27,7 +27,7 @@ from hvdlab.magics.screens.publishers import FixedCellChannel, RunningCellChanne
 
 if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
-    from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+    from hvdlab.kernel_ext.notebook.cells.sink import Sinks
     from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -326,9 +326,7 @@ class NotebookPool:
         if pool is not None and pool.name:
             self.end_pool()
 
-    def attach(
-        self, name: str, show: Callable[[OrphanedCell], OutputSink], launcher: str | None = None
-    ) -> Pool:
+    def attach(self, name: str, show: Callable[[OrphanedCell], Sinks], launcher: str | None = None) -> Pool:
         """Attach to a kept pool, and return it.
 
         Args:

@@ -27,7 +27,7 @@ from hvdlab.magics.arguments import (
 from hvdlab.magics.notebook_pool import as_usage_error, ranks_of
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+    from hvdlab.kernel_ext.notebook.cells.sink import Sinks
     from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 
@@ -235,10 +235,10 @@ class PoolMagics(NotebookMagics):
                 f"{format_ranks(busy)} still {verb} a cell of the notebook before; the next cell comes after it"
             )
 
-    def _show_left(self, left: OrphanedCell) -> OutputSink:
-        """Return the sink for a cell that the notebook before has left: its output is shown under the cell that runs now."""
+    def _show_left(self, left: OrphanedCell) -> Sinks:
+        """Return the sinks for a cell that the notebook before has left: its output is shown under the cell that runs now."""
         from hvdlab.kernel_ext.notebook.takeover import INTERRUPTED
-        from hvdlab.magics.cell_view import make_sink
+        from hvdlab.magics.cell_view import make_sinks
 
         does = "trains" if left.order is not None else "runs"
         cell = f"cell {left.label or left.cell}"
@@ -246,7 +246,7 @@ class PoolMagics(NotebookMagics):
             print(f"{cell} {INTERRUPTED}")
         state = f"still {does} on {format_ranks(left.running)}" if left.running else "has ended"
         print(f"{cell} of the notebook before {state}; what it wrote meanwhile follows")
-        return make_sink(self.session, left.ranks, "grouped", background=True)
+        return make_sinks(self.session, left.ranks, "grouped", background=True)
 
     def _detach(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool detach")

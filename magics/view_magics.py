@@ -266,18 +266,21 @@ class OutputMagics(NotebookMagics):
             for rank, text in last_lines(transcript, ranks, options.tail).items():
                 print(f"── rank {rank} ──\n{text}".rstrip("\n"))
         elif transcript.running:
-            recorder.attach(self._sink(ranks, options, background=True), ranks)
+            recorder.attach(self._sinks(ranks, options, background=True), ranks)
         else:
-            sink = self._sink(ranks, options, background=False)
-            recorder.attach(sink, ranks)
-            drain(sink)
+            sinks = self._sinks(ranks, options, background=False)
+            recorder.attach(sinks, ranks)
+            for sink in sinks:
+                drain(sink)
             self._print_lost(transcript)
             self._end(transcript.ending)
 
-    def _sink(self, ranks: list[int], options: argparse.Namespace, *, background: bool) -> OutputSink:
-        from hvdlab.magics.cell_view import make_sink
+    def _sinks(
+        self, ranks: list[int], options: argparse.Namespace, *, background: bool
+    ) -> tuple[OutputSink, ...]:
+        from hvdlab.magics.cell_view import make_sinks
 
-        return make_sink(self.session, ranks, options.output, background=background)
+        return make_sinks(self.session, ranks, options.output, background=background)
 
     def _print_lost(self, transcript: Transcript) -> None:
         if transcript.lost:

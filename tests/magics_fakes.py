@@ -24,7 +24,6 @@ from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Chunk, Display, Stream
@@ -218,9 +217,7 @@ class FakePool:
         chosen = {r: self._ranks[r] for r in ranks}
         for rank in chosen.values():
             rank.stop.clear()
-        recorder = self.transcripts.record(
-            uuid.uuid4().hex, label, ranks, NullSink() if request.out is None else request.out
-        )
+        recorder = self.transcripts.record(uuid.uuid4().hex, label, ranks, request.out)
         handle = CellHandle(
             CellState("c", ranks, label=label, now=time.monotonic(), timeout=request.timeout),
             recorder,

@@ -25,7 +25,7 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, ImportDisplay
-from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import Sinks
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.kept_pools import launcher_of
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState
@@ -168,7 +168,7 @@ class Pool:
         name: str,
         *,
         launcher: str | None = None,
-        show: Callable[[OrphanedCell], OutputSink] | None = None,
+        show: Callable[[OrphanedCell], Sinks] | None = None,
         timeout: float = 60,
         on_progress: Progress | None = None,
     ) -> Pool:
@@ -180,7 +180,7 @@ class Pool:
             name: The pool's name; ``hvdlab pools`` on the command line lists them.
             launcher: The pool's launcher. By default the pool is looked for on this host, and on the Ray cluster that this process is
                 connected to or that ``RAY_ADDRESS`` names; ``ray`` also finds a cluster that runs on this host.
-            show: Called with each cell whose end the former process has not seen; it returns the sink for the cell's output:
+            show: Called with each cell whose end the former process has not seen; it returns the sink for the cell's output, or several:
                 the newest 4 MiB of each rank and what follows. :attr:`resumed` has these cells. Without it nothing is
                 shown of them, and only elastic cells that run are among these: ranks go on joining and leaving them.
             timeout: Seconds.
@@ -524,7 +524,7 @@ class Pool:
         ranks: Sequence[int] | None = None,
         label: str = "",
         line_offset: int = 1,
-        out: OutputSink | None = None,
+        out: Sinks = None,
         timeout: float | None = None,
         want_value: bool = True,
         store_history: bool = True,
@@ -542,7 +542,7 @@ class Pool:
             ranks: The ranks that run it; by default all.
             label: The name that users know the cell by, such as ``[7]``.
             line_offset: Lines of the notebook's cell above ``source``.
-            out: Takes the output; without it nothing is shown, and the output is only kept.
+            out: A sink of the output, or several; without one nothing is shown, and the output is only kept.
             timeout: Seconds after which the ranks are interrupted; None for no limit.
             want_value: Whether ranks send the value of the last expression.
             store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
@@ -585,7 +585,7 @@ class Pool:
         ranks: Sequence[int] | None = None,
         label: str = "",
         line_offset: int = 1,
-        out: OutputSink | None = None,
+        out: Sinks = None,
         timeout: float | None = None,
         want_value: bool = True,
         store_history: bool = True,
@@ -636,8 +636,7 @@ class Pool:
         if request.elastic is not None:
             request.elastic.check()
             request.elastic.check_size(len(chosen), request.label)
-        out = NullSink() if request.out is None else request.out
-        recorder = self._parts.transcripts.record(cell, request.label, chosen, out)
+        recorder = self._parts.transcripts.record(cell, request.label, chosen, request.out)
         recorder.show_late(request.late)
         try:
             handle = self._runs.dispatch(cell, chosen, request, recorder)

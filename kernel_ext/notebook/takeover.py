@@ -12,7 +12,7 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, PoolNews
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
-from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import Sinks
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.requests import RankRequests
@@ -79,7 +79,7 @@ class OrphanedCell:
         return f"{format_ranks(tuple(lost))}: {size:.1f} MiB of what they wrote before the following were too much to be kept"
 
 
-Show = Callable[[OrphanedCell], OutputSink]
+Show = Callable[[OrphanedCell], Sinks]
 
 
 def find(questions: RankRequests, pids: Mapping[int, int]) -> tuple[list[OrphanedCell], tuple[str, ...]]:
@@ -121,7 +121,7 @@ def resume_cells(
         runs: Takes the cells over.
         transcripts: Records them.
         newcomers: Takes the ranks that were started after others.
-        show: Returns the sink of a cell. Without it only elastic cells that run are resumed: ranks must be able to join and
+        show: Returns the sinks of a cell. Without it only elastic cells that run are resumed: ranks must be able to join and
             leave them.
 
     Returns:
@@ -141,9 +141,7 @@ def resume_cells(
     came = {rank for cell in left if cell.order is not None for rank in (*cell.joined, *cell.without)}
     newcomers.restore({rank: started_at(pids[rank]) for rank in came})
     leaving = group.members.let_go
-    handles = [
-        go_on(cell, runs, transcripts, NullSink() if show is None else show(cell), leaving) for cell in left
-    ]
+    handles = [go_on(cell, runs, transcripts, None if show is None else show(cell), leaving) for cell in left]
     return left, handles
 
 
@@ -151,7 +149,7 @@ def go_on(
     left: OrphanedCell,
     runs: CellDispatcher,
     transcripts: TranscriptStore,
-    sink: OutputSink,
+    sinks: Sinks,
     leaving: tuple[int, ...] = (),
 ) -> CellHandle:
     """Take such a cell over. What ranks have of it comes with the next :meth:`CellDispatcher.resync`.
@@ -159,7 +157,7 @@ def go_on(
     Args:
         leaving: Ranks that leave at the next commit of elastic training.
     """
-    recorder = transcripts.record(left.cell, left.label, left.ranks, sink)
+    recorder = transcripts.record(left.cell, left.label, left.ranks, sinks)
     before = {rank: part.before for rank, part in left.parts.items()}
     handle = runs.take_over(
         left.cell, left.label, before, recorder, order=left.order, joined=left.joined, leaving=leaving

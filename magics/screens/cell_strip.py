@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.variables import read_variables
-from hvdlab.kernel_ext.notebook.cells.sink import ForwardingSink, OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.magics.screens.publishers import FixedCellChannel, LineTracking
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from hvdlab.kernel_ext.notebook.cells.results import CellResults
     from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.widgets.strip import StripWidget
 
@@ -183,11 +184,10 @@ class Strip:
         view.cell_ended(now)
 
 
-class StripSink(ForwardingSink):
-    """Sink of a cell with a strip, around the sink that shows its output.
+class StripSink(OutputSink):
+    """Sink of a cell that shows its strip, beside the sink that shows its output and is called before.
 
     Args:
-        inner: Shows the output.
         ranks: The ranks of the cell.
         strip: The strip.
         clock: ``time.monotonic``.
@@ -196,47 +196,35 @@ class StripSink(ForwardingSink):
 
     def __init__(
         self,
-        inner: OutputSink,
         ranks: Sequence[int],
         strip: Strip,
         clock: Callable[[], float] = time.monotonic,
         *,
         elastic: bool = False,
     ) -> None:
-        super().__init__(inner)
         self._strip, self._clock = strip, clock
-        self._running: set[int] | None = set(ranks)
+        self._running = set(ranks)
         self._elastic, self._ok = elastic, True
 
     def began(self, rank: int) -> None:
-        if self._running is not None:
-            self._running.add(rank)
-            self._strip.began(rank)
-        self._inner.began(rank)
+        self._running.add(rank)
+        self._strip.began(rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
-        if self._running is not None:
-            self._running.discard(rank)
+        self._running.discard(rank)
         self._ok = self._ok and (self._elastic if done is None else done.error is None)
-        self._inner.done(rank, done)
 
     def status(self, text: str, *, final: bool) -> None:
         self._strip.stalled = "" if final else text
-        self._inner.status(text, final=final)
 
     def settle(self) -> None:
-        self._inner.settle()
         self._strip.refresh_at_next_tick()
 
     def tick(self, now: float) -> float | None:
-        at = self._inner.tick(now)
-        if self._running:
-            limits = [limit for limit in (at, self._strip.tick(now)) if limit is not None]
-            return min(limits, default=None)
-        if at is None and self._running is not None:
-            self._running = None
-            self._strip.end(self._clock(), ok=self._ok)
-        return at
+        return self._strip.tick(now) if self._running else None
+
+    def finished(self, results: CellResults) -> None:
+        self._strip.end(self._clock(), ok=self._ok)
 
 
 def strips_enabled(environ: Mapping[str, str]) -> bool:

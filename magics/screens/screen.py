@@ -1,116 +1,13 @@
-"""Interface of a screen, the sink that writes merged output to one, and the screen of a terminal."""
+"""Screen of a terminal."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import Protocol, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
-from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
-from hvdlab.kernel_ext.notebook.output.merge import Cleared, LineMerger, LiveLines, Piece, Shown, Text, label
-from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
-
-
-class Screen(Protocol):
-    """Screen for pieces of output, in order."""
-
-    def write(self, piece: Text) -> None: ...
-    def show(self, piece: Shown) -> None: ...
-    def clear(self, piece: Cleared) -> None: ...
-    def live(self, piece: LiveLines) -> None: ...
-
-    def status(self, text: str, *, final: bool) -> None:
-        """Show the cause of a wait in place of the previous one; empty to show nothing."""
-        ...
-
-    def begin(self, rank: int) -> None:
-        """Add a rank that writes from now on."""
-
-    def tick(self, now: float) -> float | None:
-        """Show output that was held back. Return the time of the next call, or None."""
-        ...
-
-    def backlog(self) -> int:
-        """Return the number of characters that are held back."""
-        ...
-
-    def hurry(self) -> None:
-        """Shorten the output that is held back: the user has interrupted the cell."""
-
-    def finish(self) -> None:
-        """Erase the live lines and the status: no further output comes."""
-
-
-class MergingSink(OutputSink):
-    """Sink that merges the output of a run and shows it on a screen.
-
-    Args:
-        merger: Turns the ranks' output into pieces.
-        screen: Shows them.
-        clock: ``time.monotonic``.
-    """
-
-    def __init__(
-        self, merger: LineMerger, screen: Screen, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._merger, self._screen, self._clock = merger, screen, clock
-        self._within_line = (
-            False  # the last text on stdout has no end of its line: that of a rank which is alone
-        )
-
-    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        self._merger.feed(rank, chunks, self._clock())
-
-    def began(self, rank: int) -> None:
-        self._merger.begin(rank)
-        self._screen.begin(rank)
-
-    def done(self, rank: int, done: CellDone | None) -> None:
-        self._merger.end(rank, self._clock())
-        if not self._merger.running:
-            self._show(self._merger.take(self._clock()))
-            self._screen.finish()
-
-    def note(self, text: str, *, warning: bool = False) -> None:
-        self._show(self._merger.take(self._clock()))
-        # Frontends show stderr on red, which is for what went wrong.
-        begin = "\n" if self._within_line and not warning else ""
-        self._show([Text("stderr" if warning else "stdout", f"{begin}{text}\n")])
-
-    def status(self, text: str, *, final: bool) -> None:
-        self._show(self._merger.take(self._clock()))
-        self._screen.status(text, final=final)
-
-    def tick(self, now: float) -> float | None:
-        self._show(self._merger.take(now))
-        limits = [t for t in (self._merger.deadline, self._screen.tick(now)) if t is not None]
-        return min(limits, default=None)
-
-    def settle(self) -> None:
-        self._show(self._merger.take_all(self._clock()))
-
-    def backlog(self) -> int:
-        return self._screen.backlog()
-
-    def hurry(self) -> None:
-        self._screen.hurry()
-
-    def _show(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            match piece:
-                case Text():
-                    if piece.name == "stdout":
-                        self._within_line = not piece.text.endswith("\n")
-                    self._screen.write(piece)
-                case Shown():
-                    self._screen.show(piece)
-                case Cleared():
-                    self._screen.clear(piece)
-                case LiveLines():
-                    self._screen.live(piece)
-
+from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
 
 _ERASE = "\r\x1b[K"
 _UP = "\x1b[1A"

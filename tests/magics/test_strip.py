@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
-from hvdlab.kernel_ext.notebook.output.merge import LineMerger
+from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
+from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder
+from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
 from hvdlab.magics.screens.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, strips_enabled
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publishers import LineTracking
-from hvdlab.magics.screens.screen import MergingSink
 from notebook_recorder import Clock, Recorder
 from patience import PATIENCE
 
@@ -66,7 +69,8 @@ class Cell:
         inner: Any = MergingSink(LineMerger(range(ranks)), screen, self.clock)
         if limit:
             inner = LimitedSink(inner, range(ranks), limit)
-        self.sink = StripSink(inner, range(ranks), self.strip, self.clock)
+        transcript = Transcript("c", "[1]", range(ranks), Path("/proc/nowhere"))
+        self.sink = CellRecorder(transcript, (inner, StripSink(range(ranks), self.strip, self.clock)))
         self.ranks = ranks
 
     def load(self) -> Any:
@@ -95,7 +99,13 @@ class Cell:
     def end(self) -> None:
         for rank in range(self.ranks):
             self.sink.done(rank, CellDone("c", None, 0.1))
-        self.run(self.clock.now + 1)
+        self.run_to_end(self.clock.now + 1)
+
+    def run_to_end(self, until: float) -> None:
+        """Run as the driver does after the last rank's end: it is over once no sink holds anything back."""
+        self.run(until)
+        assert self.sink.tick(until) is None
+        self.sink.finished(CellResults(range(self.ranks), {}))
 
     def write(self, text: str, rank: int = 0) -> None:
         self.sink.output(rank, (Stream("stdout", text),))
@@ -146,7 +156,7 @@ def test_of_a_cell_that_failed_the_cause_is_told_and_nothing_else(cell: Cell, ho
     cell.run(2.0)
     cell.sink.done(0, how)
     cell.sink.done(1, CellDone("c", None, 0.1))
-    cell.run(3.0)
+    cell.run_to_end(3.0)
     assert cell.recorder.areas() == {"strip-0-still": EMPTY, "strip-0": EMPTY}
     assert cell.view.released
 
@@ -162,7 +172,7 @@ def test_the_summary_stands_below_all_output() -> None:
         cell.sink.done(rank, CellDone("c", None, 0.1))
     cell.sink.tick(cell.clock.now)
     assert not cell.view.released
-    cell.run(60.0)
+    cell.run_to_end(60.0)
     assert [message[0] for message in cell.recorder.sent][-2:] == ["update", "display"]
     assert cell.recorder.sent[-1][1] == "strip-summary"
 

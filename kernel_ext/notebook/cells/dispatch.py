@@ -34,7 +34,7 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import (
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink, Sinks
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import RankRequests
@@ -70,7 +70,7 @@ class CellRequest:
         ranks: The ranks that run it; None for all.
         label: The name that users know the cell by, such as ``[7]``.
         line_offset: Lines of the notebook's cell above ``source``.
-        out: Takes the output; without it nothing is shown, and the output is only kept.
+        out: Sinks of the output; without one nothing is shown, and the output is only kept.
         timeout: Seconds after which the ranks are interrupted; None for no limit.
         want_value: Whether ranks send the value of the last expression.
         store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
@@ -86,7 +86,7 @@ class CellRequest:
     ranks: Sequence[int] | None = None
     label: str = ""
     line_offset: int = 1
-    out: OutputSink | None = None
+    out: Sinks = None
     timeout: float | None = None
     want_value: bool = True
     store_history: bool = True

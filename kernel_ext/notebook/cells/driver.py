@@ -42,7 +42,7 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import (
 )
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import IN_BACKGROUND, PromptDesk, drive_meanwhile
 from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
 from hvdlab.kernel_ext.wire.cells import PromptReply
@@ -59,7 +59,8 @@ class CellHandle:
 
     Args:
         run: Its state machine.
-        sink: Takes the output; called from the driving thread only.
+        sink: Takes the output; called from the driving thread only. It must not raise but keep the exception as its ``failure``,
+            which :meth:`wait` raises: a run that stopped in the middle would never end.
         credit: ``credit(rank, taken)`` sends a Credit to a rank. Must not block.
         interrupt: ``interrupt(ranks)`` raises KeyboardInterrupt on ranks. Must not block.
         ask: ``ask(ranks)`` has ranks tell where they are, as :class:`StackArrived`. Must not block.
@@ -87,7 +88,7 @@ class CellHandle:
         self._at_prompts: tuple[int, ...] = ()
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
-        self._run, self._sink = run, GuardedSink(sink)
+        self._run, self._sink = run, sink
         self._ask, self._look = ask or _nobody, look or _nobody
         self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver

@@ -1,10 +1,10 @@
-"""Sinks of a run's output: the base, and the guard that reports a failing sink at the end of the run instead of stopping it."""
+"""Base of the sinks of a run's output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
@@ -43,6 +43,11 @@ class OutputSink:
     """
 
     _waiting_noted = False
+
+    @property
+    def failure(self) -> Exception | None:
+        """The exception that kept output from being shown, for a sink that goes on after one; None if there is none."""
+        return None
 
     def kept(self, transcript: KeptOutput) -> None:
         """Remember where the output is kept. Called before anything else."""
@@ -98,106 +103,12 @@ class NullSink(OutputSink):
     """Sink that shows nothing."""
 
 
-class ForwardingSink(OutputSink):
-    """Sink that passes everything on; a subclass overrides what it changes.
-
-    Args:
-        inner: Takes it.
-    """
-
-    def __init__(self, inner: OutputSink) -> None:
-        self._inner = inner
-
-    def kept(self, transcript: KeptOutput) -> None:
-        self._inner.kept(transcript)
-
-    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        self._inner.output(rank, chunks)
-
-    def began(self, rank: int) -> None:
-        self._inner.began(rank)
-
-    def done(self, rank: int, done: CellDone | None) -> None:
-        self._inner.done(rank, done)
-
-    def note(self, text: str, *, warning: bool = False) -> None:
-        self._inner.note(text, warning=warning)
-
-    def status(self, text: str, *, final: bool) -> None:
-        self._inner.status(text, final=final)
-
-    def settle(self) -> None:
-        self._inner.settle()
-
-    def hurry(self) -> None:
-        self._inner.hurry()
-
-    def tick(self, now: float) -> float | None:
-        return self._inner.tick(now)
-
-    def backlog(self) -> int:
-        return self._inner.backlog()
-
-    def finished(self, results: CellResults) -> None:
-        self._inner.finished(results)
+Sinks = OutputSink | Sequence[OutputSink] | None
+"""One sink, several, each of which is called after those before it, or none."""
 
 
-T = TypeVar("T")
-
-
-class GuardedSink(OutputSink):
-    """Sink that passes everything on until the inner sink raises; from then on nothing is shown.
-
-    A run that stopped there would never end: its ranks would wait for room for their output, and the user for the ranks.
-
-    Args:
-        sink: The inner sink.
-
-    Attributes:
-        failure: What the sink raised; None if nothing.
-    """
-
-    def __init__(self, sink: OutputSink) -> None:
-        self.failure: Exception | None = None
-        self._sink = sink
-
-    def kept(self, transcript: KeptOutput) -> None:
-        self._guard(lambda: self._sink.kept(transcript))
-
-    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        self._guard(lambda: self._sink.output(rank, chunks))
-
-    def began(self, rank: int) -> None:
-        self._guard(lambda: self._sink.began(rank))
-
-    def done(self, rank: int, done: CellDone | None) -> None:
-        self._guard(lambda: self._sink.done(rank, done))
-
-    def note(self, text: str, *, warning: bool = False) -> None:
-        self._guard(lambda: self._sink.note(text, warning=warning))
-
-    def status(self, text: str, *, final: bool) -> None:
-        self._guard(lambda: self._sink.status(text, final=final))
-
-    def settle(self) -> None:
-        self._guard(self._sink.settle)
-
-    def hurry(self) -> None:
-        self._guard(self._sink.hurry)
-
-    def tick(self, now: float) -> float | None:
-        return self._guard(lambda: self._sink.tick(now))
-
-    def backlog(self) -> int:
-        return self._guard(self._sink.backlog) or 0
-
-    def finished(self, results: CellResults) -> None:
-        self._guard(lambda: self._sink.finished(results))
-
-    def _guard(self, call: Callable[[], T]) -> T | None:
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001  # whatever a caller's sink raises
-            self.failure = self.failure or error
-            self._sink = NullSink()
-            return None
+def each_sink(sinks: Sinks) -> tuple[OutputSink, ...]:
+    """Return the sinks, in order."""
+    if sinks is None:
+        return ()
+    return (sinks,) if isinstance(sinks, OutputSink) else tuple(sinks)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.variables import read_variables
-from hvdlab.kernel_ext.notebook.cells.sink import ForwardingSink, KeptOutput, OutputSink
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import KeptOutput, OutputSink
 from hvdlab.kernel_ext.notebook.output.merge import lasting, shown_lines
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 
@@ -46,7 +47,7 @@ class _Rank:
     open_lines: set[str] = field(default_factory=set)  # streams whose last line has no end yet
 
 
-class LimitedSink(ForwardingSink):
+class LimitedSink(OutputSink):
     """Sink that passes on what each rank may show.
 
     Lines that carriage returns rewrite count once, and what ``clear_output`` removes counts no longer, so that bars
@@ -59,7 +60,7 @@ class LimitedSink(ForwardingSink):
     """
 
     def __init__(self, inner: OutputSink, ranks: Sequence[int], limit: int) -> None:
-        super().__init__(inner)
+        self._inner = inner
         self._plain = len(ranks) == 1
         self._share = max(LEAST_SHARE, limit // max(1, len(ranks)))
         self._ranks = {rank: _Rank() for rank in ranks}
@@ -96,6 +97,24 @@ class LimitedSink(ForwardingSink):
         if not self._running and self._explained and (lost := self._lost()):
             self._inner.note(lost, warning=True)
         self._inner.done(rank, done)
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._inner.note(text, warning=warning)
+
+    def status(self, text: str, *, final: bool) -> None:
+        self._inner.status(text, final=final)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def hurry(self) -> None:
+        self._inner.hurry()
+
+    def backlog(self) -> int:
+        return self._inner.backlog()
+
+    def finished(self, results: CellResults) -> None:
+        self._inner.finished(results)
 
     def tick(self, now: float) -> float | None:
         if self._changed and now >= self._at:

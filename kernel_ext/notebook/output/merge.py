@@ -9,23 +9,27 @@ a head that another rank has further down waits until that rank's earlier lines 
 under its own rank at once. A line waits at most ``hold`` seconds for ranks whose queue is empty. The order of a rank's
 lines, over both of its streams and its displays, is never changed, and nothing is dropped.
 
-Pure: time comes in as an argument, the next time limit goes out as :attr:`LineMerger.deadline`.
+The merger is pure: time comes in as an argument, the next time limit goes out as :attr:`LineMerger.deadline`. :class:`MergingSink`
+is the sink around it, which writes the merged output to a :class:`Screen`.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from typing import Protocol
 
 import msgspec
 
 from hvdlab.collectives.errors import compact_ranks
 from hvdlab.collectives.variables import read_variables
-from hvdlab.kernel_ext.wire.cells import Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,8 +411,8 @@ class RankQueue:
     def older_than(self, limit: float) -> int:
         """Return how many lines came at ``limit`` or before."""
         found = 0
-        for time, count in self._arrivals:
-            if time > limit:
+        for arrived, count in self._arrivals:
+            if arrived > limit:
                 break
             found += int(count)
         return found
@@ -681,3 +685,102 @@ def hold_time(environ: Mapping[str, str]) -> float:
         InvalidRequestError: A variable's value is not valid.
     """
     return float(read_variables(environ).get("HVDLAB_OUTPUT_HOLD", HOLD))  # type: ignore[arg-type]  # it is a number
+
+
+class Screen(Protocol):
+    """Screen for pieces of output, in order."""
+
+    def write(self, piece: Text) -> None: ...
+    def show(self, piece: Shown) -> None: ...
+    def clear(self, piece: Cleared) -> None: ...
+    def live(self, piece: LiveLines) -> None: ...
+
+    def status(self, text: str, *, final: bool) -> None:
+        """Show the cause of a wait in place of the previous one; empty to show nothing."""
+        ...
+
+    def begin(self, rank: int) -> None:
+        """Add a rank that writes from now on."""
+
+    def tick(self, now: float) -> float | None:
+        """Show output that was held back. Return the time of the next call, or None."""
+        ...
+
+    def backlog(self) -> int:
+        """Return the number of characters that are held back."""
+        ...
+
+    def hurry(self) -> None:
+        """Shorten the output that is held back: the user has interrupted the cell."""
+
+    def finish(self) -> None:
+        """Erase the live lines and the status: no further output comes."""
+
+
+class MergingSink(OutputSink):
+    """Sink that merges the output of a run and shows it on a screen.
+
+    Args:
+        merger: Turns the ranks' output into pieces.
+        screen: Shows them.
+        clock: ``time.monotonic``.
+    """
+
+    def __init__(
+        self, merger: LineMerger, screen: Screen, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._merger, self._screen, self._clock = merger, screen, clock
+        self._within_line = (
+            False  # the last text on stdout has no end of its line: that of a rank which is alone
+        )
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        self._merger.feed(rank, chunks, self._clock())
+
+    def began(self, rank: int) -> None:
+        self._merger.begin(rank)
+        self._screen.begin(rank)
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        self._merger.end(rank, self._clock())
+        if not self._merger.running:
+            self._show(self._merger.take(self._clock()))
+            self._screen.finish()
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._show(self._merger.take(self._clock()))
+        # Frontends show stderr on red, which is for what went wrong.
+        begin = "\n" if self._within_line and not warning else ""
+        self._show([Text("stderr" if warning else "stdout", f"{begin}{text}\n")])
+
+    def status(self, text: str, *, final: bool) -> None:
+        self._show(self._merger.take(self._clock()))
+        self._screen.status(text, final=final)
+
+    def tick(self, now: float) -> float | None:
+        self._show(self._merger.take(now))
+        limits = [t for t in (self._merger.deadline, self._screen.tick(now)) if t is not None]
+        return min(limits, default=None)
+
+    def settle(self) -> None:
+        self._show(self._merger.take_all(self._clock()))
+
+    def backlog(self) -> int:
+        return self._screen.backlog()
+
+    def hurry(self) -> None:
+        self._screen.hurry()
+
+    def _show(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            match piece:
+                case Text():
+                    if piece.name == "stdout":
+                        self._within_line = not piece.text.endswith("\n")
+                    self._screen.write(piece)
+                case Shown():
+                    self._screen.show(piece)
+                case Cleared():
+                    self._screen.clear(piece)
+                case LiveLines():
+                    self._screen.live(piece)

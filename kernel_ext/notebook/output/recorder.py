@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import KeptOutput, NullSink, OutputSink, Sinks, each_sink
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from hvdlab.kernel_ext.notebook.output.transcript import Ending, Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
@@ -40,24 +40,93 @@ FREE_PART = 10
 """What is left free on the disk: these bytes, or one part in so many of a small one."""
 
 
-class CellRecorder(OutputSink):
-    """Sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
+T = TypeVar("T")
 
-    A sink that fails shows nothing from then on; :meth:`finished` raises what the first sink raised.
+
+class GuardedSink(OutputSink):
+    """Sink that passes everything on until the inner sink raises; from then on nothing is shown.
+
+    A run that stopped there would never end: its ranks would wait for room for their output, and the user for the ranks.
+
+    Args:
+        sink: The inner sink.
+    """
+
+    def __init__(self, sink: OutputSink) -> None:
+        self._failure: Exception | None = None
+        self._sink = sink
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first exception that the inner sink raised; None if it raised none."""
+        return self._failure
+
+    def kept(self, transcript: KeptOutput) -> None:
+        self._guard(lambda: self._sink.kept(transcript))
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        self._guard(lambda: self._sink.output(rank, chunks))
+
+    def began(self, rank: int) -> None:
+        self._guard(lambda: self._sink.began(rank))
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        self._guard(lambda: self._sink.done(rank, done))
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._guard(lambda: self._sink.note(text, warning=warning))
+
+    def status(self, text: str, *, final: bool) -> None:
+        self._guard(lambda: self._sink.status(text, final=final))
+
+    def settle(self) -> None:
+        self._guard(self._sink.settle)
+
+    def hurry(self) -> None:
+        self._guard(self._sink.hurry)
+
+    def tick(self, now: float) -> float | None:
+        return self._guard(lambda: self._sink.tick(now))
+
+    def backlog(self) -> int:
+        return self._guard(self._sink.backlog) or 0
+
+    def finished(self, results: CellResults) -> None:
+        self._guard(lambda: self._sink.finished(results))
+
+    def _guard(self, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001  # whatever a caller's sink raises
+            self._failure = self._failure or error
+            self._sink = NullSink()
+            return None
+
+
+class CellRecorder(OutputSink):
+    """Sink of a run, which records everything and passes it on to any number of sinks, each behind a guard of its own.
+
+    An exception, of a sink or of the recording, stops neither the run nor another sink; :attr:`failure` has the first one.
 
     Args:
         transcript: Where the run is recorded.
-        sink: Shows the run.
+        sinks: They show the run, each of them all ranks. A sink is called after those before it.
     """
 
-    def __init__(self, transcript: Transcript, sink: OutputSink) -> None:
+    def __init__(self, transcript: Transcript, sinks: Sinks) -> None:
         self.transcript = transcript
-        self._sinks: tuple[tuple[GuardedSink, frozenset[int]], ...] = (
-            (GuardedSink(sink), frozenset(transcript.ranks)),
-        )
+        self._failure: Exception | None = None
+        self._own = tuple(map(GuardedSink, each_sink(sinks)))
+        self._attached: tuple[tuple[GuardedSink, frozenset[int]], ...] = ()
         self._wake: Callable[[], None] | None = None
         self._late: ShowLate | None = None
-        sink.kept(transcript)
+        for sink in each_sink(sinks):
+            sink.kept(transcript)
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first exception of the recording or of a sink that the run began with; None if there is none."""
+        return self._failure or next((sink.failure for sink in self._own if sink.failure is not None), None)
 
     def driven(self, wake: Callable[[], None]) -> None:
         """Set what :meth:`attach` calls to have the driver of the run call :meth:`tick` soon."""
@@ -83,16 +152,17 @@ class CellRecorder(OutputSink):
                 return
         shown()
 
-    def attach(self, sink: OutputSink, ranks: Sequence[int]) -> None:
-        """Show what these ranks have written, and what they write from now on, on another sink as well.
+    def attach(self, sinks: Sinks, ranks: Sequence[int]) -> None:
+        """Show what these ranks have written, and what they write from now on, on further sinks as well.
 
-        Any thread. Once the cell has ended, the sink gets all and no ending.
+        Any thread. Once the cell has ended, the sinks get all and no ending.
         """
-        sink.kept(self.transcript)
         with self.transcript.lock:
-            self.transcript.replay(sink, ranks)
-            if self.transcript.running:
-                self._sinks = (*self._sinks, (GuardedSink(sink), frozenset(ranks)))
+            for sink in each_sink(sinks):
+                sink.kept(self.transcript)
+                self.transcript.replay(sink, ranks)
+                if self.transcript.running:
+                    self._attached = (*self._attached, (GuardedSink(sink), frozenset(ranks)))
         if self._wake is not None:
             self._wake()
 
@@ -100,66 +170,80 @@ class CellRecorder(OutputSink):
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         with self.transcript.lock:
-            self.transcript.add(rank, chunks)
-            for sink, ranks in self._sinks:
-                if rank in ranks:
-                    sink.output(rank, chunks)
+            self._record(lambda: self.transcript.add(rank, chunks))
+            for sink in self._showing(rank):
+                sink.output(rank, chunks)
 
     def began(self, rank: int) -> None:
         with self.transcript.lock:
-            self.transcript.begin(rank)
-            (first, ranks), *others = self._sinks  # the others were attached for ranks that the user chose
-            self._sinks = ((first, ranks | {rank}), *others)
-            first.began(rank)
+            self._record(lambda: self.transcript.begin(rank))
+            for sink in self._own:  # the others were attached for ranks that the user chose
+                sink.began(rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
         with self.transcript.lock:
-            self.transcript.end(rank)
-            for sink, ranks in self._sinks:
-                if rank in ranks:
-                    sink.done(rank, done)
+            self._record(lambda: self.transcript.end(rank))
+            for sink in self._showing(rank):
+                sink.done(rank, done)
 
     def note(self, text: str, *, warning: bool = False) -> None:
         with self.transcript.lock:
-            self.transcript.note(text, warning=warning)
-            for sink, _ in self._sinks:
+            self._record(lambda: self.transcript.note(text, warning=warning))
+            for sink in self._all():
                 sink.note(text, warning=warning)
 
     def status(self, text: str, *, final: bool) -> None:
         with self.transcript.lock:
             if text and final:
-                self.transcript.note(text)
-            for sink, _ in self._sinks:
+                self._record(lambda: self.transcript.note(text))
+            for sink in self._all():
                 sink.status(text, final=final)
 
     def tick(self, now: float) -> float | None:
-        times = [sink.tick(now) for sink, _ in self._sinks]
+        times = [sink.tick(now) for sink in self._all()]
         return min((at for at in times if at is not None), default=None)
 
     def settle(self) -> None:
-        for sink, _ in self._sinks:
+        for sink in self._all():
             sink.settle()
 
     def backlog(self) -> int:
-        return max(sink.backlog() for sink, _ in self._sinks)
+        return max((sink.backlog() for sink in self._all()), default=0)
 
     def hurry(self) -> None:
-        for sink, _ in self._sinks:
+        for sink in self._all():
             sink.hurry()
 
     def finished(self, results: CellResults) -> None:
         with self.transcript.lock:
-            self.transcript.finish(_ending(results))
-        for sink, _ in self._sinks:
+            self._record(lambda: self.transcript.finish(_ending(results)))
+            if self.transcript.running:  # the values' own code made _ending fail
+                self.transcript.finish(Ending())
+        for sink in self._all():
             sink.finished(results)
-        (first, _), *others = self._sinks
-        for sink, _ in others:
+        for sink, _ in self._attached:
             if sink.failure is not None:
                 logger.error(
                     "what showed cell %s as well failed", self.transcript.cell, exc_info=sink.failure
                 )
-        if first.failure is not None:
-            raise first.failure
+
+    def _record(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # the driver must get to the end of the run, which raises this
+            self._failure = self._failure or error
+
+    def _all(self) -> Iterator[GuardedSink]:
+        yield from self._own
+        for sink, _ in self._attached:
+            yield sink
+
+    def _showing(self, rank: int) -> Iterator[GuardedSink]:
+        """Yield the sinks that show this rank."""
+        yield from self._own
+        for sink, ranks in self._attached:
+            if rank in ranks:
+                yield sink
 
 
 class TranscriptStore:
@@ -175,11 +259,11 @@ class TranscriptStore:
         self._lock = threading.Lock()
         self._recorders: dict[str, CellRecorder] = {}
 
-    def record(self, cell: str, label: str, ranks: Sequence[int], sink: OutputSink) -> CellRecorder:
-        """Return the sink for a run that is about to begin; it shows on ``sink``."""
+    def record(self, cell: str, label: str, ranks: Sequence[int], sinks: Sinks) -> CellRecorder:
+        """Return the sink for a run that is about to begin; it shows the run on ``sinks``."""
         name = f"cell-{label.strip('[]')}-{cell}" if label.strip("[]").isalnum() else f"cell-{cell}"
         transcript = Transcript(cell, label, ranks, self._directory / name, self._room)
-        recorder = CellRecorder(transcript, sink)
+        recorder = CellRecorder(transcript, sinks)
         with self._lock:
             self._recorders[cell] = recorder
             self._forget_old()

@@ -15,12 +15,11 @@ import psutil
 import pytest
 
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
-from hvdlab.kernel_ext.notebook.output.merge import LineMerger
+from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.compare import SharedRange
 from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
 from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.screen import MergingSink
 from pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]

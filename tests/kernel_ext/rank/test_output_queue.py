@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvdlab.kernel_ext.rank.output import INTERVAL, PIECE, WINDOW, OutputQueue, window_of
-from hvdlab.kernel_ext.rank.shell_setup import RankStream
+from hvdlab.kernel_ext.rank.output import INTERVAL, PIECE, WINDOW, OutputQueue, RankStream, window_of
 from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.cells import (
     Acknowledge,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.notebook.output import recorder as transcript_recorder
 from hvdlab.kernel_ext.notebook.output import transcript as transcript_module
 from hvdlab.kernel_ext.notebook.output.export import last_lines, write_text
 from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder, TranscriptStore
@@ -282,6 +283,41 @@ def test_a_sink_that_fails_neither_stops_another_nor_what_is_kept(
 
     recorder = CellRecorder(transcript(tmp_path), Broken())
     recorder.output(0, (Stream("stdout", "a\n"),))
-    with pytest.raises(BrokenPipeError):
-        recorder.finished(CellResults((0,), {}))
+    recorder.finished(CellResults((0,), {}))
+    assert isinstance(recorder.failure, BrokenPipeError)
     assert not recorder.transcript.running
+
+
+def test_each_sink_of_a_run_gets_all_and_a_sink_that_fails_is_named_at_the_end(tmp_path: Path) -> None:
+    class Broken(Seen):
+        def tick(self, now: float) -> float | None:
+            raise OSError("no screen")
+
+    first, second, broken = Seen(), Seen(), Broken()
+    recorder = CellRecorder(transcript(tmp_path), (first, broken, second))
+    recorder.began(5)
+    assert recorder.tick(0.0) is None
+    recorder.output(5, (Stream("stdout", "a\n"),))
+    recorder.done(5, None)
+    recorder.finished(CellResults((0, 1, 5), {}))
+    assert first.events == second.events
+    assert first.text(5) == "a\n"
+    assert not broken.text(5)
+    assert str(recorder.failure) == "no screen"
+
+
+def test_a_run_whose_recording_fails_is_shown_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    kept, seen = transcript(tmp_path), Seen()
+    monkeypatch.setattr(kept, "add", fail)
+    monkeypatch.setattr(transcript_recorder, "report", fail)
+    recorder = CellRecorder(kept, seen)
+    recorder.output(0, (Stream("stdout", "a\n"),))
+    recorder.finished(CellResults((0,), {}))
+    assert seen.text(0) == "a\n"
+    assert isinstance(recorder.failure, MemoryError)
+    assert not kept.running

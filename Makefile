@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help install demo lab test house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-gpu test-engines mxnet engines intel-mpi clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-gpu test-engines mxnet engines intel-mpi clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ lint: $(INSTALLED) ## ruff, and the imports between rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+quick: $(INSTALLED) ## linters, mypy and the unit tests of what differs from main, in under two minutes
+	@$(BIN)/python tests/quick.py
 
 house: $(INSTALLED) ## figures of the tree's text: modules, circles of imports, names with several meanings, prose
 	@$(BIN)/python tests/house.py

@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help install demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-gpu test-engines mxnet engines intel-mpi clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-gpu test-engines mxnet engines intel-mpi clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ lint: $(INSTALLED) ## ruff, and the imports between rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
+quick: $(INSTALLED) ## linters, mypy and the unit tests of what differs from main, in under two minutes
+	@$(BIN)/python tests/quick.py
+
 house: $(INSTALLED) ## figures of the tree's text: modules, circles of imports, names with several meanings, prose
 	@$(BIN)/python tests/house.py
 
@@ -57,12 +60,15 @@ mypy pyright: $(INSTALLED) ## one of the type checkers
 	$(BIN)/$@
 
 unit: $(INSTALLED) house ## all tests but the long ones; PYTEST_ARGS goes to pytest
-	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) --junitxml out/junit.xml $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "alone and not soak" --junitxml out/junit-alone.xml $(PYTEST_ARGS)
+
+timings: $(INSTALLED) ## commit how long each group of tests took in the last run here: it orders the first run of a clean clone
+	$(BIN)/python tests/scheduling.py
 
 unit-root: $(INSTALLED) ## those of the tests that ordinary users can't run
-	$(BIN)/python -m pytest -m "root and not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "root and alone and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "root and not soak and not alone" -n $(WORKERS) --junitxml out/junit-root.xml $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "root and alone and not soak" --junitxml out/junit-root-alone.xml $(PYTEST_ARGS)
 
 views: $(INSTALLED) ## check and build the scripts of the widgets and of the panel; needs node, which installing does not
 	cd ui && npm ci && npm run types && npm test && npm run build

@@ -24,6 +24,7 @@ import hypothesis
 import psutil
 import pytest
 from xdist.remote import Producer
+from xdist.workermanage import WorkerController
 
 import forked_workers
 import scheduling
@@ -34,6 +35,9 @@ GRACE = 3.0
 
 OTHERS = 60.0 if "PYTEST_XDIST_WORKER" in os.environ else GRACE
 """Seconds within which a test in another worker removes what it has left in shared memory (MPI's does when it is killed)."""
+
+SLOWEST = 20
+"""Groups of tests that the end of a run names."""
 
 _COUNTED_FDS = (
     "socket:",
@@ -147,9 +151,46 @@ def _command(pid: int) -> str:
         return f"process {pid}: gone"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the long ones begin."""
-    items.sort(key=lambda item: scheduling.priority_of(item.nodeid))
+_TIMINGS = pytest.StashKey[scheduling.Timings]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Read how long tests took. Workers get that from the process that gives them tests: all must sort alike."""
+    given = getattr(config, "workerinput", {}).get("group_seconds")
+    config.stash[_TIMINGS] = (
+        scheduling.Timings.read(config.rootpath) if given is None else scheduling.Timings(given)
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    node.workerinput["group_seconds"] = node.config.stash[_TIMINGS].groups
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let the long groups begin."""
+    timings = config.stash[_TIMINGS]
+    items.sort(key=lambda item: timings.order(scheduling.group_of(item.nodeid)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Generator[None, None, None]:
+    """Print the slowest groups of a run of several, and keep all times for the next run."""
+    timings = config.stash[_TIMINGS]
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                timings.count(report)
+    if timings.ran:
+        timings.write(config.rootpath)
+    if len(slowest := timings.slowest(SLOWEST)) > 1:
+        terminalreporter.section("slowest groups")
+        for line in scheduling.report_lines(slowest):
+            terminalreporter.line(line)
+    return (yield)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> scheduling.GroupScheduling:

@@ -10,29 +10,15 @@ The groups are read off the tests' names, the only thing that the process which 
 
 from __future__ import annotations
 
+import json
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
-
-LONGEST_FIRST = (
-    "browser",
-    "multihost",
-    "kernel_ext/pool",
-    "magics/test_debugger",
-    "examples",
-    "chaos",
-    "magics",
-    "kernel_ext/spmd",
-    "kernel_ext/rank",
-    "runner",
-    "conformance",
-    "torch",
-    "tensorflow",
-    "collectives/engine",
-)
-"""Beginnings of module names. Groups that take minutes begin early, so that no worker is left alone with one at the end."""
 
 TOGETHER = ("browser", "tensorflow")
 """Folders that are a group each: several browsers at once would leave nothing of two cores for what they look at, and TensorFlow
@@ -43,6 +29,15 @@ RESIDENT = {
     "torch": re.compile(r"\[(\d+)"),
 }
 """By folder, the part of a test's name that says which resident processes it shares with tests of other modules."""
+
+LAST_RUN = "out/timings.json"
+"""Seconds by test, of the last runs in this tree. A path within the tree."""
+
+COMMITTED = "tests/data/group_seconds.json"
+"""Seconds by group, for a tree in which nothing has run yet. ``make timings`` writes it from `LAST_RUN`."""
+
+WORTH_A_LINE = 1.0
+"""Seconds below which a group is not committed: the order of short groups changes nothing."""
 
 
 def module_of(name: str) -> str:
@@ -60,10 +55,78 @@ def group_of(name: str) -> str:
     return f"{folder} {shared[1]}" if shared else module
 
 
-def priority_of(name: str) -> int:
-    """The smaller, the earlier."""
-    module = module_of(name)
-    return next((i for i, start in enumerate(LONGEST_FIRST) if module.startswith(start)), len(LONGEST_FIRST))
+class Timings:
+    """Seconds that tests took when they ran last, which decide which groups begin first.
+
+    A group that takes minutes must not begin when the other workers are about to end. A group that has no time yet begins
+    before all others, since it may be such a group.
+    """
+
+    def __init__(self, groups: Mapping[str, float], tests: Mapping[str, float] | None = None) -> None:
+        """Create timings.
+
+        Args:
+            groups: Seconds by group.
+            tests: Seconds by the name of the test, from runs since those of ``groups``.
+        """
+        self.tests = dict(tests or {})
+        self.groups = dict(groups)
+        for group, seconds in group_seconds(self.tests).items():
+            # The tests may be only a part of the group: those that were asked for by name.
+            self.groups[group] = max(seconds, self.groups.get(group, 0.0))
+        self.ran: dict[str, float] = {}
+
+    @classmethod
+    def read(cls, root: Path) -> Timings:
+        """Return the timings of the tree at ``root``: those of its own last run, and those that are committed."""
+        return cls(_seconds(root / COMMITTED), _seconds(root / LAST_RUN))
+
+    def order(self, group: str) -> tuple[float, str]:
+        """Return the key by which groups are sorted: the longest first, and each in one piece."""
+        return -self.groups.get(group, float("inf")), group
+
+    def count(self, report: pytest.TestReport) -> None:
+        """Add the duration of a test's setup, call or teardown."""
+        self.ran[report.nodeid] = self.ran.get(report.nodeid, 0.0) + report.duration
+
+    def write(self, root: Path) -> None:
+        """Keep the timings for the next run. A test that did not run keeps its time while its module exists."""
+        tests = {
+            name: seconds
+            for name, seconds in {**self.tests, **self.ran}.items()
+            if (root / name.partition("::")[0]).is_file()
+        }
+        path = root / LAST_RUN
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_suffix(".part")  # another run may read at this moment
+        part.write_text(json.dumps({name: round(tests[name], 3) for name in sorted(tests)}, indent=0))
+        part.replace(path)
+
+    def slowest(self, count: int) -> list[tuple[str, float]]:
+        """Return the groups of this run that took the longest, the longest first."""
+        groups = group_seconds(self.ran)
+        return sorted(groups.items(), key=lambda one: (-one[1], one[0]))[:count]
+
+
+def group_seconds(tests: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each group, from those of its tests."""
+    groups: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in tests.items():
+        groups[group_of(name)] += seconds
+    return dict(groups)
+
+
+def _seconds(path: Path) -> dict[str, float]:
+    try:
+        read: dict[str, float] = json.loads(path.read_text())
+    except FileNotFoundError:  # no run yet
+        return {}
+    return read
+
+
+def report_lines(slowest: Iterable[tuple[str, float]]) -> list[str]:
+    """Return the lines that end a run: a group's seconds, and its name."""
+    return [f"{seconds:7.1f}s {group}" for group, seconds in slowest]
 
 
 class GroupScheduling(LoadScopeScheduling):
@@ -75,3 +138,22 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+
+def commit_timings(root: Path) -> int:
+    """Write `COMMITTED` from `LAST_RUN`, and return the number of groups in it.
+
+    Raises:
+        SystemExit: There was no run in this tree.
+    """
+    tests = _seconds(root / LAST_RUN)
+    if not tests:
+        raise SystemExit(f"{LAST_RUN} is not there: run `make unit` first")
+    groups = {group: seconds for group, seconds in group_seconds(tests).items() if seconds >= WORTH_A_LINE}
+    lines = {group: round(groups[group]) for group in sorted(groups)}
+    (root / COMMITTED).write_text(json.dumps(lines, indent=0) + "\n")
+    return len(lines)
+
+
+if __name__ == "__main__":
+    print(f"{commit_timings(Path(__file__).parents[1])} groups in {COMMITTED}")

@@ -17,7 +17,7 @@ PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in [
         *(ROOT / name for name in FRONT),
-        *ROOT.glob("*/README.md"),
+        *ROOT.glob("[a-z]*/README.md"),
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("docs/tutorial/*.ipynb"),
     ]

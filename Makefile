@@ -143,6 +143,7 @@ mxnet: ## key-value stores beside real MXNet, in an environment of its own: it n
 	out/mxnet/bin/python -m pip install --quiet $(OURSELVES)
 	out/mxnet/bin/python -m pytest tests/beside_mxnet $(PYTEST_ARGS)
 	out/mxnet/bin/python -m pytest tests/conformance/bindings -k mxnet $(PYTEST_ARGS)
+	out/mxnet/bin/python -m pytest tests/test_docstrings.py -k "example and mxnet" $(PYTEST_ARGS)
 
 # pyspark comes as source: what builds it is installed first, checked as well.
 engines: ## ranks in the tasks of a real Spark, the actors of a real Ray, on the workers of a real Dask and in the jobs of a real Slurm, and over a real sshd, and Accelerate, Lightning and transformers on ranks, in an environment of its own, which has pandas 2; Spark needs Java 17
@@ -159,6 +160,7 @@ engines: ## ranks in the tasks of a real Spark, the actors of a real Ray, on the
 	out/engines/bin/python -m pytest tests/beside_slurm $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_sshd $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_trainers $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/test_docstrings.py -k "example and (hvdlab.ray or hvdlab.spark)" $(PYTEST_ARGS)
 
 COMPILE := out/lock/bin/uv pip compile --no-config --quiet --no-annotate --custom-compile-command "make lock"
 # Ray and Spark have an environment of their own: Spark is not ready for pandas 3.

@@ -102,43 +102,79 @@ def rank() -> int:
 
     It stays the same when other ranks come or go, so that there can be gaps. With ``HVDLAB_RANK_NUMBERS=consecutive``, as in
     elastic jobs of ``hvdlab run``, it is always below :func:`size`, and changes when a rank is lost that came before this one.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
     """
     return own_number()
 
 
 def size() -> int:
-    """Return the number of ranks in the world now."""
+    """Return the number of ranks in the world now.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return context.engine("hvd.size()").size
 
 
 def local_rank() -> int:
-    """Return this rank's number among those on its host."""
+    """Return this rank's number among those on its host, from 0.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return context.engine("hvd.local_rank()").local_rank
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host."""
+    """Return the number of ranks on this host.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return context.engine("hvd.local_size()").local_size
 
 
 def cross_rank() -> int:
-    """Return the number of this rank's host among the hosts."""
+    """Return the number of this rank's host among the hosts, from 0.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return context.engine("hvd.cross_rank()").cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank of this one's local number."""
+    """Return the number of hosts that have a rank of this one's local number.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return context.engine("hvd.cross_size()").cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has the same number of ranks, as far as this rank knows."""
+    """Return whether every host has the same number of ranks, as far as this rank knows.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     engine = context.engine("hvd.is_homogeneous()")
     return engine.local_size * engine.cross_size == engine.size
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once every rank of the set has called it. Raises ``AbortedError`` if one of them can't."""
+    """Block until every rank of the process set has called it.
+
+    Args:
+        process_set: The ranks that take part; all by default. A rank outside may not call it.
+
+    Raises:
+        InvalidRequestError: The process set is not registered, or this rank is not in it. Nothing was sent.
+        NotInitializedError: ``init()`` was not called.
+        AbortedError: A member died, failed, left or was interrupted before it arrived. The group can go on.
+    """
     context.engine("hvd.barrier()").run(Request(OpKind.BARRIER, process_set=set_id(process_set)))
 
 
@@ -147,16 +183,21 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Args:
         file_path: File to create, or to overwrite.
-        mark_cycles: Whether to mark the coordinator's decisions.
+        mark_cycles: Whether to mark the coordinator's decisions; by default not.
 
     Raises:
         OSError: The file can't be written.
+        NotInitializedError: ``init()`` was not called.
     """
     context.engine("hvd.start_timeline()").start_timeline(os.fspath(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Complete the file that :func:`start_timeline` began. Does nothing if there is none."""
+    """Complete the file that :func:`start_timeline` began. Does nothing if there is none.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     context.engine("hvd.stop_timeline()").stop_timeline()
 
 
@@ -173,12 +214,20 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether the world's collectives go through MPI, be it only between hosts."""
+    """Return whether the world's collectives go through MPI, be it only between hosts.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return "mpi" in context.engine("hvd.mpi_enabled()").planes()
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI was initialized for calls from several threads; false where there is no MPI."""
+    """Return whether MPI was initialized for calls from several threads; false where there is no MPI.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     context.engine("hvd.mpi_threads_supported()")
     if not mpi_built():
         return False
@@ -193,7 +242,11 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether the world's collectives go through Gloo, be it only between hosts."""
+    """Return whether the world's collectives go through Gloo, be it only between hosts.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return "gloo" in context.engine("hvd.gloo_enabled()").planes()
 
 

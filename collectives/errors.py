@@ -20,6 +20,17 @@
 Every error names the event, its probable reason and a remedy. The data of the text stays available as attributes.
 After ``CollectiveError`` the contents of output (and in-place) buffers are undefined; inputs that are not also
 outputs are untouched.
+
+Example:
+    >>> import hvdlab.numpy as hvd
+    >>> from hvdlab.collectives.errors import HvdlabError
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> try:
+    ...     hvd.broadcast([1.0], root_rank=7)
+    ... except HvdlabError as error:
+    ...     print(type(error).__name__)
+    InvalidRequestError
+    >>> hvd.shutdown()
 """
 
 from __future__ import annotations
@@ -46,7 +57,14 @@ class HvdlabError(RuntimeError):
     decision: int = 0
 
     def because_of(self, decision: int) -> Self:
-        """Name the entry in the coordinator's decision log that led to this error; 0 leaves it without one. Return the error."""
+        """Name the decision of the coordinator that led to this error.
+
+        Args:
+            decision: Its number in the coordinator's log; 0 leaves the error without one.
+
+        Returns:
+            The error itself.
+        """
         if decision:
             self.decision = decision
             self.add_note(f"[decision {decision} of the coordinator]")
@@ -384,12 +402,21 @@ _UNNAMED = re.compile(r"\w+\.noname(?:\.(\d+))?")
 
 
 def call_name(kind: str, name: str) -> str:
-    """Return the call as ``allreduce `loss```; only the kind for a tensor that was given no name."""
+    """Return the call as ``allreduce `loss```; only the kind for a tensor that was given no name.
+
+    Args:
+        kind: The collective, such as ``allreduce``.
+        name: The tensor's name in the core.
+    """
     return kind if name == f"{kind}.noname" else f"{kind} `{visible(name)}`"
 
 
 def shown_name(name: str) -> str:
-    """Return the name of a tensor as views show it: empty for one that was given none, ``tensor 3`` in a group of such."""
+    """Return the name of a tensor as views show it: empty for one that was given none, ``tensor 3`` in a group of such.
+
+    Args:
+        name: The tensor's name in the core.
+    """
     unnamed = _UNNAMED.fullmatch(name)
     if unnamed is None:
         return name
@@ -397,7 +424,11 @@ def shown_name(name: str) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``[0, 1, 2, 5]`` as ``ranks 0-2,5``, and one rank as ``rank 3``."""
+    """Return ``[0, 1, 2, 5]`` as ``ranks 0-2,5``, and one rank as ``rank 3``.
+
+    Args:
+        ranks: Ranks in ascending order.
+    """
     ordered = sorted(set(ranks))
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
@@ -405,7 +436,11 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def compact_ranks(ranks: Sequence[int]) -> str:
-    """Return ``[0, 1, 2, 5]`` as ``0-2,5``."""
+    """Return ``[0, 1, 2, 5]`` as ``0-2,5``.
+
+    Args:
+        ranks: Ranks in ascending order.
+    """
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:

@@ -76,9 +76,16 @@ class ProcessSet:
     ``hvd.init(process_sets=...)``), which sets :attr:`process_set_id`. A communicator of mpi4py in place of the ranks
     stands for its processes; each rank then gives the one that it is in.
 
+    Args:
+        ranks_or_comm: The ranks, or a communicator of mpi4py.
+
     Attributes:
         ranks: The set's ranks in ascending order; once it is registered, those in the world now. Before, it can be set.
         mpi_comm: The communicator it was made from, or ``None``.
+
+    Raises:
+        InvalidRequestError: These are no ranks, or a rank comes twice.
+        UnsupportedError: The communicator reaches processes outside MPI's world.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
@@ -123,6 +130,13 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
+        """Return the set's ranks in ascending order; once it is registered, those in the world now.
+
+        It can be set while the set is not registered.
+
+        Raises:
+            InvalidRequestError: It is set while the set is registered, or to ranks that are no numbers or come twice.
+        """
         id = self.process_set_id
         if id is None or not context.is_initialized() or not _exists(id):
             return list(self._ranks)
@@ -149,6 +163,7 @@ class ProcessSet:
 
         Raises:
             InvalidRequestError: Users' code has set a :attr:`process_set_id` that no set has.
+            NotInitializedError: ``init()`` was not called.
         """
         if self._used("rank") is None:
             return None
@@ -161,6 +176,7 @@ class ProcessSet:
 
         Raises:
             InvalidRequestError: Users' code has set a :attr:`process_set_id` that no set has.
+            NotInitializedError: ``init()`` was not called.
         """
         if self._used("included") is None:
             return None
@@ -318,6 +334,9 @@ global_process_set = _global()
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a set of ranks; every rank of the world calls it alike, also those outside the set.
 
+    Args:
+        process_set: A ``ProcessSet``, or the member ranks, such as ``[0, 2]``; equal on all ranks.
+
     Returns:
         The set, ready to be used as ``process_set=``.
 
@@ -326,6 +345,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             rank was replaced or added does not count, nor one from before elastic training has begun again); or it names ranks that are
             not in the world (raised on all).
         MismatchError, AbortedError: The ranks disagree, or one of them failed before it got here.
+        NotInitializedError: ``init()`` was not called.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if is_registered(wanted):
@@ -393,12 +413,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Of sets made from communicators, the sets of all ranks are removed.
 
+    Args:
+        process_set: The registered set; the same on all ranks.
+
     Returns:
         Whether there was something to remove: ``False`` for a set that is not registered.
 
     Raises:
-        InvalidRequestError: It is the global set, which stays, or users' code has set a ``process_set_id`` that no set has.
+        InvalidRequestError: It is no ``ProcessSet``, or the global set, which stays, or users' code has set a ``process_set_id`` that no set has.
         MismatchError, AbortedError: As for :func:`add_process_set`; the set is still registered.
+        NotInitializedError: ``init()`` was not called.
     """
     if not isinstance(process_set, ProcessSet):
         raise InvalidRequestError(f"hvd.remove_process_set takes a hvd.ProcessSet, not {process_set!r}.")

@@ -86,9 +86,12 @@ class State:
             self.__dict__["_saves"] = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Call these whenever training begins again with other ranks, before the state is synchronized.
+        """Call functions whenever training begins again with other ranks, before the state is synchronized.
 
         A callback is the place to adapt values that depend on ``hvd.size()``, such as the learning rate.
+
+        Args:
+            callbacks: The functions, which are called without arguments in this order.
         """
         self._reset_callbacks.extend(callbacks)
 

@@ -497,8 +497,11 @@ class Horovod(RankStore):
 class PushPull:
     """Sum in flight. Made by :meth:`BytePS.pushpull_async`.
 
-    Attributes:
+    Args:
         key: The key under which it was pushed.
+        handles: Handles of the collectives.
+        total: Gets the sum.
+        targets: Arrays that the sum is copied to.
     """
 
     def __init__(self, key: Key, handles: list[Handle], total: Array, targets: list[Any]) -> None:

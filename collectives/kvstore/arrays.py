@@ -166,7 +166,11 @@ _types: list[ArrayType] = [NUMPY]
 
 
 def register_array_type(array_type: ArrayType) -> None:
-    """Let the stores take arrays of another kind; one of the same name is replaced."""
+    """Let the stores take arrays of another kind; one of the same name is replaced.
+
+    Args:
+        array_type: Access to the arrays of that kind.
+    """
     _types[:] = [known for known in _types if known.name != array_type.name] + [array_type]
 
 

@@ -95,11 +95,25 @@ class KVStoreBase:
     kv_registry: ClassVar[dict[str, type]] = {}
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """Bring rank 0's value to ``out`` on all ranks. See the subclass."""
+        """Bring rank 0's value to ``out`` on all ranks. See the subclass.
+
+        Args:
+            key: An integer or a string, or a list of these.
+            value: An array, or a list of arrays.
+            out: Arrays that get the result, of the same shapes.
+            priority: More urgent collectives have a higher one.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no broadcast")
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        """Sum ``value`` over all ranks and write the result to ``out``. See the subclass."""
+        """Sum ``value`` over all ranks and write the result to ``out``. See the subclass.
+
+        Args:
+            key: An integer or a string, or a list of these.
+            value: An array, or a list of arrays.
+            out: Arrays that get the result; by default ``value``.
+            priority: More urgent collectives have a higher one.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no pushpull")
 
     def set_optimizer(self, optimizer: Any) -> None:
@@ -112,11 +126,11 @@ class KVStoreBase:
         raise NotImplementedError("is_capable")
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Write the states of the optimizer to a file. See the subclass."""
+        """Write the states of the optimizer to the file ``fname``, with ``dump_optimizer`` also the optimizer. See the subclass."""
         raise NotImplementedError(f"{type(self).__name__} has no save_optimizer_states")
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Read the states of the optimizer from a file. See the subclass."""
+        """Read the states of the optimizer from the file ``fname``. See the subclass."""
         raise NotImplementedError(f"{type(self).__name__} has no load_optimizer_states")
 
     @property
@@ -139,6 +153,12 @@ class KVStoreBase:
         """Let ``create`` make stores of this class by its lower-cased name. A decorator.
 
         An older class of the name is replaced, with a warning.
+
+        Args:
+            klass: The class, a subclass of :class:`KVStoreBase`.
+
+        Returns:
+            The class itself.
 
         Raises:
             AssertionError: It is no class.

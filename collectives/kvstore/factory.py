@@ -64,6 +64,7 @@ def create(name: str = "local", process_set: ProcessSet | None = None) -> Any:
         KVStoreError: ``nccl``, and there is no plane for CUDA tensors here; or this rank is not in the process set, or the type has no
             workers.
         InvalidRequestError: The process set is not registered.
+        AbortedError: Another worker failed before it had made the store.
     """
     if not isinstance(name, str):
         raise TypeError("name must be a string")

@@ -481,6 +481,9 @@ class KVStore(KVStoreBase):
     def is_capable(capability: str) -> bool:
         """Return whether the store runs optimizers: true for ``optimizer`` in any case.
 
+        Args:
+            capability: The name, in any case.
+
         Raises:
             ValueError: It is another word.
         """

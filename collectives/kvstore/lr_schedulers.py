@@ -57,7 +57,7 @@ class LRScheduler:
         self.warmup_mode = warmup_mode
 
     def get_warmup_lr(self, num_update: int) -> float:
-        """Return the learning rate after so many updates, which are fewer than ``warmup_steps``."""
+        """Return the learning rate after ``num_update`` updates, which are fewer than ``warmup_steps``."""
         if self.warmup_mode == "constant":
             return self.warmup_begin_lr
         rise = (self.warmup_final_lr - self.warmup_begin_lr) * float(num_update) / float(self.warmup_steps)

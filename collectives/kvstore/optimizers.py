@@ -130,24 +130,32 @@ class Optimizer:
         return self.lr if self.lr_scheduler is None else self.lr_scheduler(self.num_update)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate from the next update on. Raises ``UserWarning`` if there is a scheduler."""
+        """Change the learning rate to ``lr`` from the next update on. Raises ``UserWarning`` if there is a scheduler."""
         if self.lr_scheduler is not None:
             raise UserWarning("the learning rate comes from lr_scheduler; change that instead")
         self.lr = lr
 
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
-        """Set factors of the learning rate by key, or by the name of an integer key; all others become 1."""
+        """Set factors of the learning rate by key, or by the name of an integer key; all others become 1.
+
+        Args:
+            args_lr_mult: The factors.
+        """
         self.lr_mult = dict(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
-        """Set factors of the weight decay by key, or by the name of an integer key; the others get their defaults."""
+        """Set factors of the weight decay by key, or by the name of an integer key; the others get their defaults.
+
+        Args:
+            args_wd_mult: The factors.
+        """
         self.wd_mult = {
             name: 0.0 for name in self.idx2name.values() if not name.endswith(("_weight", "_gamma"))
         }
         self.wd_mult.update(args_wd_mult)
 
     def create_state(self, index: Key, weight: Array) -> State:
-        """Return the state to keep for one key besides the weight; called at the key's first update."""
+        """Return the state to keep for one key besides the weight; called at the first update of the key ``index``."""
         return None
 
     def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
@@ -162,7 +170,7 @@ class Optimizer:
         raise NotImplementedError
 
     def create_state_multi_precision(self, index: Key, weight: Array) -> State:
-        """Return the state of one key; with ``multi_precision`` and float16 weights a float32 copy of them comes first."""
+        """Return the state of the key ``index``; with ``multi_precision`` and a float16 weight a float32 copy of it comes first."""
         if weight.dtype != np.float16:
             return self.create_state(index, weight)
         if self.multi_precision:
@@ -176,7 +184,11 @@ class Optimizer:
         return self.create_state(index, weight)
 
     def update_multi_precision(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
-        """Update as :meth:`update` does, with the state of :meth:`create_state_multi_precision`."""
+        """Update as :meth:`update` does, with the state of :meth:`create_state_multi_precision`.
+
+        Args:
+            index, weight, grad, state: As for :meth:`update`.
+        """
         if weight.dtype != np.float16 or not self.multi_precision:
             self.update(index, weight, grad, state)
             return
@@ -215,7 +227,14 @@ _registered: dict[str, type[Optimizer]] = {}
 
 
 def register(klass: Class) -> Class:
-    """Let :func:`create` find an optimizer by the lower-cased name of its class. A decorator; an older one is replaced."""
+    """Let :func:`create` find an optimizer by the lower-cased name of its class. A decorator; an older one is replaced.
+
+    Args:
+        klass: The class, a subclass of :class:`Optimizer`.
+
+    Returns:
+        The class itself.
+    """
     name = klass.__name__.lower()
     if name in _registered:
         warnings.warn(f"optimizer {name!r} is registered again; the new one replaces it", stacklevel=2)
@@ -494,6 +513,11 @@ class NAG(Optimizer):
         return np.zeros_like(weight) if self.momentum else None
 
     def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        """Change ``weight`` and ``state`` in place; see :meth:`Optimizer.update`.
+
+        Raises:
+            KVStoreError: ``grad`` is row-sparse, and there is momentum.
+        """
         self._update_count(index)
         lr, wd = _constant(self._get_lr(index), weight), _constant(self._get_wd(index), weight)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -555,6 +579,11 @@ class AdaGrad(Optimizer):
         return np.zeros_like(weight)
 
     def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        """Change ``weight`` and ``state`` in place; see :meth:`Optimizer.update`.
+
+        Raises:
+            KVStoreError: ``grad`` is row-sparse, and there is weight decay.
+        """
         self._update_count(index)
         lr, wd = self._get_lr(index), self._get_wd(index)
         with np.errstate(all="ignore"):
@@ -723,5 +752,9 @@ class Updater:
 
 
 def get_updater(optimizer: Optimizer) -> Updater:
-    """Return an updater for :meth:`hvdlab.kvstore.KVStore._set_updater` that runs this optimizer."""
+    """Return an updater for :meth:`hvdlab.kvstore.KVStore._set_updater` that runs this optimizer.
+
+    Args:
+        optimizer: The optimizer, which the updater owns from now on.
+    """
     return Updater(optimizer)

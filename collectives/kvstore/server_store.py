@@ -735,6 +735,7 @@ class KVStoreServer:
 
         Raises:
             KVStoreError: The store has no servers.
+            NotInitializedError: ``init()`` was not called.
         """
         if not isinstance(self.kvstore, ServerStore):
             raise KVStoreError(f"a {self.kvstore.type} store has no servers")

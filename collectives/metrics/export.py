@@ -153,7 +153,7 @@ class Exporter(Protocol):
     """
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write these points, at most 1,000. It may block. If it raises, the points count as failed; later ones are tried."""
+        """Write ``points``, at most 1,000. It may block. If it raises, the points count as failed; later ones are tried."""
         ...
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class Export:
         self._thread.start()
 
     def put(self, points: Iterable[Point]) -> None:
-        """Hand points over. Any thread; never waits. Ignored after :meth:`close`."""
+        """Hand ``points`` over. Any thread; never waits. Ignored after :meth:`close`."""
         wanted = [point for point in points if self._wants(point.name)]
         if not wanted:
             return
@@ -242,13 +242,17 @@ class Export:
 
     @property
     def closed(self) -> bool:
+        """Return whether :meth:`close` was called."""
         return self._closing
 
     def close(self, timeout: float | None = None) -> bool:
         """Write the points that wait, close the exporter and end the thread. Idempotent.
 
+        Args:
+            timeout: Seconds to wait; ``None`` waits for ever.
+
         Returns:
-            Whether that was done within ``timeout`` seconds; otherwise it goes on.
+            Whether that was done in time; otherwise it goes on.
         """
         with self._changed:
             self._closing = True

@@ -40,7 +40,7 @@ class JsonLines:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (close() closes it)
 
     def write(self, points: Sequence[Point]) -> None:
-        """Add a line for each, all at once."""
+        """Add a line for each of the points, all at once."""
         text = memoryview("".join(_line(point) for point in points).encode())
         while text:
             text = text[self._file.write(text) :]
@@ -83,7 +83,7 @@ class TensorBoard:
         self._counts: dict[tuple[int, str], int] = {}
 
     def write(self, points: Sequence[Point]) -> None:
-        """Add them to the runs' files."""
+        """Add the points to the runs' files."""
         for point in points:
             step = point.step
             if step is None:
@@ -138,7 +138,7 @@ class WandB:
         self._known: set[str] = set()
 
     def write(self, points: Sequence[Point]) -> None:
-        """Log them; those of one step together."""
+        """Log the points; those of one step together."""
         rows: dict[tuple[str, float], dict[str, float]] = {}
         for point in points:
             key = self._key(point)
@@ -195,7 +195,7 @@ class MLflow:
         self._client = mlflow.MlflowClient() if client is None else client
 
     def write(self, points: Sequence[Point]) -> None:
-        """Log them in one request."""
+        """Log the points in one request."""
         metrics = [self._metric(self._name(p), p.value, round(p.time * 1000), p.step or 0) for p in points]
         self._client.log_batch(self.run_id, metrics=metrics)
 

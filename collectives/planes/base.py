@@ -7,6 +7,12 @@ at a time: the one that holds its lane (called the executor thread below; it may
 for the next epoch.
 
 ``index`` is a member's position in the process set, not its rank.
+
+Example:
+    >>> from hvdlab.collectives.planes.base import Plane
+    >>> from hvdlab.collectives.planes.host import LocalPlane
+    >>> issubclass(LocalPlane, Plane), LocalPlane.unavailable()
+    (True, None)
 """
 
 from __future__ import annotations
@@ -34,11 +40,12 @@ class KeyValue(ABC):
     """Rendezvous store of one process set and epoch, kept by the coordinator. Blocking, any thread."""
 
     @abstractmethod
-    def set(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: bytes) -> None:
+        """Store the value of a key; the last one counts."""
 
     @abstractmethod
     def get(self, key: str, timeout: float) -> bytes:
-        """Wait until the key exists. Raises ``TimeoutError`` after ``timeout`` seconds, ``PlaneAborted`` on abort."""
+        """Return the value of a key, and wait until it exists. Raises ``TimeoutError`` after ``timeout`` seconds, ``PlaneAborted`` on abort."""
 
 
 def _nothing_to_do(known: object, /) -> None: ...
@@ -83,7 +90,13 @@ class PlaneContext:
 class PhaseTimes:
     """Nanoseconds (``time.monotonic_ns``) that one plane operation spent, measured by the plane.
 
-    Pipelined planes add up the pieces of each phase; ``wait`` is time spent blocked on other members.
+    Pipelined planes add up the pieces of each phase.
+
+    Attributes:
+        pack: Time for copying inputs to where they are sent from.
+        transfer: Time for moving and reducing bytes.
+        unpack: Time for copying results to the outputs.
+        wait: Time spent blocked on other members.
     """
 
     pack: int = 0
@@ -116,7 +129,7 @@ class PendingCompletion:
         self._ended: Ended | None = None
 
     def on_end(self, ended: Ended, /) -> None:
-        """See :class:`Completion`."""
+        """Have ``ended`` called as :class:`Completion` says."""
         with self._lock:
             self._ended = ended
             if not self._has_ended:
@@ -124,7 +137,7 @@ class PendingCompletion:
         ended(self._error)
 
     def end(self, error: Exception | None = None) -> None:
-        """End the operation; the first call counts."""
+        """End the operation, with an ``error`` if it failed; the first call counts."""
         with self._lock:
             if self._has_ended:
                 return
@@ -144,6 +157,9 @@ class Plane(ABC):
 
     All operations raise :class:`PlaneAborted`, or end with it, once :meth:`abort` was called (outputs are then undefined) and
     :class:`PlaneBroken` if the plane itself failed. No memory is written to any more once an operation has ended.
+
+    Args:
+        context: The process set and epoch that it is built for.
     """
 
     name: ClassVar[str]
@@ -164,11 +180,11 @@ class Plane(ABC):
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """Return an uninitialised tensor on the plane's device."""
+        """Return an uninitialised tensor of this shape and dtype on the plane's device."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """Return a tensor of zeros on the plane's device."""
+        """Return a tensor of zeros of this shape and dtype on the plane's device."""
 
     @abstractmethod
     def start_allreduce(
@@ -187,19 +203,40 @@ class Plane(ABC):
         (in place); no other overlap. ``op`` is SUM, MIN, MAX or PRODUCT (an average is SUM with ``postscale``).
         ``prescale`` multiplies inputs, ``postscale`` the result; 1.0 means none. Integers are scaled in float64 and
         truncated. f16 and bf16 accumulate in float32 and are rounded once. Every member gets the same bits.
+
+        Args:
+            dtype: Type of the elements.
+            phases: Gets the time of each phase.
+
+        Returns:
+            ``None`` if its handles are done, otherwise the :class:`Completion`.
         """
 
     @abstractmethod
     def start_allgather(
         self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes
     ) -> Completion | None:
-        """Concatenate the members' ``send`` (``counts[i]`` elements each) in member order into ``out``."""
+        """Concatenate the members' ``send`` (``counts[i]`` elements each) in member order into ``out``.
+
+        Args:
+            phases: Gets the time of each phase.
+
+        Returns:
+            ``None`` if its handles are done, otherwise the :class:`Completion`.
+        """
 
     @abstractmethod
     def start_broadcast(
         self, source: Buffer | None, out: Buffer, root: int, phases: PhaseTimes
     ) -> Completion | None:
-        """Copy the buffer of member ``root`` (a position) to ``out`` of all members: its ``source`` if it gives one, otherwise its ``out``."""
+        """Copy the buffer of member ``root`` (a position) to ``out`` of all members: its ``source`` if it gives one, otherwise its ``out``.
+
+        Args:
+            phases: Gets the time of each phase.
+
+        Returns:
+            ``None`` if its handles are done, otherwise the :class:`Completion`.
+        """
 
     @abstractmethod
     def start_reducescatter(
@@ -213,7 +250,15 @@ class Plane(ABC):
         postscale: float,
         phases: PhaseTimes,
     ) -> Completion | None:
-        """Reduce ``send`` (``sum(counts)`` elements) and leave slice ``i`` (``counts[i]`` elements) in ``out`` of member ``i``."""
+        """Reduce ``send`` (``sum(counts)`` elements) and leave slice ``i`` (``counts[i]`` elements) in ``out`` of member ``i``.
+
+        Args:
+            dtype, op, prescale, postscale: As for :meth:`start_allreduce`.
+            phases: Gets the time of each phase.
+
+        Returns:
+            ``None`` if its handles are done, otherwise the :class:`Completion`.
+        """
 
     @abstractmethod
     def start_alltoall(
@@ -224,11 +269,27 @@ class Plane(ABC):
         out: Buffer,
         phases: PhaseTimes,
     ) -> Completion | None:
-        """Send the ``j``-th piece of ``send`` to member ``j``; ``out`` gets the pieces in member order."""
+        """Send the ``j``-th piece of ``send`` to member ``j``; ``out`` gets the pieces in member order.
+
+        Args:
+            send_counts: Elements of each piece of ``send``, by member.
+            recv_counts: Elements that come from each member.
+            phases: Gets the time of each phase.
+
+        Returns:
+            ``None`` if its handles are done, otherwise the :class:`Completion`.
+        """
 
     @abstractmethod
     def start_barrier(self, phases: PhaseTimes) -> Completion | None:
-        """Start a barrier: it ends once all members have begun it."""
+        """Start a barrier: it ends once all members have begun it.
+
+        Args:
+            phases: Gets the time of each phase.
+
+        Returns:
+            ``None`` if its handles are done, otherwise the :class:`Completion`.
+        """
 
     def tune(self, slice_bytes: int) -> None:  # noqa: B027  (ignoring it is right for most planes)
         """Move ``slice_bytes`` bytes at a time from the next operation on; 0 is the plane's own choice.

@@ -85,14 +85,24 @@ STORY_LINES = 4
 
 
 class Pool:
-    """The ranks of one user. All methods may be called from any thread.
+    """Ranks of one user. All methods may be called from any thread.
 
     ``Pool.start(8)`` starts ranks, and ``Pool.attach("mine")`` finds those of a kept pool; ``hvdlab.pool()`` is the pool of the
-    notebook's own magics.
+    notebook's own magics. As a context manager it stops the ranks at the end of the block.
+
+    Args:
+        parts: The processes and connections that :meth:`start` or :meth:`attach` has put together.
 
     Attributes:
         launcher, plane: The names that the caller of :meth:`start` gave.
         replaceable: Whether the launcher can start single ranks, so that lost ones can be replaced.
+
+    Example:
+        >>> import hvdlab
+        >>> with hvdlab.Pool.start(1) as pool:
+        ...     results = pool.run("6 * 7")
+        ...     results[0]
+        42
     """
 
     def __init__(self, parts: PoolParts) -> None:
@@ -222,7 +232,14 @@ class Pool:
         return {rank: m.reason for rank in members.lost if (m := members.get(rank)) is not None}
 
     def last_words(self, rank: int) -> str:
-        """Return the last lines of a lost rank's standard error that were left unread when it ended, such as a crash report."""
+        """Return the last lines of a lost rank's standard error that were left unread when it ended, such as a crash report.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            The lines; empty for a rank that lives, left nothing unread, or does not exist.
+        """
         member = self._group.members.get(rank)
         return member.tail if member is not None else ""
 
@@ -242,7 +259,7 @@ class Pool:
         return "" if self._stopped else self._parts.broken
 
     def news(self) -> list[str]:
-        """Sentences about what happened while no cell was running, such as a coordinator that was replaced.
+        """Return sentences about events while no cell was running, such as a coordinator that was replaced.
 
         What happens while cells run is shown under these cells. Each sentence is returned once.
         """
@@ -265,7 +282,15 @@ class Pool:
         return self._parts.companion.cluster
 
     def status(self) -> list[RankStatus]:
-        """Return the status of each rank, whether or not it runs a cell. Takes a second at most."""
+        """Return the status of each rank, whether or not it runs a cell. Takes a second at most.
+
+        Returns:
+            One entry per rank, lost ones included. A rank that does not answer has the state ``no answer``.
+
+        Raises:
+            InvalidRequestError: The pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         self._check_running()
         members = self._group.members
         there = tuple(sorted({*members.ready, *members.let_go}))
@@ -303,7 +328,11 @@ class Pool:
         return self.client.story(last, rank=rank, name=name)
 
     def explain(self, results: CellResults) -> None:
-        """Fill ``results.story`` with the coordinator's decisions that led to the failure, if it made any. Waits for a second at most."""
+        """Fill ``results.story`` with the coordinator's decisions that led to the failure, if it made any. Waits for a second at most.
+
+        Args:
+            results: The results of a cell that failed; those of a cell that ended well stay as they are.
+        """
         cause = results.root_cause
         if cause is None or self._stopped:
             return
@@ -320,12 +349,20 @@ class Pool:
             results.story = tuple(line_of(entry) for entry in found)
 
     def elastic(self) -> ElasticState:
-        """Return which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
+        """Return which ranks there are, since when and from where, which the pool still waits for, and what became of the others.
+
+        Raises:
+            InvalidRequestError: The pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         self._check_running()
         return self._admission.state(self.newcomers)
 
     def on_membership_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have ``callback`` called after each change of what :meth:`elastic` returns, on any thread. It must not block.
+        """Have a function called after each change of what :meth:`elastic` returns.
+
+        Args:
+            callback: Called without arguments, on any thread. It must not block.
 
         Returns:
             A function that ends that. A call that is already under way may still come afterwards.
@@ -352,10 +389,15 @@ class Pool:
     # -- variables ------------------------------------------------------------------------------------------------
 
     def push(self, /, ranks: Sequence[int] | None = None, **values: Any) -> None:
-        """Bind variables on these ranks (by default all); a rank does it once the cell that it runs has ended.
+        """Bind variables on ranks; a rank does it once the cell that it runs has ended.
+
+        Args:
+            ranks: Ranks that get them, such as ``[0, 2]``; by default all that live.
+            **values: The variables by their names. Each rank gets copies, sent by cloudpickle.
 
         Raises:
-            InvalidRequestError: One of these ranks is lost or does not exist.
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
             HvdlabError: A value can't be pickled, or a rank could not unpickle it.
         """
         transfer.push(
@@ -368,15 +410,19 @@ class Pool:
     def pull(
         self, name: str, ranks: Sequence[int] | None = None, *, imports: ImportDisplay | None = None
     ) -> dict[int, Any]:
-        """Return the value of a variable or expression on these ranks (by default all), by rank.
+        """Evaluate an expression on ranks and return its values.
 
         Args:
-            name: The variable or expression.
-            ranks: The ranks.
+            name: A variable or expression, evaluated in each rank's notebook namespace.
+            ranks: Ranks to ask, such as ``[0, 2]``; by default all that live.
             imports: Shows which modules the values import in this process; None shows nothing.
 
+        Returns:
+            A dict from rank to value. Values are copies, sent by pickle; CUDA tensors arrive on the CPU.
+
         Raises:
-            InvalidRequestError: One of these ranks is lost or does not exist.
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
             LookupError: The value does not exist on a rank, can't be sent, or there is no memory for it in this process.
         """
         return transfer.pull(
@@ -406,14 +452,17 @@ class Pool:
         raise InvalidRequestError(f"there is no rank {missing[0]}; the pool has {format_ranks(ready)}.")
 
     def diff(self, name: str = "", ranks: Sequence[int] | None = None, *, special: str = "") -> Diff:
-        """Compare a variable or expression over these ranks (by default all), after what they are running.
+        """Compare a variable or expression over ranks, once the cells that they run have ended.
 
         Ranks make the fingerprints and compare the elements; only the result comes to this process.
 
         Args:
             name: The expression.
-            ranks: The ranks to compare; by default all.
+            ranks: The ranks to compare, such as ``[0, 2]``; by default all that live.
             special: ``rng`` (states of random numbers) or ``environment`` (versions and settings), instead of a name.
+
+        Returns:
+            The groups of ranks that are equal, and where the others differ.
 
         Raises:
             InvalidRequestError: Not exactly one of ``name`` and ``special`` was given, or a rank is lost or does not exist.
@@ -429,31 +478,71 @@ class Pool:
         )
 
     def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, VariableView]:
-        """Rank to a description of an expression's value there, of these ranks (by default all), also while they run a cell.
+        """Return a description of an expression's value on each rank, also while it runs a cell.
 
-        Ranks that do not answer are missing.
+        Args:
+            expression: A variable or expression, evaluated in each rank's notebook namespace.
+            ranks: Ranks to ask, such as ``[0, 2]``; by default all that live.
+
+        Returns:
+            A dict from rank to description. Ranks that do not answer within seven seconds are missing.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
         """
         return self._ask(
             VariableView, lambda ticket: AskView(ticket, expression), self._chosen(ranks), LOOK_WITHIN
         )
 
     def variables(self, ranks: Sequence[int] | None = None) -> Overview:
-        """Return the user's variables on these ranks (by default all), and where they differ; also while cells run."""
+        """Return the user's variables on ranks, and where they differ; also while cells run.
+
+        Args:
+            ranks: Ranks to ask, such as ``[0, 2]``; by default all that live.
+
+        Returns:
+            The variables, and the ranks that did not answer within seven seconds.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         chosen = self._chosen(ranks)
         found = self._ask(Variables, lambda ticket: AskVariables(ticket, BUDGET), chosen, LOOK_WITHIN)
         return Overview(found, tuple(rank for rank in chosen if rank not in found))
 
     def tensors(self, ranks: Sequence[int] | None = None, *, most: int = 20) -> TensorTable:
-        """Return the ``most`` largest arrays and tensors on each of these ranks (by default all), also while cells run."""
+        """Return the largest arrays and tensors on each rank, also while cells run.
+
+        Args:
+            ranks: Ranks to ask, such as ``[0, 2]``; by default all that live.
+            most: How many there are at most for each rank.
+
+        Returns:
+            A table. Ranks that do not answer within seven seconds are missing.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         return TensorTable(
             self._ask(Tensors, lambda ticket: AskTensors(ticket, most), self._chosen(ranks), LOOK_WITHIN)
         )
 
     def native(self, ranks: Sequence[int] | None = None) -> NativeStacks:
-        """Return where ranks of this host (by default all) are, with the frames below Python. Takes seconds.
+        """Return where ranks of this host are, with the frames below Python. Takes seconds.
+
+        Args:
+            ranks: Ranks to ask, such as ``[0, 2]``; by default all that live.
+
+        Returns:
+            The stacks by rank. Ranks of other hosts are missing.
 
         Raises:
-            InvalidRequestError: py-spy is not installed, or none of these ranks is on this host.
+            InvalidRequestError: py-spy is not installed, none of these ranks is on this host, one is lost or does not exist, or the
+                pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
         """
         chosen, near = self._chosen(ranks), self._group.ranks_on_this_host()
         pids = {m.rank: m.pid for m in self._parts.client.membership().members if m.rank in chosen}
@@ -465,34 +554,95 @@ class Pool:
     # -- requests to ranks -----------------------------------------------------------------------------------------------
 
     def where(self, ranks: Sequence[int] | None = None) -> RankLocations:
-        """Return where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
+        """Return where ranks are: the Python stack of each, also while it runs a cell or hangs.
+
+        Args:
+            ranks: Ranks to ask, such as ``[0, 2]``; by default all that live.
+
+        Returns:
+            The stacks by rank. For a rank that does not answer within a second there is the state of its process.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         chosen = self._chosen(ranks)
         stacks = self._ask(Stack, AskStack, chosen)
         silent = [rank for rank in chosen if rank not in stacks]
         return RankLocations(stacks, self._runs.lookout.describe_processes(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
-        """Return rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
+        """Return the names that the user has made on each rank, in that order, modules apart.
+
+        Args:
+            ranks: Ranks to ask, such as ``[0, 2]``; by default all that live.
+
+        Returns:
+            A dict from rank to names. Ranks that do not answer within a second are missing.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         return self._ask(UserNames, AskNames, self._chosen(ranks))
 
     def complete(
         self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
     ) -> Completions | None:
-        """Completions from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` seconds."""
+        """Return completions from a rank's variables.
+
+        Args:
+            code: The code to complete.
+            cursor: Position in it, in characters.
+            rank: The rank to ask; by default the first one that lives.
+            timeout: Seconds to wait for its answer.
+
+        Returns:
+            The completions; ``None`` without an answer in time.
+
+        Raises:
+            InvalidRequestError: The rank is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         return self._ask_one(Completions, lambda ticket: Complete(ticket, code, cursor), rank, timeout)
 
     def inspect(
         self, code: str, cursor: int, detail: int = 0, *, rank: int | None = None, timeout: float = 2
     ) -> Inspection | None:
-        """Documentation from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` s."""
+        """Return the documentation of a name from a rank's variables.
+
+        Args:
+            code: The code that has the name.
+            cursor: Position in it, in characters.
+            detail: 0 for the docstring, 1 for the source as well, as in Jupyter's protocol.
+            rank: The rank to ask; by default the first one that lives.
+            timeout: Seconds to wait for its answer.
+
+        Returns:
+            The documentation; ``None`` without an answer in time.
+
+        Raises:
+            InvalidRequestError: The rank is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         return self._ask_one(Inspection, lambda ticket: Inspect(ticket, code, cursor, detail), rank, timeout)
 
     def express(
         self, expressions: Mapping[str, str], *, rank: int | None = None, timeout: float = 10
     ) -> dict[str, Any] | None:
-        """Values of expressions on a rank (by default the first one) as Jupyter's protocol has them, by their names.
+        """Return the values of expressions on a rank, as Jupyter's protocol has them.
 
-        ``None`` if the rank does not answer within ``timeout`` seconds.
+        Args:
+            expressions: The expressions by the names of their results.
+            rank: The rank to ask; by default the first one that lives.
+            timeout: Seconds to wait for its answer.
+
+        Returns:
+            The results by name; ``None`` without an answer in time.
+
+        Raises:
+            InvalidRequestError: The rank is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
         """
         asked = dict(expressions)
         answer = self._ask_one(
@@ -554,8 +704,12 @@ class Pool:
             elastic: The cell trains by an elastic function, and goes on while ranks are lost, replaced, added and let go,
                 as long as there are this many; it runs on all ranks.
 
+        Returns:
+            The value or the error of each rank.
+
         Raises:
-            InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
         """
         return self.run_cell(
             CellRequest(
@@ -575,7 +729,18 @@ class Pool:
         )
 
     def run_cell(self, request: CellRequest) -> CellResults:
-        """Run a cell on ranks and wait for its end, as :meth:`run` does."""
+        """Run a cell on ranks and wait for its end, as :meth:`run` does.
+
+        Args:
+            request: The cell, with the arguments of :meth:`run`.
+
+        Returns:
+            The value or the error of each rank.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         return self._dispatch(request).wait()
 
     def start_run(
@@ -593,7 +758,13 @@ class Pool:
         late: ShowLate | None = None,
         elastic: Bounds | None = None,
     ) -> CellHandle:
-        """Like :meth:`run`, in the background: returns at once.
+        """Run a cell in the background.
+
+        Args:
+            source, ranks, label, line_offset, out, timeout, want_value, store_history, file, late, elastic: As for :meth:`run`.
+
+        Returns:
+            A handle at once; its ``wait()`` returns the results.
 
         Raises:
             InvalidRequestError: As for :meth:`run`.
@@ -616,7 +787,17 @@ class Pool:
         )
 
     def start_cell(self, request: CellRequest) -> CellHandle:
-        """Run a cell in the background, as :meth:`start_run` does."""
+        """Run a cell in the background, as :meth:`start_run` does.
+
+        Args:
+            request: The cell, with the arguments of :meth:`run`.
+
+        Returns:
+            A handle at once; its ``wait()`` returns the results.
+
+        Raises:
+            InvalidRequestError, StartError: As for :meth:`start_run`.
+        """
         handle = self._dispatch(request)
         try:
             with checks.limits_explained("the cell could not be run in the background"):
@@ -628,7 +809,15 @@ class Pool:
         return handle
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
-        """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
+        """Raise KeyboardInterrupt in the cells of ranks, also inside a collective.
+
+        Args:
+            ranks: Ranks to interrupt, such as ``[0, 2]``; by default all that live.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist, or the pool has stopped.
+            StartError: The pool has broken down; :attr:`broken` has the reason.
+        """
         self._runs.interrupt(self._chosen(ranks))
 
     def _dispatch(self, request: CellRequest) -> CellHandle:
@@ -655,6 +844,10 @@ class Pool:
         that are too many leave at their next commit, so that no step is lost.
 
         Ranks are numbered from 0, so those with the highest numbers leave.
+
+        Args:
+            np: The number of ranks from now on.
+            timeout: Seconds for the whole change.
 
         Raises:
             InvalidRequestError: The pool can't have this size, or a rank that lives would end while a lost one stays; nothing has
@@ -685,9 +878,15 @@ class Pool:
             self._admission.admit_to_elastic_cells(new, timeout)
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
-        """Start lost ranks again under their old numbers, with empty memory. Returns them.
+        """Start lost ranks again under their old numbers, with empty memory.
 
-        While an elastic cell runs, they get to know what the others know and take part in it.
+        While an elastic cell runs, they get the state of the others and take part in it.
+
+        Args:
+            timeout: Seconds until they take cells.
+
+        Returns:
+            The ranks that were lost; empty if none was.
 
         Raises:
             InvalidRequestError: The launcher can't start single ranks.
@@ -706,7 +905,11 @@ class Pool:
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
-        """End ranks (by default all), whatever they are doing, and start them again with empty memory.
+        """End ranks, whatever they are doing, and start them again with empty memory.
+
+        Args:
+            ranks: Ranks to start again, such as ``[0, 2]``; by default all, lost ones included.
+            timeout: Seconds until they take cells.
 
         Raises:
             InvalidRequestError: One of them does not exist, or the launcher can't start single ranks.
@@ -802,7 +1005,13 @@ class Pool:
         return self._timeline.path if self._timeline is not None else None
 
     def start_timeline(self, path: str | os.PathLike[str]) -> Path:
-        """Write what all ranks do from now on to a Chrome trace, also while cells run. Returns the file's whole path.
+        """Write what all ranks do from now on to a Chrome trace, also while cells run.
+
+        Args:
+            path: File to create, or to overwrite.
+
+        Returns:
+            The file's whole path.
 
         Raises:
             InvalidRequestError: A timeline is being written already.
@@ -856,8 +1065,11 @@ class Pool:
         """Return all that the ranks measured, as a pandas table with a row per point.
 
         The columns are ``rank``, ``name``, ``time`` (seconds since the origin of :meth:`trace`), ``value``, ``step``
-        (missing if none was said) and ``unit``. The newest points of each series are kept;
+        (missing if none was given) and ``unit``. The newest points of each series are kept;
         ``table.attrs["dropped"]`` says how many are missing.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
         """
         return self.client.gathered().metrics()
 
@@ -866,7 +1078,7 @@ class Pool:
 
         Args:
             path: A name that ends in ``.json`` (Chrome's format) or ``.json.gz`` (the same compressed).
-            format: One of these, for a file whose name says something else.
+            format: ``json`` or ``json.gz``; by default the name's ending decides.
 
         Returns:
             The file's whole path.

@@ -3,6 +3,13 @@
 The package root stays light on purpose: the coordinator process imports it and must be up in a fraction of a
 second, so nothing here may import numpy, torch or IPython at import time. Public names are imported when they are
 first used.
+
+Example:
+    >>> import hvdlab
+    >>> with hvdlab.Pool.start(1) as pool:  # in a notebook: %load_ext hvdlab, and cells with %%hvd_run
+    ...     pool.push(factor=3)
+    ...     pool.pull("factor * 2")
+    {0: 6}
 """
 
 from __future__ import annotations
@@ -63,14 +70,22 @@ __all__ = [
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Load the magics: ``%load_ext hvdlab``."""
+    """Load the magics: ``%load_ext hvdlab``.
+
+    Args:
+        ipython: The shell that gets them.
+    """
     from hvdlab.magics.extension import load
 
     load(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Stop the pool, print that, and remove the magics: ``%unload_ext hvdlab``. ``%reload_ext hvdlab`` keeps everything."""
+    """Stop the pool, print that, and remove the magics: ``%unload_ext hvdlab``. ``%reload_ext hvdlab`` keeps everything.
+
+    Args:
+        ipython: The shell that had them.
+    """
     from hvdlab.magics.extension import unload
 
     unload(ipython)

@@ -144,6 +144,13 @@ class CellResults(Sequence[Any]):
 
     Iterating gives the values in order of rank. Values are unpickled when they are first asked for.
 
+    Args:
+        ranks, deaths, unanswered, timed_out, replaceable, newcomers, interrupted, label: As the attributes.
+        done: Rank to its report of the cell's end.
+        shown: Rank to the last display of its value.
+        stopped: Ranks that the pool interrupted because another rank had failed.
+        timeout: Seconds of the time limit; ``None`` if there was none.
+
     Attributes:
         ranks: The ranks that the cell ran on.
         errors: Rank to error, for ranks where the cell failed.
@@ -347,7 +354,15 @@ class CellResults(Sequence[Any]):
         return (self.value(rank) for rank in reversed(self.ranks))
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """Return the first rank with this value."""
+        """Return the first rank with this value.
+
+        Args:
+            value: The value to find.
+            start, stop: Ranks to search, as positions of a list.
+
+        Raises:
+            ValueError: No rank has this value.
+        """
         for rank in self.ranks:
             if rank >= start and (stop is None or rank < stop) and self.value(rank) == value:
                 return rank
@@ -356,7 +371,7 @@ class CellResults(Sequence[Any]):
     # -- display ------------------------------------------------------------------------------------------------------
 
     def groups(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-        """Ranks with equal values, and the mime bundle of what they show."""
+        """Return ranks with equal values, and the mime bundle of what they show."""
         found: list[tuple[list[int], dict[str, Any]]] = []
         for rank in self.ranks:
             done = self._done.get(rank)

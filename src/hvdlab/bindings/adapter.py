@@ -1,4 +1,11 @@
-"""Adapter of a framework's tensors for the bindings."""
+"""Adapter of a framework's tensors for the bindings.
+
+Example:
+    >>> import numpy as np
+    >>> from hvdlab.numpy.adapter import ADAPTER
+    >>> ADAPTER.shape(np.ones((2, 3)))
+    (2, 3)
+"""
 
 from __future__ import annotations
 
@@ -36,19 +43,19 @@ class Adapter(Protocol[T]):
         ...
 
     def is_tensor(self, value: Any) -> bool:
-        """Return whether this is one tensor, as opposed to a list of tensors."""
+        """Return whether a value is one tensor, as opposed to a list of tensors."""
         ...
 
     def dtype(self, tensor: T) -> DType:
-        """Return its element type; raises ``UnsupportedError`` if the core has none for it."""
+        """Return a tensor's element type; raises ``UnsupportedError`` if the core has none for it."""
         ...
 
     def shape(self, tensor: T) -> tuple[int, ...]:
-        """Return its dimensions."""
+        """Return the dimensions of a tensor."""
         ...
 
     def is_direct(self, tensor: T) -> bool:
-        """Return whether the core can read and write its own memory: C-contiguous and in host memory."""
+        """Return whether the core can read and write a tensor's own memory: C-contiguous and in host memory."""
         ...
 
     def host_view(self, tensor: T) -> HostArray:
@@ -64,15 +71,15 @@ class Adapter(Protocol[T]):
         ...
 
     def empty(self, shape: tuple[int, ...], like: T) -> T:
-        """Return a direct tensor of this shape, and of the dtype of another one. May be called on any thread."""
+        """Return a direct tensor of this shape, and of the dtype of the tensor ``like``. May be called on any thread."""
         ...
 
     def deliver(self, output: T, into: T) -> None:
-        """Copy a result to a tensor that is not direct but was given in place; unseen by automatic differentiation."""
+        """Copy an output ``into`` a tensor that is not direct but was given in place; unseen by automatic differentiation."""
         ...
 
     def placed(self, output: T, like: T) -> T:
-        """Return a result in host memory, where the user expects it: on the device of the tensor that was staged."""
+        """Return an output in host memory, where the user expects it: on the device of the staged tensor ``like``."""
         ...
 
     def mark_written(self, tensor: T) -> None:
@@ -80,11 +87,11 @@ class Adapter(Protocol[T]):
         ...
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
-        """Return whether a collective of these must be recorded for differentiation. :meth:`check` has not seen them yet."""
+        """Return whether a collective of these tensors must be recorded for differentiation. :meth:`check` has not seen them yet."""
         ...
 
     def received_splits(self, counts: tuple[int, ...]) -> Any:
-        """Return the second result of an alltoall: how many rows came from each member."""
+        """Return the second result of an alltoall: the counts of rows that came from each member."""
         ...
 
 
@@ -108,7 +115,7 @@ class DeviceMemory(Protocol[T]):
         ...
 
     def views_together(self) -> AbstractContextManager[None]:
-        """Order the views that the calling thread makes within it behind that thread's work once, at the end, instead of tensor by tensor."""
+        """Return a context in which the calling thread's views are ordered behind its work once, at the end, instead of tensor by tensor."""
         ...
 
     def stage(self, tensor: T) -> T:
@@ -120,20 +127,24 @@ class DeviceMemory(Protocol[T]):
         ...
 
     def empty(self, shape: tuple[int, ...], like: T) -> T:
-        """Return a direct tensor of this shape, of the dtype and device of another one. May be called on any thread."""
+        """Return a direct tensor of this shape, of the dtype and device of the tensor ``like``. May be called on any thread."""
         ...
 
     def received(self, output: T) -> T:
-        """Return the tensor that the user gets for a result. Called by the user's thread; another thread may have allocated it."""
+        """Return the tensor that the user gets for an output. Called by the user's thread; another thread may have allocated it."""
         ...
 
 
 class Memory(Protocol[T]):
     """Base of :class:`HostMemory` and :class:`DeviceMemory`: the memory in which a collective works."""
 
-    def view(self, tensor: T) -> CoreTensor: ...
+    def view(self, tensor: T) -> CoreTensor:
+        """Return the memory of a direct tensor, as the core knows it."""
+        ...
 
-    def empty(self, shape: tuple[int, ...], like: T) -> T: ...
+    def empty(self, shape: tuple[int, ...], like: T) -> T:
+        """Return a direct tensor of this shape, and of the dtype of the tensor ``like``. May be called on any thread."""
+        ...
 
 
 class HostMemory(Generic[T]):

@@ -134,6 +134,10 @@ class Handle:
 
     Its tensors are kept alive until it is done. Like the functions that accept it, it may be used from any thread.
 
+    Args:
+        parts: The tensors in flight.
+        finish: Makes the result of the outputs.
+
     Attributes:
         tables: Once it is done: for each tensor the numbers that each member announced, by position (for an
             allgather its rows, for an alltoall its splits).
@@ -334,7 +338,20 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle, timeout: float | None = None) -> Any:
-    """Wait for an asynchronous collective and return its result; see :meth:`Handle.wait`."""
+    """Wait for an asynchronous collective and return its result.
+
+    Args:
+        handle: The handle that an ``*_async`` function returned.
+        timeout: Seconds for all its tensors together; ``None`` waits for ever.
+
+    Returns:
+        The result; the same one each time.
+
+    Raises:
+        InvalidRequestError: ``handle`` is no handle.
+        CollectiveError, DuplicateNameError: As for :meth:`Handle.wait`; outputs are undefined then.
+        TimeoutError: It is still in flight, and may be waited for again.
+    """
     return checked(handle).wait(timeout)
 
 

@@ -39,6 +39,9 @@ def broadcast_object(
     Raises:
         InvalidRequestError: The process set is not registered, or has no such root. Nothing was sent.
         MismatchError, AbortedError: The ranks disagree, or one failed before it got here; the group can go on.
+        NotInitializedError: ``init()`` was not called.
+
+    After a failed call the root's object is unchanged, and no rank has a copy that it could use.
     """
     label = name or "broadcast_object"
     at_root = own_number("broadcast_object") == root_rank
@@ -65,6 +68,9 @@ def allgather_object(
     Raises:
         InvalidRequestError: The process set is not registered. Nothing was sent.
         MismatchError, AbortedError: The ranks disagree, or one failed before it got here; the group can go on.
+        NotInitializedError: ``init()`` was not called.
+
+    After a failed call the given objects are unchanged.
     """
     label = name or "allgather_object"
     payload = _to_bytes(obj)

@@ -1,20 +1,19 @@
 """Data loaders: a base to derive from, and a mixin that loads ahead in a thread.
 
-::
-
-    class Loader(AsyncDataLoaderMixin, BaseDataLoader):
-        def __init__(self, dataset, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.dataset = dataset
-
-        def __len__(self):
-            return len(self.dataset)
-
-        def _iterate(self):
-            yield from self.dataset
-
-    for batch in Loader(dataset, async_loader_queue_size=8):
-        ...
+Example:
+    >>> from hvdlab.data import AsyncDataLoaderMixin, BaseDataLoader
+    >>> class Loader(AsyncDataLoaderMixin, BaseDataLoader):
+    ...     def __init__(self, dataset, *args, **kwargs):
+    ...         super().__init__(*args, **kwargs)
+    ...         self.dataset = dataset
+    ...
+    ...     def __len__(self):
+    ...         return len(self.dataset)
+    ...
+    ...     def _iterate(self):
+    ...         yield from self.dataset
+    >>> list(Loader([1, 2, 3], async_loader_queue_size=8))
+    [1, 2, 3]
 """
 
 from __future__ import annotations

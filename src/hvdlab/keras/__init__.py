@@ -1,6 +1,17 @@
 """Horovod's API for Keras on hvdlab's collective core: ``import hvdlab.keras as hvd``. Keras runs on TensorFlow.
 
 The names are those of :mod:`hvdlab.tensorflow.keras`; some functions have fewer arguments here, as in Horovod.
+
+Example:
+    >>> import keras
+    >>> import hvdlab.keras as hvd
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * hvd.size())), "mse", run_eagerly=True)
+    >>> broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    >>> model.fit(keras.ops.ones((4, 2)), keras.ops.ones((4, 1)), verbose=0, callbacks=[broadcast]).epoch
+    [0]
+    >>> hvd.shutdown()
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Callbacks of ``model.fit`` for distributed training; see :mod:`hvdlab.tensorflow.keras.callbacks`."""
+"""Callbacks of ``model.fit`` for distributed training; see :mod:`hvdlab.tensorflow.keras.callbacks`.
+
+Example:
+    >>> from hvdlab.keras.callbacks import LearningRateWarmupCallback
+    >>> warmup = LearningRateWarmupCallback(initial_lr=0.4, warmup_epochs=3)  # for model.fit(callbacks=[warmup])
+    >>> warmup.initial_lr
+    0.4
+"""
 
 from __future__ import annotations
 

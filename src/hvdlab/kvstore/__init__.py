@@ -2,6 +2,17 @@
 
 See :func:`create` for the types of stores, :class:`KVStore` for their operations, and ``optimizer`` for the optimizers that run on their values.
 Arrays are numpy's, torch's, TensorFlow's, cupy's or MXNet's, or any writable buffer; numbers and lists of numbers are not.
+
+Example:
+    >>> import numpy as np
+    >>> from hvdlab import kvstore
+    >>> kv = kvstore.create("local")
+    >>> weight = np.zeros(2)
+    >>> kv.init("weight", weight)
+    >>> kv.push("weight", [np.ones(2), np.ones(2)])
+    >>> kv.pull("weight", out=weight)
+    >>> weight
+    array([2., 2.])
 """
 
 from __future__ import annotations

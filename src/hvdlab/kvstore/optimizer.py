@@ -1,4 +1,14 @@
-"""Optimizers for key-value stores, equal to MXNet's to the bit."""
+"""Optimizers for key-value stores, equal to MXNet's to the bit.
+
+Example:
+    >>> import numpy as np
+    >>> from hvdlab.kvstore import optimizer
+    >>> sgd = optimizer.create("sgd", learning_rate=0.5)
+    >>> weight = np.ones(2)
+    >>> sgd.update("weight", weight, np.ones(2), sgd.create_state("weight", weight))
+    >>> weight
+    array([0.5, 0.5])
+"""
 
 from __future__ import annotations
 

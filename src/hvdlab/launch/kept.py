@@ -139,6 +139,13 @@ class JobKeeper(Protocol):
     def begin(self, request: KeepRequest, timeout: float) -> HeldJob:
         """Begin a job without ranks.
 
+        Args:
+            request: The job's name and settings.
+            timeout: Seconds for the whole start.
+
+        Returns:
+            The job, which this process uses.
+
         Raises:
             InvalidRequestError: There is a job of this name, or it is no name.
             StartError: It can't be begun.
@@ -147,6 +154,13 @@ class JobKeeper(Protocol):
 
     def claim(self, name: str, tenant: Tenant) -> HeldJob:
         """Use a job.
+
+        Args:
+            name: The job's name.
+            tenant: The process that uses it from now on.
+
+        Returns:
+            The job, which this process uses.
 
         Raises:
             InvalidRequestError: No job has this name, or another process uses it; the message names the case.

@@ -1,4 +1,10 @@
-"""Options that only one launcher has: ``--launcher-option key=value``."""
+"""Options that only one launcher has: ``--launcher-option key=value``.
+
+Example:
+    >>> from hvdlab.launch.options import split
+    >>> split(["nice=5", "queue=long"])
+    {'nice': '5', 'queue': 'long'}
+"""
 
 from __future__ import annotations
 
@@ -49,7 +55,10 @@ class Option:
 
 
 def split(texts: Iterable[str]) -> dict[str, str]:
-    """Parse ``["a=1", "b=2"]`` to ``{"a": "1", "b": "2"}``; the last of a name counts.
+    """Return ``["a=1", "b=2"]`` as ``{"a": "1", "b": "2"}``; the last of a name counts.
+
+    Args:
+        texts: Options as a user wrote them, ``name=value`` each.
 
     Raises:
         InvalidRequestError: One of them is not of this form.

@@ -3,6 +3,12 @@
 A :class:`Launcher` is a way to start ranks, known by a name. It makes a :class:`Starter` for a job, which starts and ends
 processes and reports their events to a :class:`RankObserver`. A launcher's :class:`Capabilities` list its abilities
 beside starting all ranks once; a caller that asks for another gets an error that names the reason.
+
+Example:
+    >>> from hvdlab.launch.starter import Capabilities, Capability
+    >>> abilities = Capabilities.all_but({Capability.SINGLE_RANKS: "mpiexec starts all ranks at once"})
+    >>> Capability.SINGLE_RANKS in abilities
+    False
 """
 
 from __future__ import annotations
@@ -66,7 +72,11 @@ class Capabilities:
 
     @classmethod
     def all_but(cls, lacks: Mapping[Capability, str]) -> Capabilities:
-        """Return all capabilities but these."""
+        """Return all capabilities but those that the launcher lacks.
+
+        Args:
+            lacks: The missing ones, each with the reason, which completes the capability's sentence.
+        """
         return cls(frozenset(set(Capability) - set(lacks)), dict(lacks))
 
     def __contains__(self, capability: Capability) -> bool:
@@ -161,10 +171,10 @@ class ProgramOutput(Protocol):
     """Observer of the output and results of a program's ranks. Called on any thread."""
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Receive a rank's output to stdout (1) or stderr (2). May wait for room, and so hold up the rank."""
+        """Receive ``data`` that a rank wrote to a ``stream``: 1 for stdout, 2 for stderr. May wait for room, and so hold up the rank."""
 
     def returned(self, rank: int, data: bytes) -> None:
-        """Receive the next piece of a rank's result; all pieces come before the rank's end."""
+        """Receive ``data``, the next piece of a rank's result; all pieces come before the rank's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +271,7 @@ class Starter(Protocol):
         """
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank's process; does nothing if it has ended, or this launcher can't reach it."""
+        """Send the signal of this ``number`` to a rank's process; does nothing if it has ended, or this launcher can't reach it."""
 
     def place(self, rank: int, size: int) -> HostPosition | None:
         """Return where a rank is in a job of ``size``; ``None`` if all are on this host, or only the launcher knows."""
@@ -276,7 +286,7 @@ class PlacingStarter(Starter, Protocol):
     """A starter whose caller can choose the host of ranks, also a host that the starter did not know when it was made."""
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """Start a rank as :meth:`start` does, on the host of this name."""
+        """Start ``ranks``, of a job of this ``size``, as :meth:`start` does, on the host of this name."""
 
     def give_up(self, host: str) -> None:
         """End the processes that were started on a host; its ranks are reported as not started, or ended."""
@@ -324,6 +334,10 @@ class Launcher(Protocol):
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> Starter:
         """Return the starter of a job's ranks.
+
+        Args:
+            request: The job: its size, its program and its environment.
+            ranks: Observer of the ranks' starts and ends.
 
         Raises:
             InvalidRequestError: The request can't be met by this launcher.

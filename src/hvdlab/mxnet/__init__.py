@@ -1,4 +1,13 @@
-"""Horovod's API for MXNet: ``import hvdlab.mxnet as hvd``. Needs MXNet 1.9.1, which needs Python 3.11 and numpy 1.23."""
+"""Horovod's API for MXNet: ``import hvdlab.mxnet as hvd``. Needs MXNet 1.9.1, which needs Python 3.11 and numpy 1.23.
+
+Example:
+    >>> import mxnet as mx
+    >>> import hvdlab.mxnet as hvd
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> hvd.allreduce(mx.nd.array([1, 2]), average=False).asnumpy()
+    array([1., 2.], dtype=float32)
+    >>> hvd.shutdown()
+"""
 
 from __future__ import annotations
 

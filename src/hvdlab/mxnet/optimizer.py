@@ -143,20 +143,45 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXN
             setattr(self._optimizer, name, value)
 
     def create_state(self, index: Any, weight: NDArray) -> Any:
-        """Return the wrapped optimizer's state for one weight."""
+        """Return the wrapped optimizer's state for one weight.
+
+        Args:
+            index: The weight's index.
+            weight: The weight.
+        """
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: NDArray) -> Any:
-        """Return the wrapped optimizer's state for one weight, with a float32 copy if it uses that."""
+        """Return the wrapped optimizer's state for one weight, with a float32 copy if it uses that.
+
+        Args:
+            index: The weight's index.
+            weight: The weight.
+        """
         return self._optimizer.create_state_multi_precision(index, weight)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Sum the gradient over ranks, in place, and update the weight; or lists of these. Every rank calls it."""
+        """Sum the gradient over ranks, in place, and update the weight; or lists of these. Every rank calls it.
+
+        Args:
+            index: The weight's index, or a list of them.
+            weight: The weight, which is updated in place, or a list.
+            grad: Its gradient, of the same shape and dtype; it becomes the sum over ranks.
+            state: What :meth:`create_state` returned for it, or a list.
+
+        Raises:
+            MismatchError, AbortedError: The collective failed. The weights are unchanged then, the gradients
+                undefined.
+        """
         self._add_up(index, grad)
         self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Update a weight as :meth:`update` does, for states of :meth:`create_state_multi_precision`."""
+        """Update a weight as :meth:`update` does, for states of :meth:`create_state_multi_precision`.
+
+        Args:
+            index, weight, grad, state: As for :meth:`update`.
+        """
         self._add_up(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
@@ -167,15 +192,15 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXN
             self._sums.add_up([str(index)], [grad])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the wrapped optimizer's learning rate."""
+        """Change the wrapped optimizer's learning rate to ``lr``."""
         self._optimizer.set_learning_rate(lr)
 
     def set_lr_mult(self, args_lr_mult: dict[Any, float]) -> None:
-        """Set the wrapped optimizer's factors of the learning rate."""
+        """Set the wrapped optimizer's factors of the learning rate to ``args_lr_mult``."""
         self._optimizer.set_lr_mult(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: dict[Any, float]) -> None:
-        """Set the wrapped optimizer's factors of the weight decay."""
+        """Set the wrapped optimizer's factors of the weight decay to ``args_wd_mult``."""
         self._optimizer.set_wd_mult(args_wd_mult)
 
 

@@ -1,6 +1,14 @@
 """Collectives on numpy arrays, buffers and DLPack objects: ``import hvdlab.numpy as hvd``.
 
 Names and signatures are Horovod's as far as they fit; see :mod:`hvdlab.numpy.ops`.
+
+Example:
+    >>> import numpy as np
+    >>> import hvdlab.numpy as hvd
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> hvd.allreduce(np.array([1.0, 2.0]), op=hvd.Sum)
+    array([1., 2.])
+    >>> hvd.shutdown()
 """
 
 from __future__ import annotations

@@ -274,6 +274,10 @@ class RayExecutor:
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on each rank, and return at once.
 
+        Args:
+            fn: The function; cloudpickle must accept it.
+            args, kwargs: Its arguments, the same on each rank; by default none.
+
         Returns:
             Ray's references to its results, by rank; ``ray.get`` of one raises the function's exception.
         """
@@ -282,11 +286,23 @@ class RayExecutor:
     def execute(
         self, fn: Callable[[Any], T], callbacks: Sequence[Callable[[Any], Any]] | None = None
     ) -> list[T]:
-        """Call ``fn(executable)`` on each rank; otherwise as :meth:`run`. The executable is ``None`` without a class."""
+        """Call a function of the executable on each rank.
+
+        Args:
+            fn: Called as ``fn(executable)``; the executable is ``None`` without a class.
+            callbacks: As for :meth:`run`.
+
+        Returns:
+            The results, by rank.
+        """
         return self._started().execute(fn, callbacks)
 
     def execute_single(self, fn: Callable[[Any], T]) -> T:
-        """Call ``fn(executable)`` on rank 0 and return its value. A collective in it fails: the other ranks are not called."""
+        """Call ``fn(executable)`` on rank 0 and return its value. A collective in it fails: the other ranks are not called.
+
+        Args:
+            fn: Called as ``fn(executable)``; the executable is ``None`` without a class.
+        """
         found: T = self._started().execute_single(fn)
         return found
 

@@ -111,7 +111,11 @@ class BaseHorovodWorker:
         return list(ray.get_gpu_ids())
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Set variables of this process, to the values as ``str`` writes them."""
+        """Set variables of this process, to the values as ``str`` writes them.
+
+        Args:
+            env_vars: The variables by their names.
+        """
         os.environ.update({str(name): str(value) for name, value in env_vars.items()})
 
     def env_vars(self) -> dict[str, str]:
@@ -124,12 +128,25 @@ class BaseHorovodWorker:
         executable_args: Sequence[Any] | None = None,
         executable_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the executable."""
+        """Make the executable of this worker.
+
+        Args:
+            executable_cls: Its class; ``None`` makes none.
+            executable_args: Positional arguments for the class.
+            executable_kwargs: Keyword arguments for the class.
+        """
         if executable_cls is not None:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
     def execute(self, func: Callable[[Any], Any]) -> Any:
-        """Call ``func(executable)`` and return its result."""
+        """Call a function with the executable of this worker.
+
+        Args:
+            func: A function of the executable.
+
+        Returns:
+            The function's result.
+        """
         return func(self.executable)
 
     # -- the executor's interface -------------------------------------------------------------------------------------
@@ -146,6 +163,10 @@ class BaseHorovodWorker:
 
     def connect(self, local_size: int, start_timeout: float) -> None:
         """Join the world that the variables name, for as long as this worker lives; ``hvd.init()`` then finds it.
+
+        Args:
+            local_size: Number of ranks on this worker's host.
+            start_timeout: Seconds until all ranks are there.
 
         Raises:
             StartError: The coordinator does not answer, or other ranks are not there in time.
@@ -194,7 +215,14 @@ class BaseHorovodWorker:
             return WorkerReply(bytes(cloudpickle.dumps(raised(error))), said.error, said.culprits)
 
     def perform_remotely(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Any:
-        """Run a call for callers that get Ray's references: return the function's result, and raise its exception."""
+        """Run a call for callers that get Ray's references: return the function's result, and raise its exception.
+
+        Args:
+            call: The pickled function and its arguments.
+            what: Whether it makes the executable, gets it, or does without.
+            cell: Name of the call, for reports.
+            interrupts: Interrupts that this worker had got before the call.
+        """
         return self._perform(call, what, cell, interrupts)
 
     def _perform(self, call: bytes, what: Kind, cell: str, interrupts: int) -> Any:

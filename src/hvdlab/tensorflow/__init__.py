@@ -2,6 +2,18 @@
 
 Names and signatures are Horovod's; :mod:`hvdlab.tensorflow.mpi_ops` describes the collectives' use of shapes, dtypes, gradients and
 errors. It needs no compiler, and works with the TensorFlow that is installed.
+
+Example:
+    >>> import tensorflow as tf
+    >>> import hvdlab.tensorflow as hvd
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> weight = tf.Variable([1.0, 2.0])
+    >>> with tf.GradientTape() as tape:
+    ...     loss = tf.reduce_sum(weight * weight)
+    >>> tape = hvd.DistributedGradientTape(tape)
+    >>> tape.gradient(loss, [weight])[0].numpy()
+    array([2., 4.], dtype=float32)
+    >>> hvd.shutdown()
 """
 
 from __future__ import annotations

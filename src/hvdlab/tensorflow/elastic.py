@@ -11,6 +11,18 @@
             state.commit()
 
     train(state)
+
+Example:
+    >>> import tensorflow as tf
+    >>> import hvdlab.tensorflow as hvd
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> weight = tf.Variable(1.0)
+    >>> state = hvd.elastic.TensorFlowState([weight], epoch=0)
+    >>> _ = weight.assign(5.0)
+    >>> state.restore()  # as after a failure: back to the last commit
+    >>> float(weight)
+    1.0
+    >>> hvd.shutdown()
 """
 
 from __future__ import annotations

@@ -80,6 +80,9 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
     Raises:
         RuntimeError: Execution is eager, so that there are no global variables.
+        InvalidRequestError: ``root_rank`` is no rank of the world.
+        MismatchError, AbortedError: From running the operation, if the collective fails; some variables may have been
+            overwritten.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -142,6 +145,9 @@ def broadcast_object(
     Raises:
         InvalidRequestError: The process set is not registered, or has no such root. Nothing was sent.
         MismatchError, AbortedError: The ranks disagree, or one failed before it called this; the group can go on.
+        NotInitializedError: ``init()`` was not called.
+
+    After a failed call the root's object is unchanged.
     """
     return objects.broadcast_object(obj, root_rank, name, process_set)
 
@@ -152,7 +158,21 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function ``f(obj)`` that calls :func:`broadcast_object` with these arguments."""
+    """Return ``broadcast_object`` with its other arguments fixed, for repeated use.
+
+    Args:
+        root_rank: The rank whose object all get: a rank of the world, also within a process set.
+        session: Not used: objects do not go through TensorFlow.
+        name: Equal on all ranks. Calls without a name are matched in order.
+        process_set: The ranks that take part; all by default.
+
+    Returns:
+        A function ``f(obj)`` that returns the root's object.
+
+    Raises:
+        InvalidRequestError, MismatchError, AbortedError: From the returned function, as from
+            :func:`broadcast_object`.
+    """
 
     def broadcast(obj: Any) -> Any:
         return broadcast_object(obj, root_rank, session, name, process_set)
@@ -178,6 +198,9 @@ def allgather_object(
     Raises:
         InvalidRequestError: The process set is not registered. Nothing was sent.
         MismatchError, AbortedError: The ranks disagree, or one failed before it called this; the group can go on.
+        NotInitializedError: ``init()`` was not called.
+
+    After a failed call the given objects are unchanged.
     """
     return objects.allgather_object(obj, name, process_set)
 
@@ -194,14 +217,22 @@ def _executing_eagerly() -> bool:
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """Return references to variables, which can be keys of a dictionary: ``variable.ref()`` of each; lists become tuples of these."""
+    """Return references to variables, which can be keys of a dictionary: ``variable.ref()`` of each; lists become tuples of these.
+
+    Args:
+        vars: A variable, or nested lists and tuples of them.
+    """
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(each) for each in vars)
     return vars.ref() if hasattr(vars, "ref") else _ById(vars)
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """Return the variables behind the references that :func:`vars_to_refs` returned; tuples become lists."""
+    """Return the variables behind the references that :func:`vars_to_refs` returned; tuples become lists.
+
+    Args:
+        refs: A reference, or nested lists and tuples of them.
+    """
     if isinstance(refs, list | tuple):
         return [refs_to_vars(each) for each in refs]
     return refs.deref() if hasattr(refs, "deref") else refs

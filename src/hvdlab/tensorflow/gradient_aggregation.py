@@ -66,13 +66,21 @@ class LocalGradientAggregationHelper:
         self.locally_aggregated_grads: list[Any] = []
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable's gradients on their rank: they are added up, but not reduced."""
+        """Leave a variable's gradients on their rank: they are added up, but not reduced.
+
+        Args:
+            var: The variable.
+        """
         self._local.add(vars_to_refs(var))
 
     def build(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Make the variables for the sums and the counter, if there are none yet.
 
         Also for gradients that are ``None``: they may be there in a later pass, when a ``tf.function`` can make no more variables.
+
+        Args:
+            gradients: The gradients of a pass, or ``None`` for a variable without one.
+            variables: Their variables.
         """
         if self.counter is not None:
             return

@@ -338,6 +338,8 @@ def DistributedGradientTape(
 
     Returns:
         A tape of the same class, with the same recording. Its ``gradient`` must be called on every rank.
+        ``gradient`` raises ``MismatchError`` or ``AbortedError`` if the collective fails; the variables are unchanged
+        then.
 
     Raises:
         InvalidRequestError: The tape is distributed already, or an argument is wrong.
@@ -388,6 +390,10 @@ def PartialDistributedGradientTape(
         op, gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients: Likewise.
         local_layers: A Keras layer, or a list of them, whose trainable weights are local: their gradients are not reduced. They
             must be built.
+
+    Returns:
+        The tape. ``gradient`` raises ``MismatchError`` or ``AbortedError`` if the collective fails; the variables are
+        unchanged then.
 
     Raises:
         InvalidRequestError: As by :func:`DistributedGradientTape`, or ``local_layers`` has other objects than layers.

@@ -2,6 +2,19 @@
 
 Names and signatures are Horovod's; :mod:`hvdlab.torch.mpi_ops` describes the collectives' use of shapes, dtypes, gradients and
 errors.
+
+Example:
+    >>> import torch
+    >>> import hvdlab.torch as hvd
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> model = torch.nn.Linear(2, 1)
+    >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    >>> optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> hvd.allreduce(torch.tensor([1.0, 2.0]), op=hvd.Sum)
+    tensor([1., 2.])
+    >>> hvd.shutdown()
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ def broadcast_optimizer_state(
     Raises:
         InvalidRequestError: The optimizer has another number of groups or parameters than the root's.
         MismatchError, AbortedError: As for ``broadcast``; some tensors of the state may have been overwritten.
+        NotInitializedError: ``init()`` was not called.
     """
     root = own_number() == root_rank
     if not transfer_optimizer_state(optimizer, _FromRoot(root_rank), gives=root):

@@ -374,6 +374,8 @@ def watch_divergence(
 
     Raises:
         InvalidRequestError: ``model`` is no module, or ``every`` is less than 1.
+        AbortedError: Raised by the step after which the models are compared, if a rank fails before it has compared. After a
+            failed comparison the model is as the step left it.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidRequestError(

@@ -517,6 +517,8 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
 
     Raises:
         AbortedError: Another rank died, failed, left or was interrupted before all had joined.
+        InvalidRequestError: The process set is not registered, or this rank is not in it.
+        NotInitializedError: ``init()`` was not called.
     """
     return shown_number(context.engine("hvd.join()").join(set_id(process_set)))
 
@@ -585,6 +587,8 @@ def sparse_allreduce_async(
     Raises:
         UnsupportedError: ``op`` is neither average nor sum.
         InvalidRequestError: ``op`` is no operator, or this rank is not in the process set.
+
+    After a failed collective there is no output, and the given tensor is untouched.
     """
     chosen = checked_operator(op)
     if chosen not in (Average, Sum):

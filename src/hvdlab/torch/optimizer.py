@@ -74,6 +74,8 @@ def DistributedOptimizer(
         :class:`hvdlab.torch.optimizer.DistributedMixin`. ``op``, ``backward_passes_per_step``,
         ``gradient_predivide_factor``, ``sparse_as_dense`` and ``process_set`` can be read from it, and set between steps on all
         ranks alike; as in Horovod the name of each parameter can be read from the dictionary ``_parameter_names``.
+        ``step()`` and ``synchronize()`` raise ``MismatchError`` or ``AbortedError`` if a collective fails. The
+        parameters are unchanged then, and the gradients undefined.
 
     Raises:
         InvalidRequestError: An argument is wrong; the message names it.

@@ -102,6 +102,10 @@ class ElasticSampler:
         """Record that the batch of this number since iteration began was processed.
 
         After a :meth:`reset` it is still a batch of the iteration that is at work, until the next one begins.
+
+        Args:
+            batch_idx: Number of the batch.
+            batch_size: Indices of a batch.
         """
         batch = self.get_indices(batch_idx, batch_size)
         self.processed_indices.update(batch)
@@ -121,7 +125,12 @@ class ElasticSampler:
         return Share(self.epoch, *self._division, frozenset(self._places))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of a batch of the iteration at work; the last may be smaller than ``batch_size``."""
+        """Return the indices of a batch of the iteration at work; the last may be smaller than ``batch_size``.
+
+        Args:
+            batch_idx: Number of the batch since iteration began.
+            batch_size: Indices of a batch.
+        """
         start = batch_idx * batch_size
         return self.indices[start : start + batch_size]
 

@@ -51,15 +51,15 @@ class FrameworkHooks:
         return None
 
     def beside(self, value: Any) -> Iterable[Part]:
-        """Return the parts of an array (for which :meth:`array` gave a source) besides its elements, such as a scale."""
+        """Return the parts of a value (an array for which :meth:`array` gave a source) besides its elements, such as a scale."""
         return ()
 
     def is_all_elements(self, kind: type) -> bool:
-        """Return whether the attributes of an array of this type add nothing to its elements and :meth:`beside`."""
+        """Return whether the attributes of an array of this kind add nothing to its elements and :meth:`beside`."""
         return False
 
     def is_plain(self, kind: type) -> bool:
-        """Return whether a value of this type is small, has no parts, and is known to :meth:`plain`."""
+        """Return whether a value of this kind is small, has no parts, and is known to :meth:`plain`."""
         return False
 
     def plain(self, value: Any) -> tuple[bytes, str]:
@@ -82,11 +82,11 @@ class FrameworkHooks:
         return iter(())
 
     def memory(self, value: Any) -> tuple[str, int, int] | None:
-        """Return device, address and size in bytes of the memory of an array; None if it is no array of this framework or has none."""
+        """Return device, address and size in bytes of a value's memory; None if it is no array of this framework or has none."""
         return None
 
     def gradient(self, value: Any) -> Any:
-        """Return the gradient that is kept with an array; None if there is none."""
+        """Return the gradient that is kept with a value; None if there is none."""
         return None
 
     def nbytes(self, value: Any) -> int:
@@ -94,7 +94,7 @@ class FrameworkHooks:
         return 0
 
     def reduce(self, value: Any, *, move: bool, apart: int | None) -> Any:
-        """Return how an array is pickled for another process; ``NotImplemented`` if as it pickles itself.
+        """Return how a value, an array, is pickled for another process; ``NotImplemented`` if as it pickles itself.
 
         Args:
             move: Whether arrays of other devices become CPU arrays.

@@ -77,7 +77,12 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether this framework sees a GPU of its own, and hvdlab has a binding of it. Imports the framework."""
+    """Return whether this framework sees a GPU of its own, and hvdlab has a binding of it. Imports the framework.
+
+    Args:
+        ext_base_name: Horovod's name of the framework's binding, such as ``torch``.
+        verbose: Accepted for Horovod's sake; nothing is printed.
+    """
     found = False
     if extension_available(ext_base_name):
         if ext_base_name == "torch":
@@ -176,6 +181,15 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
     """
 
     def chosen(op: Any, average: bool | None) -> Any:
+        """Return the reduction operator for Horovod's old and new arguments.
+
+        Args:
+            op: The operator; ``None`` if ``average`` chooses.
+            average: Deprecated form: true for the average, false for the sum, ``None`` if not given.
+
+        Raises:
+            ValueError: Both were given.
+        """
         if op is not None and average is not None:
             raise ValueError("op= replaces average=; give only op=.")
         if op is not None:
@@ -191,12 +205,21 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether a number of ranks is 1, 2, 4, 8, …"""
+    """Return whether a number of ranks is 1, 2, 4, 8, …
+
+    Args:
+        num_rank: The number.
+    """
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def split_list(l: Sequence[Any], n: int) -> list[Any]:
-    """Return ``n`` consecutive parts of a list, the first ones longer by one where it doesn't divide evenly."""
+    """Return ``n`` consecutive parts of a list, the first ones longer by one where it doesn't divide evenly.
+
+    Args:
+        l: The list.
+        n: Number of parts.
+    """
     size, longer = divmod(len(l), n)
     starts = [part * size + min(part, longer) for part in range(n + 1)]
     return [l[begin:end] for begin, end in itertools.pairwise(starts)]

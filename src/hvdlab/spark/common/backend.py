@@ -21,7 +21,13 @@ class Backend(ABC):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on each rank and return its results, by rank."""
+        """Call ``fn(*args, **kwargs)`` on each rank and return its results, by rank.
+
+        Args:
+            fn: The function; cloudpickle must accept it.
+            args, kwargs: Its arguments, the same on each rank; by default none.
+            env: Variables to set for the ranks; by default none.
+        """
 
     @abstractmethod
     def num_processes(self) -> int:

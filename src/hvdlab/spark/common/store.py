@@ -57,11 +57,19 @@ class Store(ABC):
 
     @abstractmethod
     def get_val_data_path(self, idx: int | str | None = None) -> str:
-        """Return where the rows for validation are."""
+        """Return where the rows for validation are.
+
+        Args:
+            idx: Number of the data set; ``None`` for the directory of all.
+        """
 
     @abstractmethod
     def get_test_data_path(self, idx: int | str | None = None) -> str:
-        """Return where the rows for tests are."""
+        """Return where the rows for tests are.
+
+        Args:
+            idx: Number of the data set; ``None`` for the directory of all.
+        """
 
     @abstractmethod
     def saving_runs(self) -> bool:
@@ -73,19 +81,36 @@ class Store(ABC):
 
     @abstractmethod
     def get_run_path(self, run_id: str) -> str:
-        """Return the directory of one run."""
+        """Return the directory of one run.
+
+        Args:
+            run_id: The run's name.
+        """
 
     @abstractmethod
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Return where a run's checkpoints are; ``None`` if runs are not saved."""
+        """Return where a run's checkpoints are; ``None`` if runs are not saved.
+
+        Args:
+            run_id: The run's name.
+        """
 
     @abstractmethod
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """Return the paths of a run's checkpoints that end so, sorted by name."""
+        """Return the paths of a run's checkpoints that end so, sorted by name.
+
+        Args:
+            run_id: The run's name.
+            suffix: End of the names.
+        """
 
     @abstractmethod
     def get_logs_path(self, run_id: str) -> str | None:
-        """Return where a run's logs are; ``None`` if runs are not saved."""
+        """Return where a run's logs are; ``None`` if runs are not saved.
+
+        Args:
+            run_id: The run's name.
+        """
 
     @abstractmethod
     def get_checkpoint_filename(self) -> str:
@@ -105,19 +130,27 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, path: str, data: bytes) -> None:
-        """Put these bytes into a file; a reader sees the whole file or the one before."""
+        """Put ``data`` into the file at this path; a reader sees the whole file or the one before."""
 
     def write_text(self, path: str, text: str) -> None:
-        """Put text into a file, as UTF-8."""
+        """Put text into the file at this path, as UTF-8."""
         self.write(path, text.encode())
 
     @abstractmethod
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], contextlib.AbstractContextManager[str]]:
-        """Return a function that gives a temporary local directory, which is removed with its ``with``."""
+        """Return a function that gives a temporary local directory, which is removed with its ``with``.
+
+        Args:
+            run_id: The run's name.
+        """
 
     @abstractmethod
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """Return a function that copies the contents of a local directory into the run's."""
+        """Return a function that copies the contents of a local directory into the run's.
+
+        Args:
+            run_id: The run's name.
+        """
 
     def check_writable(self) -> None:  # noqa: B027  # a store that can't know lets the writing itself fail
         """Raise :class:`InvalidRequestError` if nothing can be written here. Estimators ask before they start anything."""
@@ -127,7 +160,12 @@ class Store(ABC):
         return f"{path.rstrip('/')}/_metadata"
 
     def to_remote(self, run_id: str, dataset_idx: int | str | None = None) -> RemoteStore:
-        """Return the paths of one run, for its ranks; picklable."""
+        """Return the paths of one run, for its ranks; picklable.
+
+        Args:
+            run_id: The run's name.
+            dataset_idx: Number of the data set; ``None`` for the directory of all.
+        """
         saves = self.saving_runs()
         return RemoteStore(
             train_data_path=self.get_train_data_path(dataset_idx),
@@ -254,6 +292,11 @@ class AbstractFilesystemStore(Store):
         return self._runs_path
 
     def get_run_path(self, run_id: str) -> str:
+        """Return the directory of one run.
+
+        Raises:
+            InvalidRequestError: ``run_id`` can't be the name of a directory.
+        """
         if not run_id or run_id in (".", "..") or "/" in run_id:
             raise InvalidRequestError(f"run_id={run_id!r} can't be the name of a directory of the store.")
         return f"{self._runs_path.rstrip('/')}/{run_id}"
@@ -300,6 +343,11 @@ class AbstractFilesystemStore(Store):
             raise
 
     def check_writable(self) -> None:
+        """Check that the store can be written to. Estimators do it before they start anything.
+
+        Raises:
+            InvalidRequestError: It can't; the text has the file system's reason.
+        """
         probe = f"{self.prefix_path.rstrip('/')}/.writable-{uuid.uuid4().hex[:8]}"
         try:
             self.write(probe, b"")
@@ -343,8 +391,12 @@ class _Sync:
 class FilesystemStore(AbstractFilesystemStore):
     """Store in any file system that fsspec knows: plain paths, ``file://``, ``s3://``, ``gs://``, ``abfs://``, ``memory://``.
 
-    Its arguments are those of :class:`AbstractFilesystemStore`. The library of a protocol (s3fs, gcsfs, adlfs) is needed in the driver
+    The library of a protocol (s3fs, gcsfs, adlfs) is needed in the driver
     and the executors, and Spark needs its own for the same protocol.
+
+    Args:
+        prefix_path: Directory of the store, with the protocol.
+        args, kwargs: As for :class:`AbstractFilesystemStore`.
 
     Raises:
         InvalidRequestError: fsspec does not know the protocol, or lacks its library.
@@ -359,6 +411,7 @@ class FilesystemStore(AbstractFilesystemStore):
 
     @property
     def protocol(self) -> str:
+        """Return the protocol of the paths, such as ``s3``; empty for plain paths."""
         return urlsplit(self.prefix_path).scheme
 
     @property
@@ -422,6 +475,11 @@ class HDFSStore(AbstractFilesystemStore):
         return path.startswith(cls.PREFIX)
 
     def get_full_path(self, path: str) -> str:
+        """Return the path with its protocol: ``/tmp/x`` is ``hdfs:///tmp/x`` with the store's host and port.
+
+        Raises:
+            InvalidRequestError: It is no path of HDFS, or one of another cluster.
+        """
         url = urlsplit(path)
         if url.scheme not in ("", "hdfs"):
             raise InvalidRequestError(f"{path} is no path of HDFS.")
@@ -441,7 +499,12 @@ class HDFSStore(AbstractFilesystemStore):
 
 
 class DBFSLocalStore(FilesystemStore):
-    """A store on Databricks' file system by its mount at ``/dbfs``: ``dbfs:/x`` is ``/dbfs/x``."""
+    """A store on Databricks' file system by its mount at ``/dbfs``: ``dbfs:/x`` is ``/dbfs/x``.
+
+    Args:
+        prefix_path: Directory of the store, ``dbfs:/x`` or ``/dbfs/x``.
+        args, kwargs: As for :class:`AbstractFilesystemStore`.
+    """
 
     DBFS_PATH_FORMAT_ERROR = "The provided path is not a DBFS path: {}. Use dbfs:/…, /dbfs/… or file:/dbfs/…."
 
@@ -455,10 +518,13 @@ class DBFSLocalStore(FilesystemStore):
 
     @staticmethod
     def normalize_path(path: str) -> str:
-        """Return the path below ``/dbfs``.
+        """Return a path of DBFS as the local path below ``/dbfs``.
 
         >>> DBFSLocalStore.normalize_path("dbfs:/tmp/x")
         '/dbfs/tmp/x'
+
+        Raises:
+            InvalidRequestError: It is no path of DBFS.
         """
         for head, mount in (
             ("dbfs:///", "/dbfs/"),

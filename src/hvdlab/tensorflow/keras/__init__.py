@@ -1,6 +1,17 @@
 """Horovod's API for ``tf.keras`` on hvdlab's collective core: ``import hvdlab.tensorflow.keras as hvd``.
 
 ``tf.keras`` is Keras 3, or Keras 2 (``tf_keras``) if TF_USE_LEGACY_KERAS=1 is set. The functions accept optimizers and models of both.
+
+Example:
+    >>> import keras
+    >>> import hvdlab.tensorflow.keras as hvd
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * hvd.size())), "mse", run_eagerly=True)
+    >>> broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    >>> model.fit(keras.ops.ones((4, 2)), keras.ops.ones((4, 1)), verbose=0, callbacks=[broadcast]).epoch
+    [0]
+    >>> hvd.shutdown()
 """
 
 from __future__ import annotations
@@ -189,6 +200,10 @@ def PartialDistributedOptimizer(
         average_aggregated_gradients, groups, process_set, scale_local_gradients: Likewise.
         local_layers: A Keras layer, or a list of them, whose trainable weights are local: their gradients are not reduced. They
             must be built.
+
+    Returns:
+        The new optimizer. Applying gradients raises ``MismatchError`` or ``AbortedError`` if the collective fails;
+        the variables are unchanged then.
 
     Raises:
         InvalidRequestError, UnsupportedError: As by :func:`DistributedOptimizer`, or ``local_layers`` has other objects than layers.

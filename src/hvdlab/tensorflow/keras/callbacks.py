@@ -66,7 +66,11 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._local = {vars_to_refs(_plain(each)) for each in local_variables or ()}
 
     def register_local_var(self, var: Any) -> None:
-        """Let each rank keep this variable as it is."""
+        """Let each rank keep a variable as it is.
+
+        Args:
+            var: The variable.
+        """
         self._local.add(vars_to_refs(_plain(var)))
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -167,6 +171,7 @@ class LearningRateScheduleCallback(Callback):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how many batches an epoch has. Raises ``InvalidRequestError`` if Keras does not know it."""
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
@@ -332,6 +337,7 @@ class BestModelCheckpoint(_Checkpoint):  # type: ignore[misc,unused-ignore]
         self.filepath: Any = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Save the model if it is the best. Raises ``InvalidRequestError`` if ``filepath`` was not assigned."""
         if self.filepath is None:
             raise InvalidRequestError("Assign the file to BestModelCheckpoint's `filepath` before training.")
         super().on_epoch_end(epoch, logs)

@@ -16,6 +16,17 @@
             state.commit()
 
     train(state)
+
+Example:
+    >>> import torch
+    >>> import hvdlab.torch as hvd
+    >>> hvd.init()  # on every rank; a process that is no rank becomes a world of one
+    >>> state = hvd.elastic.TorchState(model=torch.nn.Linear(2, 1), epoch=0)
+    >>> state.epoch = 7
+    >>> state.restore()  # as after a failure: back to the last commit
+    >>> state.epoch
+    0
+    >>> hvd.shutdown()
 """
 
 from __future__ import annotations

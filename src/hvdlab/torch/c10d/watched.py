@@ -313,6 +313,9 @@ class WatchedGroup(HvdlabProcessGroup):
             pass
         if inner is not None:
             inner.close()
+        # The works have the generation: in this circle they would keep torch's works, and with these the group's sockets, until Python
+        # looks for garbage.
+        generation.flying.clear()
 
     def shutdown(self) -> None:
         """Refuse further operations, and end the inner group."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import os
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -66,6 +70,28 @@ def _disagrees() -> None:
 
 def test_another_operation_is_a_mismatch_on_all_ranks(world: Ranks) -> None:
     world.run(_disagrees, timeout=60)
+    good(world)
+
+
+def _disagrees_in_backward() -> str:
+    model, rank = KEPT["model"], dist.get_rank()
+    loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(MismatchError) as caught:
+        dist.broadcast(torch.ones(2), 1) if rank == 1 else loss.backward()
+    return str(caught.value)
+
+
+def _import_compiler() -> None:
+    importlib.import_module("torch._dynamo")
+
+
+@pytest.mark.parametrize("compiler", [False, True], ids=["", "compiler"])
+def test_a_mismatch_names_the_bucket_of_a_wrapped_model(world: Ranks, compiler: bool) -> None:
+    good(world)
+    if compiler:
+        world.run(_import_compiler, timeout=60)
+    for text in world.run(_disagrees_in_backward, timeout=60):
+        assert "DDP bucket 0: bias, weight): allreduce float32[20] sum" in text, text
     good(world)
 
 
@@ -199,6 +225,31 @@ def _backend_fails() -> None:
         group._generation.inner.abort()
     with pytest.raises(AbortedError, match=r"all_reduce #.*torch's gloo failed on rank \d+: "):
         dist.all_reduce(torch.ones(2))
+
+
+def _descriptors() -> list[str]:
+    """Return what the descriptors of this process are, without numbers."""
+    for thread in threading.enumerate():
+        if thread.name == "hvdlab-c10d-dropping":
+            thread.join()
+    gc.collect()  # an error that was caught has its work, in whose frames it was raised
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            kinds.append(os.readlink(f"/proc/self/fd/{name}").partition(":")[0])
+    return sorted(kinds)
+
+
+def test_inner_groups_that_end_leave_no_descriptors(world: Ranks) -> None:
+    good(world)
+    world.run(_aborts, timeout=60)
+    good(world)
+    before = world.run(_descriptors)
+    for _ in range(3):
+        world.run(_aborts, timeout=60)
+        good(world)
+    for found, kinds in zip(world.run(_descriptors), before, strict=True):
+        assert Counter(found) - Counter(kinds) == Counter()
 
 
 def test_a_failure_of_the_backend_that_no_rank_explains_is_shown_on_all(world: Ranks) -> None:

@@ -1,6 +1,7 @@
 """Planes for tensors on GPUs.
 
 ``gpu_plane``    the common part of both planes: CUDA buffers, and members that join at the first operation
+``gpu_group``    the life of a member of such a group: operations on their way, their ends, giving up
 ``device``       the interface of one GPU
 ``driver``       that interface by CUDA's driver and NVIDIA's compiler; the only module that imports NVIDIA's bindings
 ``jobs``         from collectives to tables of jobs for ``kernels.cu``

@@ -28,17 +28,16 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from queue import SimpleQueue
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed, KernelLaunch
+from hvdlab.collectives.planes.gpu.gpu_group import STUCK_AFTER, GpuGroup
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
 from hvdlab.collectives.planes.gpu.ipc_memory import (
     QUIET,
@@ -56,12 +55,10 @@ from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 QUIET_WITHIN = 0.5
 """Seconds that the workers get to signal that their GPUs write nothing more, once this member's own GPU is drained or given up."""
-STUCK_AFTER = 10.0
-"""Seconds that this member's GPU gets, after a stop, for work before the group's, such as a kernel of the user's."""
 _BEYOND = 1 << 30
 """How far ahead of all operations the values are that end every wait; less than 2**31, as the GPU compares overflowing counters."""
-_DRAIN_INTERVAL = 0.001
-"""Seconds between two polls of the GPU after a stop: the driver has no event for "nothing is left"."""
+_QUIET_INTERVAL = 0.001
+"""Seconds between two polls of the workers' words after a stop: a GPU that stores one wakes no thread."""
 _FOREVER = 1 << 62
 """The number up to which a member that is no worker has executed all operations: nothing waits for it."""
 _TABLES = 64
@@ -111,10 +108,8 @@ class _Arena(NamedTuple):
     slot: int
 
 
-class IpcGroup:
+class IpcGroup(GpuGroup[_Begun]):
     """Member of a group whose GPUs work on each other's memory.
-
-    :meth:`run` belongs to one thread at a time; :meth:`stop` may come from any.
 
     Args:
         device: This member's GPU.
@@ -123,59 +118,31 @@ class IpcGroup:
         workers: Positions of the workers.
     """
 
+    kind: ClassVar[str] = "cuda"
+
     def __init__(
         self, device: Device, memory: mmap.mmap, index: int, members: int, workers: Sequence[int]
     ) -> None:
-        self._device, self._index, self._memory = device, index, memory
+        super().__init__(device)
+        self._index, self._memory = index, memory
         self._workers = tuple(workers)
         self.announcements = GpuAnnouncements(memory, members)
         layout = self.announcements.layout
         self.signals = Signals(memory, layout, index)
         #: By which members wait for the end of an operation. Of the watcher's thread, once the group is connected.
         self._executed = Signals(memory, layout, index, offset=layout.ends)
-        #: Number of the operation that was begun last; they count from 1.
-        self._number = 0
-        #: Number of the last operation that has ended here. Under ``_guard``.
-        self._finished = 0
-        #: The operations whose ends the watcher waits for, in order; ``None`` ends the watcher.
-        self._ends: SimpleQueue[_Begun | None] = SimpleQueue()
-        #: Held while something is enqueued. After a stop the thread that drains the GPU acquires it once; nothing is enqueued from then on.
-        self._enqueuing = threading.Lock()
-        self._guard = threading.Lock()
-        #: An operation has ended, or the group has stopped.
-        self._progress = threading.Condition(self._guard)
-        self.stopped = False
-        #: Operations that were begun and have not ended, by number. Under ``_guard``.
-        self._under_way: dict[int, PendingCompletion] = {}
-        #: After a stop: no GPU writes to the members' tensors any more, as far as can be known.
-        self._quiet = threading.Event()
-        self._drainer: threading.Thread | None = None
-        #: The GPU is busy with other work, and does not come to the end of the group's: its streams and memory are left as they are.
-        self._is_stuck = False
-        self._closed = False
-        #: Events that are used again.
-        self._events: list[int] = []
         self._exports = ExportedMemory(device, self.announcements, index)
         self._arenas: list[_Arena] = []
         self._worker: IpcWorker | None = None
-        #: Gives the GPU's streams, events and memory back.
-        self._resources = contextlib.ExitStack()
-        try:
-            with device:
-                self._acquire()
-        except BaseException:
-            self._release()
-            raise
-        self._watcher = threading.Thread(target=self._watch, name="hvdlab-cuda-ends", daemon=True)
-        self._watcher.start()
+        self._open()
 
     def _acquire(self) -> None:
         device, free = self._device, self._resources
         address = self.announcements.address
         self._base = device.register(address, self.announcements.layout.size)
         free.callback(device.unregister, address)
-        self._stream, self._back = device.new_stream(), device.new_stream()
-        for stream in (self._stream, self._back):
+        self.stream, self._back = device.new_stream(), device.new_stream()
+        for stream in (self.stream, self._back):
             free.callback(device.end_stream, stream)
         if self._index in self._workers:
             self._worker = IpcWorker(
@@ -217,7 +184,7 @@ class IpcGroup:
                 raise PlaneBroken(f"the GPU of this rank: {error}") from error
 
     def _begin(self, operation: GpuOperation, phases: PhaseTimes, started: int) -> PendingCompletion:
-        device, stream = self._device, self._stream
+        device, stream = self._device, self.stream
         number = self._number + 1
         self._await_place(number)
         self._number = number
@@ -244,27 +211,8 @@ class IpcGroup:
             self._worker.work(number, operation)
             done = self._record(self._worker.stream)
         pending = PendingCompletion()
-        with self._guard:
-            self._under_way[number] = pending
-        self._ends.put(_Begun(number, ready, done, back, pending, phases, started, operation))
+        self._add(_Begun(number, ready, done, back, pending, phases, started, operation))
         return pending
-
-    def _record(self, stream: int) -> int:
-        """Return an event that comes when all that is on the stream now is done."""
-        if self._events:
-            event = self._events.pop()
-        else:
-            event = self._device.new_event()
-            self._resources.callback(self._device.end_event, event)
-        self._device.record(event, stream)
-        return event
-
-    def _await_place(self, number: int) -> None:
-        """Wait until the operation that had this one's place in the announcements has ended."""
-        with self._progress:
-            self._progress.wait_for(lambda: self.stopped or self._finished >= number - RING)
-            if self.stopped:
-                raise PlaneAborted
 
     def _announce(self, place: int, operation: GpuOperation) -> list[_CopyBack]:
         """Announce where the tensors are; inputs in memory that other members can't open are copied to the arena.
@@ -302,7 +250,7 @@ class IpcGroup:
         for offset, (row, column, buffer) in zip(offsets, staged, strict=True):
             self.announcements.places[place, self._index, row, column : column + 2] = (arena.slot, offset)
             if column == 0:
-                self._device.copy(arena.base + offset, buffer.pointer, buffer.nbytes, self._stream)
+                self._device.copy(arena.base + offset, buffer.pointer, buffer.nbytes, self.stream)
             else:
                 back.append(_CopyBack(buffer.pointer, arena.base + offset, buffer.nbytes))
         return back
@@ -316,25 +264,10 @@ class IpcGroup:
             self._arenas.append(_Arena(base, nbytes, self._exports.publish(base)))
         return self._arenas[-1]
 
-    def clear(self, buffer: CudaBuffer) -> None:
-        """Set a tensor of the next operation to zero."""
-        with self._enqueuing, self._device:
-            if self.stopped:
-                raise PlaneAborted
-            if buffer.after is not None:
-                self._device.wait_event(self._stream, buffer.after.event)
-            self._device.clear(buffer.pointer, buffer.nbytes, self._stream)
-
     def _others_stopped(self) -> bool:
         return bool(self.announcements.flags(STOPPED).any())
 
     # -- ends -------------------------------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        """Wait for the ends of operations, in order. A thread of its own."""
-        while (begun := self._ends.get()) is not None:
-            self._end(begun, self._outcome(begun))
-            del begun  # it holds the tensors
 
     def _outcome(self, begun: _Begun) -> Exception | None:
         try:
@@ -380,15 +313,6 @@ class IpcGroup:
         finally:
             device.end_event(event)
 
-    def _end(self, begun: _Begun, error: Exception | None) -> None:
-        if error is None:
-            self._measure(begun)
-        with self._progress:
-            self._finished = begun.number
-            self._under_way.pop(begun.number, None)
-            self._progress.notify_all()
-        begun.pending.end(error)
-
     def _measure(self, begun: _Begun) -> None:
         """Add the time of the kernel, by the GPU's clock; the rest of the time that has passed is waiting."""
         times = self.announcements.times[begun.number % RING]
@@ -396,92 +320,48 @@ class IpcGroup:
         begun.phases.transfer += max(spent, 0)
         begun.phases.wait = max(0, time.monotonic_ns() - begun.started - begun.phases.transfer)
 
-    def stop(self) -> None:
-        """Give up: everything under way ends with ``PlaneAborted``. Any thread; never blocks; idempotent."""
-        with self._guard:
-            if not self.stopped and not self._closed:
-                self._begin_stop()
+    # -- giving up ----------------------------------------------------------------------------------------------------
 
-    def _begin_stop(self) -> None:
-        self.stopped = True
+    def _end_waits(self) -> None:
         # Stored before the values that end the waits: a kernel or member that such a value lets go on then finds this word set.
         # x86 keeps the stores in this order, and so do a GPU's reads.
         self.announcements.flags(STOPPED)[self._index] = 1
         self.signals.abort()
         self._executed.abort()
-        self._end_waits()
-        self._progress.notify_all()
-        self._drainer = threading.Thread(target=self._drain, name="hvdlab-cuda-drain", daemon=True)
-        self._drainer.start()
+        self._push_on()
 
-    def _end_waits(self) -> None:
+    def _push_on(self) -> None:
         self.announcements.flags(READY)[:] = (self._number + _BEYOND) & 0xFFFFFFFF
 
-    def _drain(self) -> None:
-        """End the waits of this member's GPU until it has nothing left to do; then let the operations under way end. A thread of its own."""
+    def _leave_gpu(self) -> bool:
         # A thread that enqueues has left after this, and later ones find the group stopped: the GPU's work only gets less.
         with self._enqueuing:
             pass
-        self._is_stuck = not self._drain_gpu()
-        if not self._is_stuck:
+        drained = self._drain_gpu(time.monotonic() + STUCK_AFTER)
+        if drained:
             self.announcements.flags(QUIET)[self._index] = 1
-        end = time.monotonic() + QUIET_WITHIN
-        with self._guard:
-            pending = list(self._under_way.values())
-        while pending and time.monotonic() < end and not self._all_quiet():
-            time.sleep(_DRAIN_INTERVAL)
-        self._quiet.set()
-        if self._is_stuck:
-            # The watcher can't end them: it waits for events that the GPU does not come to.
-            for one in pending:
-                one.end(PlaneAborted())
-
-    def _drain_gpu(self) -> bool:
-        """Whether the GPU came to the end of our work in time."""
-        end = time.monotonic() + STUCK_AFTER
-        with contextlib.suppress(DeviceFailed), self._device:  # if it has failed its work is gone
-            while not self._drained():
-                if time.monotonic() > end:
-                    return False
-                self._end_waits()
-                time.sleep(_DRAIN_INTERVAL)
-        return True
+        return drained
 
     def _drained(self) -> bool:
-        streams = [self._stream, self._back, *([] if self._worker is None else [self._worker.stream])]
+        streams = [self.stream, self._back, *([] if self._worker is None else [self._worker.stream])]
         return all(self._device.drained(stream) for stream in streams)
+
+    def _await_others(self) -> None:
+        """Wait until the workers' GPUs write nothing more, at most ``QUIET_WITHIN`` seconds."""
+        end = time.monotonic() + QUIET_WITHIN
+        while time.monotonic() < end and not self._all_quiet():
+            time.sleep(_QUIET_INTERVAL)
 
     def _all_quiet(self) -> bool:
         return bool(self.announcements.flags(QUIET)[list(self._workers)].all())
 
-    def close(self) -> None:
-        """Free everything. Idempotent.
+    # -- the end ------------------------------------------------------------------------------------------------------
 
-        After a stop it waits until this member's GPU is drained (at most ``STUCK_AFTER`` seconds), and then at most
-        ``QUIET_WITHIN`` seconds for the workers; it never waits for other members.
-        """
-        with self._guard:
-            if self._closed:
-                return
-            self._closed = True  # from here on stop() does nothing
-            if self._under_way and not self.stopped:
-                self._begin_stop()
-        if self._drainer is not None:
-            self._drainer.join()
-        self._ends.put(None)
-        if self._is_stuck:
-            self.signals.close()  # the GPU may still write to all other memory
-            self._executed.close()
-            return
-        self._watcher.join()
-        self._release()
+    def _keep_memory(self) -> None:
+        self.signals.close()  # the GPU may still write to all other memory
+        self._executed.close()
 
-    def _release(self) -> None:
-        with (
-            contextlib.suppress(DeviceFailed),
-            self._device,
-        ):  # a GPU that has failed frees all when the process ends
-            self._resources.close()
+    def _free_host(self) -> None:
         self.signals.close()
         self._executed.close()
         self.announcements.close()

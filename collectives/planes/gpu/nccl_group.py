@@ -26,32 +26,27 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed, KernelLaunch
+from hvdlab.collectives.planes.gpu.gpu_group import STUCK_AFTER, GpuGroup
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
+from hvdlab.collectives.planes.gpu.ipc_memory import RING
 from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.planes.gpu.nccl_library import Communicator
 from hvdlab.collectives.types import DType, ReduceOp
 
-RING = 8
-"""Operations that may be on their way; a member that would be further ahead waits for the end of an earlier one."""
 TABLE_BYTES = 1 << 17
 """Room for the tables of the launches of one operation."""
 LEARN_WITHIN = 0.2
 """Seconds that the other members get to learn that the epoch has ended, before this member's communicator is aborted."""
-STUCK_AFTER = 10.0
-"""Seconds that this member's GPU gets, after a stop, for work before the group's, such as a kernel of the user's."""
 SEND_WITHIN, CLOSE_WITHIN = 3.0, 6.0
 """Seconds that NCCL gets, when the group is closed, to send data that other members still wait for, and to free everything."""
 CHECK_INTERVAL = 0.5
 """Seconds between two polls of whether NCCL has lost a connection, of which it has no event."""
-_DRAIN_INTERVAL = 0.001
-"""Seconds between two polls of the GPU after a stop: the driver has no event for "nothing is left"."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.00005, 0.002
 """Seconds between two polls of whether NCCL has enqueued a call, of which it has no event either; longer each time."""
 _LEAST_SCRATCH = 1 << 20  # bytes
@@ -81,68 +76,38 @@ class _Enqueued(NamedTuple):
     tensors: Sequence[CudaBuffer]
 
 
-class NcclGroup:
-    """Member of a group that NCCL connects.
-
-    :meth:`run` belongs to one thread at a time; only code that it calls may call the steps. :meth:`stop` may come from any thread.
+class NcclGroup(GpuGroup[_Enqueued]):
+    """Member of a group that NCCL connects. Only code that :meth:`run` calls may call the steps.
 
     Args:
         device: This member's GPU.
         communicator: NCCL's, which is being made; the group frees it.
     """
 
+    kind: ClassVar[str] = "nccl"
+
     def __init__(self, device: Device, communicator: Communicator) -> None:
-        self._device = device
+        super().__init__(device)
         self.communicator = communicator
-        #: Number of the operation that was begun last; they count from 1.
-        self._number = 0
-        #: Number of the last operation that has ended here. Under ``_guard``.
-        self._finished = 0
-        #: The operations whose ends the watcher waits for, in order; ``None`` ends the watcher.
-        self._ends: SimpleQueue[_Enqueued | None] = SimpleQueue()
-        #: Held while an operation is enqueued. After a stop the thread that drains the GPU acquires it once; nothing is enqueued from then on.
-        #: It is acquired before ``_calling``.
-        self._enqueuing = threading.Lock()
         #: Held during each call of NCCL. Once it is stopped only the thread that aborts the communicator makes any.
+        #: ``_enqueuing`` is acquired before it.
         self._calling = threading.Lock()
-        self._guard = threading.Lock()
-        #: An operation has ended, or the group has stopped.
-        self._progress = threading.Condition(self._guard)
-        #: Set once this member has given up.
-        self._stopping = threading.Event()
         #: Set once this member has given up or closes the group: nothing is left to be asked of NCCL.
         self._over = threading.Event()
         #: The failure, if that is why the group has stopped.
         self._failure = ""
-        #: Operations that were begun and have not ended, by number. Under ``_guard``.
-        self._under_way: dict[int, PendingCompletion] = {}
-        #: After a stop: the GPU writes to the tensors no more, as far as can be known.
-        self._quiet = threading.Event()
-        self._drainer: threading.Thread | None = None
-        #: The GPU is busy with other work, and does not come to the end of the group's, or NCCL does not: stream and memory are left as they are.
-        self._is_stuck = False
-        self._closed = False
-        #: Events that are used again.
-        self._events: list[int] = []
         #: Memory of the GPU between the steps of an operation; memory that has become too small stays, since enqueued steps use it.
         self._scratch = (0, 0)
         #: Bytes of the tables of this operation that are taken.
         self._table_bytes = 0
-        #: Gives the GPU's streams, events and memory back.
-        self._resources = contextlib.ExitStack()
         self._host = mmap.mmap(-1, RING * TABLE_BYTES + mmap.PAGESIZE)
         self._anchor = ctypes.c_char.from_buffer(self._host)
-        try:
-            with device:
-                self._acquire()
-        except BaseException:
-            self._abort_communicator()
-            self._release()
-            raise
-        self._watcher = threading.Thread(target=self._watch, name="hvdlab-nccl-ends", daemon=True)
-        self._watcher.start()
+        self._open()
         self._monitor = threading.Thread(target=self._ask, name="hvdlab-nccl-monitor", daemon=True)
         self._monitor.start()
+
+    def _abandon(self) -> None:
+        self._abort_communicator()
 
     def _acquire(self) -> None:
         device, free = self._device, self._resources
@@ -203,43 +168,19 @@ class NcclGroup:
     def _begin(
         self, enqueue: Callable[[], None], tensors: Sequence[CudaBuffer], phases: PhaseTimes, started: int
     ) -> PendingCompletion:
-        device, number = self._device, self._number + 1
+        number = self._number + 1
         self._await_place(number)
         self._number, self._table_bytes = number, 0
         self._wait_for(tensors)
         enqueue()
-        event = self._events.pop() if self._events else self._new_event()
-        device.record(event, self.stream)
-        pending = PendingCompletion()
-        with self._guard:
-            self._under_way[number] = pending
-        self._ends.put(_Enqueued(number, event, pending, phases, started, tensors))
+        event, pending = self._record(self.stream), PendingCompletion()
+        self._add(_Enqueued(number, event, pending, phases, started, tensors))
         return pending
-
-    def _new_event(self) -> int:
-        event = self._device.new_event()
-        self._resources.callback(self._device.end_event, event)
-        return event
-
-    def _await_place(self, number: int) -> None:
-        """Wait until the operation whose tables were in the same place has ended."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._stopping.is_set() or self._finished >= number - RING)
-        if self._stopping.is_set():
-            raise self._reason()
 
     def _wait_for(self, tensors: Sequence[CudaBuffer]) -> None:
         """Make the stream wait for all work that comes before the tensors are read or written."""
         for event in {tensor.after.event for tensor in tensors if tensor.after is not None}:
             self._device.wait_event(self.stream, event)
-
-    def clear(self, buffer: CudaBuffer) -> None:
-        """Set a tensor of the next operation to zero."""
-        with self._enqueuing, self._device:
-            if self._stopping.is_set():
-                raise self._reason()
-            self._wait_for([buffer])
-            self._device.clear(buffer.pointer, buffer.nbytes, self.stream)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -335,12 +276,6 @@ class NcclGroup:
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Wait for the ends of operations, in order. A thread of its own."""
-        while (enqueued := self._ends.get()) is not None:
-            self._end(enqueued, self._outcome(enqueued))
-            del enqueued  # it holds the tensors
-
     def _outcome(self, enqueued: _Enqueued) -> Exception | None:
         try:
             with self._device:
@@ -353,14 +288,8 @@ class NcclGroup:
         self._quiet.wait()
         return self._reason()
 
-    def _end(self, enqueued: _Enqueued, error: Exception | None) -> None:
-        if error is None:
-            enqueued.phases.transfer += time.monotonic_ns() - enqueued.started
-        with self._progress:
-            self._finished = enqueued.number
-            self._under_way.pop(enqueued.number, None)
-            self._progress.notify_all()
-        enqueued.pending.end(error)
+    def _measure(self, enqueued: _Enqueued) -> None:
+        enqueued.phases.transfer += time.monotonic_ns() - enqueued.started
 
     def _ask(self) -> None:
         """Ask NCCL from time to time whether a connection was lost, which would keep an operation waiting. A thread of its own."""
@@ -379,7 +308,6 @@ class NcclGroup:
             self._fail(str(error))
 
     def _reason(self) -> Exception:
-        """Return the error that operations raise, or end with, after a stop."""
         return PlaneBroken(self._failure) if self._failure else PlaneAborted()
 
     def _fail(self, failure: str) -> None:
@@ -388,21 +316,11 @@ class NcclGroup:
                 self._failure = failure
                 self._begin_stop()
 
-    def stop(self) -> None:
-        """Give up: everything under way ends with ``PlaneAborted``. Any thread; never blocks; idempotent."""
-        with self._guard:
-            if not self._stopping.is_set() and not self._closed:
-                self._begin_stop()
-
-    def _begin_stop(self) -> None:
-        self._stopping.set()
+    def _end_waits(self) -> None:
         self._over.set()
-        self._progress.notify_all()
-        self._drainer = threading.Thread(target=self._drain, name="hvdlab-nccl-drain", daemon=True)
-        self._drainer.start()
 
-    def _drain(self) -> None:
-        """Abort the communicator, wait until the GPU has done the enqueued steps, and let the operations under way end. A thread of its own."""
+    def _leave_gpu(self) -> bool:
+        """Abort the communicator, and wait until the GPU has done the enqueued steps."""
         if self._number != self._finished:
             time.sleep(LEARN_WITHIN)
         with self._calling:
@@ -417,64 +335,28 @@ class NcclGroup:
         left = self._enqueuing.acquire(timeout=max(0.0, end - time.monotonic()))
         if left:
             self._enqueuing.release()
-        self._is_stuck = aborter.is_alive() or not left or not self._drain_gpu(end)
-        with self._guard:
-            pending = list(self._under_way.values())
-        self._quiet.set()
-        if self._is_stuck:
-            # The watcher can't end them: it waits for events that the GPU does not come to.
-            for one in pending:
-                one.end(self._reason())
+        return not aborter.is_alive() and left and self._drain_gpu(end)
 
     def _abort_communicator(self) -> None:
         with contextlib.suppress(DeviceFailed), self._device:  # if it has failed there is nothing to free
             self.communicator.abort()
 
-    def _drain_gpu(self, end: float) -> bool:
-        """Whether the GPU came to the end of our work in time."""
-        with contextlib.suppress(DeviceFailed), self._device:  # if it has failed its work is gone
-            while not self._device.drained(self.stream):
-                if time.monotonic() > end:
-                    return False
-                time.sleep(_DRAIN_INTERVAL)
-        return True
-
-    def close(self) -> None:
-        """Free everything. Idempotent.
-
-        It waits for this member's GPU and for NCCL's work on the host, half a second as a rule; after a stop ``STUCK_AFTER`` seconds
-        at most, otherwise ``CLOSE_WITHIN``.
-        """
-        with self._guard:
-            if self._closed:
-                return
-            if self._under_way and not self._stopping.is_set():
-                self._begin_stop()
-            self._closed = True  # from here on stop() does nothing
-            self._over.set()
-        if self._drainer is not None:
-            self._drainer.join()
+    def _part(self) -> None:
+        """Stop asking NCCL, and close the communicator, which takes half a second as a rule and ``CLOSE_WITHIN`` seconds at most."""
+        self._over.set()
         self._monitor.join()
-        self._ends.put(None)
         if self._drainer is None:
             # In a thread of its own: NCCL waits for members of the same host to leave their communicators, too.
             closer = threading.Thread(target=self._close_communicator, name="hvdlab-nccl-close", daemon=True)
             closer.start()
             closer.join(CLOSE_WITHIN)
             self._is_stuck = closer.is_alive()
-        if self._is_stuck:
-            return  # the GPU, or NCCL, may still use all the rest
-        self._watcher.join()
-        self._release()
 
     def _close_communicator(self) -> None:
         with contextlib.suppress(DeviceFailed), self._device:  # NCCL has freed all that it could by then
             self.communicator.close(SEND_WITHIN)
 
-    def _release(self) -> None:
-        # A GPU that has failed frees all when the process ends.
-        with contextlib.suppress(DeviceFailed), self._device:
-            self._resources.close()
+    def _free_host(self) -> None:
         # It exports the buffer of the map, which can't be closed before.
         del self._anchor
         with contextlib.suppress(BufferError):  # a traceback holds a view: it is unmapped when that goes

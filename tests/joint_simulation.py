@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -43,6 +44,13 @@ _FIRST_PEER = 100  # ranks' connections and processes are numbered from here, ap
 _NOBODY = SimRank.nobody(0)
 _PATIENCE = 5.0
 """Seconds ahead that the clock is put forward for what the coordinator has said it waits for."""
+
+
+class StepWatcher(Protocol):
+    """Observer of a simulation's steps, such as one that counts states."""
+
+    def stepped(self, simulation: Simulation) -> None:
+        """One event has been played."""
 
 
 class Simulation:
@@ -99,6 +107,8 @@ class Simulation:
         self._numbers = 0
         self._expected: tuple[int, ...] = ()  # the client's requests
         self._released: dict[int, int] = {}  # ranks that it asks to release, and their processes
+        #: Notified after each step.
+        self.watcher: StepWatcher | None = None
         #: Called with each world of which the coordinator notifies the client.
         self.client_hears: Callable[[m.World], None] = lambda world: None
         #: Called when the coordinator notifies the client that a rank is back.
@@ -156,6 +166,10 @@ class Simulation:
             generation=me.generation,
             returns=self.may_return(me),
         )
+
+    def connected(self) -> Iterator[SimRank]:
+        """Yield the processes that are part of the job, or whose connections the coordinator has not closed."""
+        return (me for me in self._moving if me.alive or me.open)
 
     def may_return(self, me: SimRank) -> bool:
         """Whether a rank comes back when the others have gone on without it."""
@@ -418,6 +432,8 @@ class Simulation:
         if choices:
             action, me = self.random.choice(choices)
             action(me)
+            if self.watcher is not None:
+                self.watcher.stepped(self)
             return True
         came = [self._comes_again(me) for me in self._moving if me.early and not me.away]
         if any(came):

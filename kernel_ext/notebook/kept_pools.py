@@ -2,6 +2,7 @@
 
 The processes of a :class:`LocalKeptPool` are on this host. Those of a :class:`LauncherKeptPool` are on a cluster (today: Ray): the
 launcher's keeper process, not this host's fork server, watches the coordinator while no notebook is attached.
+:func:`main` is the command ``hvdlab pools``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hvdlab.kernel_ext.launchers.names import LOCAL
 from hvdlab.kernel_ext.notebook.prestart import PoolCoordinator, PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.rank_states import RanksAdopted
-from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
+from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process, table
 from hvdlab.kernel_ext.wire.cells import SetOwner
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry as launchers
@@ -622,3 +623,22 @@ def stop(name: str) -> None:
         stop_local(name)
     else:
         LauncherKeptPool.claim(name, launcher).forget()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``hvdlab pools``: list the kept pools, or end some. Returns the exit code.
+
+    Raises:
+        InvalidRequestError: The command can't be read, or there is no such pool, or a process uses it.
+    """
+    match list(arguments):
+        case []:
+            elsewhere, problems = kept_elsewhere()
+            print("\n".join([table(KeptPoolRegistry().all(), elsewhere), *problems]))
+        case ["stop", *names] if names:
+            for name in names:
+                stop(name)
+                print(f"the pool `{name}` has ended, with its ranks and their variables")
+        case _:
+            raise InvalidRequestError("write `hvdlab pools`, or `hvdlab pools stop NAME ...`")
+    return 0

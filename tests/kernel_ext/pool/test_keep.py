@@ -25,10 +25,10 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook import kept_pools, takeover
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.kept_pools import main as pools_command
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, table
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
-from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.launch.forkserver.server import DetachedSupervisor
 from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable

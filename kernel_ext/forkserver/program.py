@@ -5,6 +5,7 @@ The fork server imports this module first, by its name; heavy modules are import
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +17,9 @@ from hvdlab.launch.forkserver.program import StdPipes
 
 PROGRAM_NAME = f"{__name__}:PROGRAM"
 """The name that a pool's fork server is started with."""
+
+PORTS_TAKEN = errno.EADDRINUSE
+"""Exit code of a controller whose ports another program has."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _left = msgspec.msgpack.Decoder(CrashOutput)
@@ -35,7 +39,7 @@ class PoolProgram(FrameworkPreloads):
         "pygments.lexers.python",
         "pygments.formatters.terminal256",
         "stack_data",
-        "hvdlab.kernel_ext.launchers.controller",
+        "hvdlab.kernel_ext.forkserver.controller",
     )
 
     def after_required(self) -> None:
@@ -73,7 +77,7 @@ class PoolProgram(FrameworkPreloads):
 
     def run_controller(self, argv: Sequence[str], channel: int) -> int:
         """Be ipyparallel's controller, until the fork server is gone."""
-        from hvdlab.kernel_ext.launchers.controller import run_forked
+        from hvdlab.kernel_ext.forkserver.controller import run_forked
 
         return run_forked(tuple(argv), channel)
 

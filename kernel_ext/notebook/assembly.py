@@ -23,15 +23,14 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
-from hvdlab.kernel_ext.launchers import names
-from hvdlab.kernel_ext.launchers.cluster import Companion
-from hvdlab.kernel_ext.launchers.foreign import PoolRequest
-from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.notebook import checks, takeover
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
 from hvdlab.kernel_ext.notebook.elastic_admission import ElasticAdmission
+from hvdlab.kernel_ext.notebook.ipyparallel import launchers
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import EngineRegistration, IpyparallelCluster
+from hvdlab.kernel_ext.notebook.ipyparallel.launchers import PoolRequest
 from hvdlab.kernel_ext.notebook.kept_pools import (
     KeptPool,
     LauncherKeptPool,
@@ -166,7 +165,7 @@ class PoolParts:
         #: Rank to the time at which its process was ready (``CLOCK_MONOTONIC``, ns).
         self._ready_ns: dict[int, int] = {}
         self._closed = False
-        self.joining = Joining(
+        self.joining = EngineRegistration(
             lambda rank, request: self.runs.post(JOIN, request.encode(), [rank]), failed=self._could_not_join
         )
         self.resumed: list[CellHandle] = []
@@ -186,7 +185,7 @@ class PoolParts:
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
             newcomers=self.newcomers,
         )
-        self.companion = Companion(
+        self.companion = IpyparallelCluster(
             processes.fork_server, self.group.pids, self.joining.connected, lost=self.runs.notice
         )
         self.admission = ElasticAdmission(
@@ -229,7 +228,7 @@ class PoolParts:
         progress: Progress,
     ) -> PoolParts:
         """Start everything, ranks included. Raises what ``Pool.start`` does, and has left nothing behind then."""
-        found = names.find(launcher)
+        found = launchers.find(launcher)
         values = parse(found.name, found.options(), options) if options else {}
         found.check(size, hosts)
         checks.check_plane(plane)
@@ -295,13 +294,15 @@ class PoolParts:
     ) -> PoolParts:
         """Take over a pool that was kept. Raises what ``Pool.attach`` does, and has left the pool as it was then."""
         keeping: KeptPool = (
-            LocalKeptPool.claim(name) if launcher == names.LOCAL else LauncherKeptPool.claim(name, launcher)
+            LocalKeptPool.claim(name)
+            if launcher == launchers.LOCAL
+            else LauncherKeptPool.claim(name, launcher)
         )
         processes: PoolProcesses | None = None
         try:
             progress("finding the ranks")
             processes = keeping.connect(deadline)
-            self = cls(processes, names.find(launcher), keeping.plane, "", {}, keeping)
+            self = cls(processes, launchers.find(launcher), keeping.plane, "", {}, keeping)
         except BaseException:
             if processes is not None:
                 keeping.disconnect(processes)
@@ -390,7 +391,7 @@ class PoolParts:
             self._starter.hear(event)
         if isinstance(event, Exited):
             self.joining.gone(event.number)
-        self.companion.hear(event)
+        self.companion.on_forkserver_event(event)
 
     def _take_left(self, event: Ended, left: CrashOutput) -> Ended:
         """Show what a rank could not send before it ended, under its cell.

@@ -28,7 +28,7 @@ from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.collectives.system import host_key
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
-from hvdlab.kernel_ext.launchers.names import LOCAL
+from hvdlab.kernel_ext.notebook.ipyparallel.launchers import LOCAL
 from hvdlab.kernel_ext.notebook.prestart import PoolCoordinator, PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.rank_states import RanksAdopted

@@ -16,7 +16,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
-from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import load_ipyparallel
 from hvdlab.launch.forkserver.client import ForkServer
 
 

@@ -17,7 +17,7 @@ import zmq
 from forked_ranks import allow_files
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.launchers import ports
+from hvdlab.kernel_ext.forkserver import controller
 from hvdlab.kernel_ext.notebook.pool import Pool
 from pool_probe import PoolProbe
 
@@ -75,7 +75,7 @@ def ports_of(pool: Pool) -> dict[str, int]:
 
 def check_where_it_listens(pool: Pool) -> None:
     """Only for this host, and where no program gets a port without naming it."""
-    given_away = ports.outgoing() if ports.candidates(ports.outgoing()) else range(0)
+    given_away = controller.outgoing() if controller.candidates(controller.outgoing()) else range(0)
     connections = psutil.Process(pool.cluster.controller.pid).net_connections("tcp")
     listening = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
     assert len(listening) > 10

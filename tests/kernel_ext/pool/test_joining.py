@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hvdlab.kernel_ext.launchers.joining import TRIES, Joining
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import TRIES, EngineRegistration
 
 
 class Ranks:
@@ -17,7 +17,7 @@ class Ranks:
     def __init__(self, count: int, at_once: int) -> None:
         self.asked: list[tuple[int, str]] = []
         self.failed: list[tuple[int, str]] = []
-        self.joining = Joining(self._ask, lambda *failed: self.failed.append(failed), at_once)
+        self.joining = EngineRegistration(self._ask, lambda *failed: self.failed.append(failed), at_once)
         self.joining.add(range(count))
         self._last: dict[int, str] = {}
 
@@ -90,7 +90,7 @@ class Schedules(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.joining = Joining(self.ask, self.failed, at_once=2)
+        self.joining = EngineRegistration(self.ask, self.failed, at_once=2)
         self.controllers = 0
         self.up = ""
         self.ranks: dict[int, int] = {}  # each with the number of its process

@@ -2,11 +2,17 @@
 
 The pool forks its ranks itself, before there is a ``Cluster``, since a rank does not need ipyparallel to be ready. The
 engine set's launcher takes over the ranks that are there, and serves ipyparallel's requests to signal or stop them.
+
+The controller, its clients and its engines know each other by a pair of CurveZMQ keys. Without them, ZeroMQ's ports take
+subscriptions from any process that reaches them, also from those of other users of this host. The public key lies in the
+controller's connection files, which only their user can read. All controllers of a cluster have the same pair: the sockets of
+an engine live as long as the engine, and know one key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -15,7 +21,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
+import zmq
 from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # has no types
     EngineLauncher,
     LocalControllerLauncher,
@@ -24,7 +32,8 @@ from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # ha
 from traitlets import Any as AnyTrait
 from traitlets import Dict
 
-from hvdlab.kernel_ext.launchers import curve, ports
+from hvdlab.collectives import system
+from hvdlab.kernel_ext.forkserver.program import PORTS_TAKEN
 from hvdlab.launch.forkserver.messages import CONTROLLER, Exited, Fork, Signal
 from hvdlab.launch.processes import describe
 
@@ -56,7 +65,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
     async def start(self) -> None:
         """Have the fork server fork the controller; returns when it has a process id."""
         assert self.fork_server is not None
-        environment = {**os.environ, **self.get_env(), **curve.environment(self.keys_file)}
+        environment = {**os.environ, **self.get_env(), **curve_environment(self.keys_file)}
         argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN")
         self.fork_server.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
         self.pid = await outcome_of(self.forked)
@@ -113,7 +122,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
     @property
     def ports_taken(self) -> bool:
         """Whether the controller has ended because it could not have its ports."""
-        return self.ended.done() and self.ended.result().code == ports.TAKEN
+        return self.ended.done() and self.ended.result().code == PORTS_TAKEN
 
     async def surely_gone(self, seconds: float) -> None:
         """End the controller at once, if it has not ended. Raises ``TimeoutError`` if it lives after ``seconds``."""
@@ -206,3 +215,50 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
         self.n = len(pids)
         if not pids and not self._stopped.done():
             self._stopped.set_result(None)
+
+
+log = logging.getLogger(__name__)
+
+_LIMIT = 4096
+
+
+class _Keys(msgspec.Struct, frozen=True):
+    public: str
+    secret: str
+
+
+def curve_environment(path: Path) -> dict[str, str]:
+    """The environment variables that have a controller use the pair of keys in this file, which is made if there is none.
+
+    Raises:
+        OSError: The file does not belong to this user alone, or can't be made.
+    """
+    if not zmq.has("curve"):
+        log.warning(
+            "this ZeroMQ has no encryption: other users of this host can read what ipyparallel publishes"
+        )
+        return {}
+    keys = _keys(path)
+    return {"IPP_ENABLE_CURVE": "1", "IPP_CURVE_PUBLICKEY": keys.public, "IPP_CURVE_SECRETKEY": keys.secret}
+
+
+def _keys(path: Path) -> _Keys:
+    public, secret = zmq.curve_keypair()
+    made = _Keys(public.decode(), secret.decode())
+    try:
+        system.create_private(path, msgspec.json.encode(made).decode())
+    except FileExistsError:
+        return _read(path)
+    return made
+
+
+def _read(path: Path) -> _Keys:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{path} must belong to user {os.geteuid()} alone (mode 0600)")
+        try:
+            return msgspec.json.decode(file.read(_LIMIT), type=_Keys)
+        except msgspec.DecodeError as error:
+            raise OSError(f"{path} holds no keys: {error}") from error

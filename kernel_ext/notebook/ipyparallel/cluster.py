@@ -1,25 +1,27 @@
 """A pool's ``ipyparallel.Cluster``: its controller, its engine set, and the one thread that its coroutines run on.
 
-It is brought up when it is first used, by ``Companion.cluster`` or ``Companion.wait_up``: it listens on ports and takes
-memory, which a pool whose user only runs cells does without.
+The first use brings it up, by ``IpyparallelCluster.cluster`` or ``IpyparallelCluster.wait_up``: it listens on ports and takes memory, which a pool
+that only runs cells does without. Ranks register one after the other, so that a cell that comes in between finds the others free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
+import os
+import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
-from hvdlab.kernel_ext.launchers.predecessor import Predecessor
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
@@ -32,6 +34,7 @@ from hvdlab.launch.forkserver.messages import (
     ForkFailed,
     FromServer,
     Guard,
+    Signal,
 )
 from hvdlab.launch.processes import describe, start_time
 from hvdlab.launch.starter import Starter
@@ -39,7 +42,10 @@ from hvdlab.launch.starter import Starter
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
+    from hvdlab.kernel_ext.notebook.ipyparallel.fork_launchers import (
+        ForkControllerLauncher,
+        ForkEngineSetLauncher,
+    )
 
 T = TypeVar("T")
 
@@ -50,13 +56,24 @@ END_WITHIN = 5.0
 PAUSES = (0.0, 0.3, 1.0)
 """Seconds to wait before each further attempt, if another program took a port after the controller had chosen it."""
 
+TRIES = 3
+"""Requests to a rank to register with one controller, at most."""
+
 log = logging.getLogger(__name__)
-log.addHandler(
-    logging.NullHandler()
-)  # ipyparallel's news are for users that configure logging, not for the notebook
+# ipyparallel's reports are for users that configure logging, not for the notebook.
+log.addHandler(logging.NullHandler())
+
+# Two threads must not begin to import ipyparallel at different ends of its import cycle.
+_importing = threading.Lock()
 
 
-class Companion:
+def load_ipyparallel() -> None:
+    """Import ipyparallel whole. Call it before any import of a part of it. Raises ``ImportError``."""
+    with _importing:
+        importlib.import_module("ipyparallel")
+
+
+class IpyparallelCluster:
     """The ipyparallel side of a pool.
 
     Args:
@@ -99,7 +116,7 @@ class Companion:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster; brings it up if it is not. Does not wait for engines to register."""
+        """Return the cluster, which is brought up first if it is not. Does not wait for engines to register."""
         self.wait_up(Deadline(60))
         assert self._cluster is not None
         return self._cluster
@@ -134,8 +151,8 @@ class Companion:
                 f"ipyparallel's controller could not be started: {error or 'it took too long'}"
             ) from error
 
-    def hear(self, event: FromServer) -> None:
-        """A message of the fork server about the controller, or a change of ranks. Fork server's reading thread."""
+    def on_forkserver_event(self, event: FromServer) -> None:
+        """Take a message of the fork server about the controller, or about a rank. Fork server's reading thread."""
         controller = None if self._cluster is None else self._cluster.controller
         if controller is not None:
             match event:
@@ -154,17 +171,17 @@ class Companion:
         self.ranks_changed()
 
     def rank_joined(self, rank: int) -> None:
-        """A rank has registered and listens: the controller may announce it."""
+        """Have the controller announce a rank, which has registered and listens."""
         self._fork_server.send(Engine(rank, True))
 
     def rank_gone(self, rank: int) -> None:
-        """A rank that the fork server did not fork has ended."""
+        """Have the controller forget a rank that the fork server did not fork, and that has ended."""
         with contextlib.suppress(StartError):  # the pool is being closed
             self._fork_server.send(Engine(rank, False))
         self.ranks_changed()
 
     def ranks_changed(self) -> None:
-        """A rank has started or ended."""
+        """Update the engine set: a rank has started or ended."""
         self._call_soon(self._update_engines)
 
     def _call_soon(self, call: Callable[..., None], *arguments: object) -> None:
@@ -208,7 +225,7 @@ class Companion:
         load_ipyparallel()
         from ipyparallel import Cluster
 
-        from hvdlab.kernel_ext.launchers.fork import (
+        from hvdlab.kernel_ext.notebook.ipyparallel.fork_launchers import (
             ForkControllerLauncher,
             ForkEngineSetLauncher,
             keys_file,
@@ -228,10 +245,12 @@ class Companion:
         security = Path(self._cluster.profile_dir) / "security"
         names = [f"ipcontroller-{self._cluster.cluster_id}-{kind}.json" for kind in ("client", "engine")]
         keys = keys_file(self._cluster.profile_dir, self._cluster.cluster_id)
-        self.guard(self._cluster.cluster_file, *(str(security / name) for name in names), str(keys))
+        self.remove_files_on_exit(
+            self._cluster.cluster_file, *(str(security / name) for name in names), str(keys)
+        )
         return self._cluster
 
-    def guard(self, *paths: str) -> None:
+    def remove_files_on_exit(self, *paths: str) -> None:
         """Have the fork server remove these files when the pool ends, in whatever way."""
         self._guarded += paths
         self._fork_server.send(Guard(self._guarded))
@@ -280,7 +299,7 @@ class Companion:
         information = json.dumps((await controller.get_connection_info())["engine"])
         if controller.ended.done():
             raise RuntimeError(f"ipyparallel's controller ended: {describe(controller.ended.result())}")
-        self._serving = controller  # its end is `_controller_ended`'s business from now on
+        self._serving = controller  # from now on `_controller_ended` handles its end
         return information
 
     def _controller_ended(self, controller: ForkControllerLauncher, end: Exited, with_server: bool) -> None:
@@ -292,9 +311,8 @@ class Companion:
         if cluster is None or controller is not self._serving or self._closed:
             return
         with self._lock:
-            self._up = (
-                None  # first of all: a caller that uses the cluster from now on gets the next controller
-            )
+            # First of all: a caller that uses the cluster from now on gets the next controller.
+            self._up = None
         self._serving = None
         self._connected("")
         controller.notify_stop({"exit_code": end.code, "pid": end.pid, "identifier": controller.identifier})
@@ -340,3 +358,142 @@ def _log_failure(up: Future[str]) -> None:
     """Log why the start failed. The pool works without the controller; a caller that asks for the cluster gets the error."""
     if not up.cancelled() and up.exception() is not None:
         log.warning("ipyparallel's controller could not be started: %s", up.exception())
+
+
+class Predecessor:
+    """Cluster that an earlier process left with a kept pool. The next one takes over its name, and its keys, which the ranks know.
+
+    Args:
+        identity: Its ``cluster_id`` and ``profile_dir``.
+    """
+
+    def __init__(self, identity: dict[str, str]) -> None:
+        self.identity = identity
+        self._gone: Future[None] = Future()
+
+    @classmethod
+    def of(cls, fork_server: ForkServer) -> Self | None:
+        """Return the predecessor that this fork server has or had a controller of; None if there is none."""
+        for path in map(Path, fork_server.guarded()):
+            if path.name.startswith("cluster-"):
+                with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone, or half written
+                    cluster = json.loads(path.read_text())["cluster"]
+                    return cls({name: cluster[name] for name in ("cluster_id", "profile_dir")})
+        return None
+
+    def has_ended(self) -> None:
+        """Note that the fork server has reaped the predecessor's controller. Any thread."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    async def end(self, fork_server: ForkServer) -> None:
+        """Kill the predecessor's controller, if it lives, and wait for its end."""
+        if CONTROLLER in fork_server.children():
+            fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
+            await asyncio.wrap_future(self._gone)
+
+
+class EngineRegistration:
+    """Registration of ranks as engines of ipyparallel: a few at a time, each up to ``TRIES`` times.
+
+    A request or an answer can be lost with a coordinator, come twice, or come too late to count. So each request has a number,
+    which the answer to it repeats; only the answer to a rank's last request counts.
+
+    Args:
+        ask: ``ask(rank, request)`` sends a request to a rank. Must not block.
+        failed: ``failed(rank, why)`` reports a rank that could not register and gets no further request. Must not block.
+        at_once: Number of ranks that register at the same time; by default one for each four cores.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[int, str], None],
+        failed: Callable[[int, str], None] = lambda rank, why: None,
+        at_once: int | None = None,
+    ) -> None:
+        self._ask, self._failed = ask, failed
+        self._at_once = at_once or max(1, (os.cpu_count() or 1) // 4)
+        self._lock = threading.Lock()
+        self._connection = ""
+        self._ranks: set[int] = set()
+        self._waiting: deque[int] = deque()
+        self._under_way: dict[int, str] = {}
+        self._joined: set[int] = set()
+        self._tries: Counter[int] = Counter()
+        # Not from zero: an earlier process may have asked the ranks of a kept pool.
+        self._series, self._requests = os.urandom(8).hex(), 0
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """Return the ranks that are engines of ipyparallel."""
+        with self._lock:
+            return frozenset(self._joined)
+
+    def connected(self, connection: str) -> None:
+        """Have all ranks register with the controller that is up now, also those that were engines of an earlier one.
+
+        Args:
+            connection: The controller's connection information for engines; empty if there is no controller any more.
+        """
+        with self._lock:
+            self._connection = connection
+            self._waiting = deque(sorted(self._ranks))
+            self._joined.clear()
+            self._under_way.clear()
+            self._tries.clear()
+        self._next()
+
+    def add(self, ranks: Iterable[int]) -> None:
+        """Have these ranks register: they are ready."""
+        with self._lock:
+            new = [rank for rank in ranks if rank not in self._ranks]
+            self._ranks.update(new)
+            self._waiting.extend(new)
+        self._next()
+
+    def ask_again(self) -> None:
+        """Repeat the requests that have no answer yet: they, or the answers, may be lost."""
+        with self._lock:
+            chosen = sorted(self._under_way.items())
+        for rank, request in chosen:
+            self._ask(rank, request)
+
+    def answered(self, rank: int, answer: str) -> bool:
+        """Take a rank's answer to its request. Returns whether the rank is an engine now; False if the answer does not count."""
+        number, _, failure = answer.partition("\n")
+        with self._lock:
+            if self._under_way.get(rank, "").partition("\n")[0] != number:
+                return False
+            del self._under_way[rank]
+            last = self._tries[rank] >= TRIES
+            if not failure:
+                self._joined.add(rank)
+            elif not last:
+                self._waiting.append(rank)
+        self._next()
+        if failure and last:
+            self._failed(rank, failure)
+        return not failure
+
+    def gone(self, rank: int) -> None:
+        """Forget a rank that has ended."""
+        with self._lock:
+            self._under_way.pop(rank, None)
+            self._joined.discard(rank)
+            self._ranks.discard(rank)
+            del self._tries[rank]
+            if rank in self._waiting:
+                self._waiting.remove(rank)
+        self._next()
+
+    def _next(self) -> None:
+        with self._lock:
+            chosen: list[tuple[int, str]] = []
+            while self._connection and self._waiting and len(self._under_way) < self._at_once:
+                rank = self._waiting.popleft()
+                self._requests += 1
+                self._tries[rank] += 1
+                self._under_way[rank] = f"{self._series}-{self._requests}\n{self._connection}"
+                chosen.append((rank, self._under_way[rank]))
+        for rank, request in chosen:
+            self._ask(rank, request)

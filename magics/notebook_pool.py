@@ -22,7 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.text import visible, visible_lines
-from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
+from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults
 from hvdlab.magics.screens.publishers import FixedCellChannel, RunningCellChannel, in_notebook
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.spmd.wishes import PoolDefaults, np_of_request, wishes_for
+from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults, np_of_request, wishes_for
 
 
 def notebook(path: Path, hvdlab: object) -> Path:

@@ -10,9 +10,9 @@ from ipykernel.ipkernel import IPythonKernel
 
 from hvdlab._version import __version__
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.spmd.aside import BusyReplies
-from hvdlab.kernel_ext.spmd.routing import CellRouter, asks_ranks
-from hvdlab.kernel_ext.spmd.wishes import PoolDefaults, np_of_request, wishes_for
+from hvdlab.kernel_ext.kernel.busy_replies import BusyReplies
+from hvdlab.kernel_ext.kernel.cell_routing import CellRouter, asks_ranks
+from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults, np_of_request, wishes_for
 from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 

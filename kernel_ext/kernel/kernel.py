@@ -1,4 +1,4 @@
-"""The kernel whose cells run on the ranks: IPython's own, and the interface of the ranks that the magics provide for it."""
+"""Kernel whose cells run on the ranks: IPython's own kernel, and the interface of the ranks that the magics provide for it."""
 
 from __future__ import annotations
 
@@ -17,46 +17,45 @@ from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 
 class KernelBackend(Protocol):
-    """The ranks of a kernel. ``complete`` and ``inspect`` may be called from any thread."""
+    """Ranks of a kernel. ``complete`` and ``inspect`` may be called from any thread."""
 
     def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
-        """Begin to start ranks in the background; the first cell that needs them reports what can't be had."""
+        """Begin to start ranks in the background; the first cell that needs them reports why there are none."""
         ...
 
     def cell(self, code: str, *, store_history: bool) -> None:
-        """The kernel is going to run this cell."""
+        """Prepare for a cell that the kernel is going to run."""
         ...
 
     def complete(self, code: str, cursor: int) -> Completions | None:
-        """Completions from the first rank; None if it does not answer or there is none yet."""
+        """Return completions from the first rank; None if it does not answer or there is none yet."""
         ...
 
     def inspect(self, code: str, cursor: int, detail: int) -> Inspection | None:
-        """Documentation from the first rank; None if it does not answer or there is none yet."""
+        """Return documentation from the first rank; None if it does not answer or there is none yet."""
         ...
 
     def evaluate(self, expressions: Mapping[str, str]) -> dict[str, Any]:
-        """Expressions of a client, as the protocol's ``user_expressions``, evaluated on the first rank."""
+        """Evaluate a client's expressions on the first rank; returns the protocol's ``user_expressions``."""
         ...
 
     def busy_with(self) -> str:
-        """The label of a cell that the first rank runs; empty if it is idle or there is none."""
+        """Return the label of a cell that the first rank runs; empty if it is idle or there is none."""
         ...
 
     def end(self) -> None:
-        """The kernel ends: end the ranks, or leave them if they are kept. Any thread, also while a cell runs."""
+        """End the ranks, or leave them if they are kept, since the kernel ends. Any thread, also while a cell runs."""
         ...
 
 
-_Base: Any = (
-    IPythonKernel  # it has hardly any annotations, and those of ways to be overridden that it does not use
-)
+# It has hardly any annotations, and those of ways to be overridden that it does not use.
+_Base: Any = IPythonKernel
 _OUR_MAGIC = ("%hvd", "%%hvd", "%%local", "%autohvd")
 _TYPES = "_jupyter_types_experimental"
 
 
 class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
-    """A kernel in which plain cells run on all ranks, ``%%local`` ones here.
+    """Kernel in which plain cells run on all ranks, ``%%local`` ones here.
 
     Its shell has the magics loaded; a cell for the ranks becomes a call of ``%%hvd_run``, so that output, errors,
     interrupts and prompts are the same in both. Completion and inspection come from the first rank.
@@ -78,12 +77,12 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     def start(self) -> None:
         """Load the magics, which begin to start ranks, and serve."""
         super().start()
-        # First of all transformers: lines are counted as the user sees them.
+        # First of all transformers: later ones would shift the line numbers that ranks report.
         self.shell.input_transformers_cleanup.insert(0, self._router)
         self.shell.extension_manager.load_extension("hvdlab")
 
     def take_ranks(self, side: KernelBackend | None) -> None:
-        """The extension brings the ranks; None when it is unloaded: cells then run here."""
+        """Set the ranks that the extension brings; with None, when it is unloaded, cells run here."""
         self._side = side
 
     def start_ranks(self) -> None:
@@ -138,7 +137,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         return reply
 
     def show_help(self, name: str, detail: int) -> None:
-        """``name?``: what the first rank knows about it, in the frontend's pager."""
+        """Show the first rank's documentation of ``name?`` in the frontend's pager."""
         found = self._side.inspect(name, len(name), detail) if self._side is not None else None
         if found is not None and found.found:
             self.shell.payload_manager.write_payload({"source": "page", "data": found.data, "start": 0})
@@ -148,7 +147,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     # -- questions ----------------------------------------------------------------------------------------------------
 
     def do_complete(self, code: str, cursor_pos: int | None) -> dict[str, Any]:
-        """Completions from the first rank, with our own magics; from this process for what runs here."""
+        """Return completions from the first rank, with our own magics; from this process for cells that run here."""
         cursor = len(code) if cursor_pos is None else cursor_pos
         if self._side is None or not asks_ranks(code):
             return dict(super().do_complete(code, cursor))
@@ -161,9 +160,8 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
                 return self._unknown(cursor, self._silence())
         reply = _reply(answer if answer is not None else Completions(0, (), cursor, cursor))
         if here is not None:
-            if (
-                here["cursor_start"] != reply["cursor_start"]
-            ):  # the rank took a magic's name for one of Python's
+            # The rank took a magic's name for one of Python's.
+            if here["cursor_start"] != reply["cursor_start"]:
                 return here
             reply["matches"] += [name for name in here["matches"] if name not in reply["matches"]]
             reply["metadata"][_TYPES] += here["metadata"].get(_TYPES, [])
@@ -172,7 +170,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     def do_inspect(
         self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()
     ) -> dict[str, Any]:
-        """Documentation from the first rank; from this process for what runs here."""
+        """Return documentation from the first rank; from this process for cells that run here."""
         if self._side is None or not asks_ranks(code):
             return dict(super().do_inspect(code, cursor_pos, detail_level, omit_sections))
         answer = self._side.inspect(code, cursor_pos, detail_level)
@@ -182,14 +180,14 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         return {"status": "ok", "found": answer.found, "data": answer.data, "metadata": {}}
 
     def do_history(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The cells of this notebook; entries of this session have its number, whichever kind of request asks for them."""
+        """Return the cells of this notebook; entries of this session have its number, whichever kind of request asks for them."""
         reply = dict(super().do_history(*args, **kwargs))
         own = self.shell.history_manager.session_number
         reply["history"] = [(session or own, *rest) for session, *rest in reply["history"]]
         return reply
 
     def answer_aside(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer to a request while a cell runs, on another thread; None if it has to wait for the cell's end."""
+        """Return the answer to a request while a cell runs, on another thread; None if it has to wait for the cell's end."""
         if kind == "complete_request" and asks_ranks(content["code"]):
             return self.do_complete(content["code"], content["cursor_pos"])
         if kind == "inspect_request" and asks_ranks(content["code"]):
@@ -201,7 +199,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         return None
 
     def _magics_here(self, code: str, cursor: int) -> dict[str, Any] | None:
-        """Our own magics, which ranks do not have."""
+        """Return completions of our own magics, which ranks do not have."""
         word = code[:cursor].rpartition("\n")[2].lstrip()
         if not word.startswith("%") or " " in word or threading.current_thread() is not self._main:
             return None
@@ -213,7 +211,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         return {**reply, "matches": kept, "metadata": {_TYPES: types}}
 
     def _silence(self) -> str:
-        """Why the first rank said nothing."""
+        """Return a line that explains why the first rank has not answered."""
         label = self._side.busy_with() if self._side is not None else ""
         if label:
             return f"rank 0 runs cell {label} and does not answer; ask again when that has ended"
@@ -231,7 +229,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
 
 
 def _options(cell_meta: Any) -> str:
-    """Options of ``%%hvd_run`` that a client gives with a cell."""
+    """Return the options of ``%%hvd_run`` that a client gives with a cell."""
     try:
         np = np_of_request(cell_meta)
     except InvalidRequestError:  # a client's own metadata under our name; run the cell all the same

@@ -26,7 +26,7 @@ class PoolDefaults:
 
 
 def from_environment(environ: Mapping[str, str]) -> PoolDefaults:
-    """``HVDLAB_NP``, ``HVDLAB_LAUNCHER`` and ``HVDLAB_HOSTS``, as a kernelspec sets them.
+    """Return the defaults in ``HVDLAB_NP``, ``HVDLAB_LAUNCHER`` and ``HVDLAB_HOSTS``, as a kernelspec sets them.
 
     Raises:
         InvalidRequestError: ``HVDLAB_NP`` is no number of ranks.
@@ -41,7 +41,7 @@ def from_environment(environ: Mapping[str, str]) -> PoolDefaults:
 
 
 def with_metadata(wishes: PoolDefaults, metadata: Any) -> PoolDefaults:
-    """The wishes, overridden by the ``hvdlab`` entry of metadata.
+    """Return the defaults, overridden by the ``hvdlab`` entry of metadata.
 
     Raises:
         InvalidRequestError: The entry has a value of the wrong type, or no number of ranks.
@@ -65,7 +65,7 @@ def with_metadata(wishes: PoolDefaults, metadata: Any) -> PoolDefaults:
 
 
 def notebook_metadata(environ: Mapping[str, str], directory: Path) -> dict[str, Any]:
-    """The metadata of the notebook that this kernel was started for; empty if it is not known which one that is.
+    """Return the metadata of the notebook that this kernel was started for; empty if that is not known.
 
     Jupyter's server names it in ``JPY_SESSION_NAME``: its path, or its path below the server's root, of which the kernel
     knows only the last part for sure.
@@ -95,7 +95,7 @@ def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None 
 
 
 def np_of_request(metadata: Any) -> int | None:
-    """The number of ranks that a client wants for one cell, from the metadata of its request; None if it does not say."""
+    """Return the number of ranks that a client asks for in the metadata of one cell's request; None without such an entry."""
     return with_metadata(PoolDefaults(), metadata).np
 
 

@@ -1,6 +1,6 @@
-"""Assembly of a pool, and its end: processes, connections, and the part that hears of each event.
+"""Assembly of a pool, and its end: processes, connections, and the routes of events from one part to the next.
 
-Processes are chosen by where the launcher starts ranks and whether the pool is kept.
+The place where the launcher starts ranks, and whether the pool is kept, decide which processes there are.
 """
 
 from __future__ import annotations
@@ -78,9 +78,11 @@ def processes_for(
     """Take the processes that were started ahead, or start them; with a new coordinator if ranks are far or the pool is kept.
 
     Args:
-        local: Ranks are forked here.
-        tcp_host: Where ranks of other hosts reach the coordinator; None if there are none.
+        local: Whether ranks are forked here.
+        tcp_host: Address by which ranks of other hosts reach the coordinator; None if there are none.
         keep: Whether the pool outlives this process.
+        warm: The processes that were started ahead; None if there are none.
+        deadline: Time limit for all of it.
 
     Raises:
         StartError: A process did not start in time; nothing is left behind.
@@ -90,7 +92,7 @@ def processes_for(
     processes = warm.take(deadline)
     if tcp_host is None and not keep:
         return processes
-    # A coordinator learns only when it is started that it needs a TLS port for other hosts, or that it outlives this process.
+    # Only at its start does a coordinator get its TLS port for other hosts, and the order to outlive this process.
     try:
         processes.client.close()
         processes.coordinator.close()
@@ -124,20 +126,24 @@ Jupyter interrupts a kernel before it asks it to shut down, some milliseconds la
 
 
 class PoolParts:
-    """The parts of a pool, connected. Made by :meth:`start` and :meth:`attach`.
+    """Parts of a pool, connected. Made by :meth:`start` and :meth:`attach`.
 
     Attributes:
         launcher, plane: The names that the caller of ``Pool.start`` gave.
-        launch: What starts the ranks, and what it can do.
+        launch: The launcher that starts the ranks, with its capabilities.
         client: The connection to the coordinator.
-        group: The ranks.
+        hosts: The hosts that the caller named, as text; empty for this host.
+        keeping: The pool's entry among kept pools; None if it ends with this process.
+        broken: The reason why the pool can't go on; empty while it can.
+        group: The life of each rank.
         runs: The cells.
-        transcripts: What the cells wrote.
+        transcripts: The output of the cells, on disk.
         companion: ipyparallel's controller, which has the same ranks as engines.
-        resumed: Cells of a kept pool that the process which had the pool before has left running.
-        joining: Which ranks are engines of ipyparallel.
-        newcomers: Ranks that were started after others and have learnt nothing from them.
-        history: When ranks came and went.
+        resumed: Cells of a kept pool that the pool's earlier owner has left running.
+        joining: Registration of ranks as engines of ipyparallel.
+        newcomers: Ranks that were started after others and lack their variables.
+        history: Record of the times at which ranks came and went.
+        rebuilder: Replaces a coordinator that has died.
         admission: Admits new ranks to the elastic cells that run.
         processes: The processes and the connection that the pool stands on.
     """
@@ -227,7 +233,7 @@ class PoolParts:
         deadline: Deadline,
         progress: Progress,
     ) -> PoolParts:
-        """Start everything, ranks included. Raises what ``Pool.start`` does, and has left nothing behind then."""
+        """Start all processes, ranks included. Raises the errors of ``Pool.start``; nothing is left behind then."""
         found = launchers.find(launcher)
         values = parse(found.name, found.options(), options) if options else {}
         found.check(size, hosts)
@@ -292,7 +298,7 @@ class PoolParts:
         progress: Progress,
         show: takeover.Show | None = None,
     ) -> PoolParts:
-        """Take over a pool that was kept. Raises what ``Pool.attach`` does, and has left the pool as it was then."""
+        """Take over a pool that was kept. Raises the errors of ``Pool.attach``; the pool is then left as it was."""
         keeping: KeptPool = (
             LocalKeptPool.claim(name)
             if launcher == launchers.LOCAL
@@ -336,13 +342,13 @@ class PoolParts:
         return self
 
     def _claim_output(self, ranks: Iterable[int]) -> None:
-        """Tell ranks that this process takes what they write; they need its id, since they outlive it."""
+        """Send ranks the id of this process, which takes their output from now on; they watch it, since they outlive it."""
         pid, near = os.getpid(), self.keeping is None or self.keeping.near
         self.runs.post(TO_RANK, encode(SetOwner(pid, start_time(pid), near)), tuple(ranks))
 
     @property
     def _coordinator_was_replaced(self) -> bool:
-        """Whether the coordinator died while no process had this pool."""
+        """Return whether the coordinator died while no process had this pool."""
         return self.keeping is not None and self.keeping.replaced(self.processes)
 
     def _request(self, options: Mapping[str, object]) -> PoolRequest:
@@ -369,7 +375,7 @@ class PoolParts:
             companion=self.companion,
         )
 
-    # -- what each part reports to the others ---------------------------------------------------------------------
+    # -- reports of one part to the others ------------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Handle the starter's report of a rank. Any thread."""
@@ -378,7 +384,7 @@ class PoolParts:
             return
         if isinstance(event, Ended) and event.left is not None:
             event = self._take_left(event, decode_left(event.left))
-        if not self.launch.forks:  # the fork server tells the controller about its own children
+        if not self.launch.forks:  # the fork server reports its own children to the controller by itself
             if isinstance(event, Ended):
                 self.companion.rank_gone(event.rank)
                 self.joining.gone(event.rank)
@@ -394,9 +400,9 @@ class PoolParts:
         self.companion.on_forkserver_event(event)
 
     def _take_left(self, event: Ended, left: CrashOutput) -> Ended:
-        """Show what a rank could not send before it ended, under its cell.
+        """Show output that a rank could not send before it ended, under its cell.
 
-        If no cell waits for it, what it wrote to its standard error is put among its last words instead.
+        If no cell waits for the rank, the unsent part of its standard error is added to the last lines of its end instead.
         """
         if self.runs.deliver_crash_output(event.rank, left):
             return event
@@ -432,7 +438,7 @@ class PoolParts:
             self.admission.record_end(what, rank, reason)
 
     def _has_left(self, rank: int, died: str) -> None:
-        """End the rank's part in all cells: it has left, as the pool wanted, or died on the way to the commit at which it was to."""
+        """End the rank's part in all cells: it has left by the pool's order, or died before the commit at which it was to leave."""
         self.joining.gone(rank)
         self._record_end("died" if died else "left", rank, died or "the pool was resized")
         self.runs.rank_died(rank, died or "it left the pool", left=not died)
@@ -456,14 +462,15 @@ class PoolParts:
         self.note_kept()
 
     def note_kept(self) -> None:
-        """Write down that a process, or the size, has changed, for the process that attaches to the kept pool later."""
+        """Record a change of a process, or of the size, for the process that attaches to the kept pool later."""
         if self.keeping is not None and not self._closed:
             self.keeping.update(self.processes, len(self.group.members.wanted))
 
     def _lost_hold(self, reason: str) -> None:
-        """The pool's launcher has given it to another process, or ended it."""
+        """Break the pool for this process: its launcher has given it to another process, or ended it."""
         assert self.keeping is not None
-        self.client.close()  # first: ranks that count as ended here are another notebook's, and the coordinator must not hear of it
+        # First: ranks that count as ended here are another notebook's, and the coordinator must not get a report of that.
+        self.client.close()
         self._break(f"the pool `{self.keeping.name}` is lost to this notebook: {reason}")
 
     def _break(self, reason: str) -> None:
@@ -504,13 +511,13 @@ class PoolParts:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Called when this process ends, drops the pool or detaches: the ranks of a kept pool stay, all else ends."""
+        """Detach this process from the pool, since it ends, drops the pool or detaches: only the ranks of a kept pool stay."""
         if self.keeping is None:
             self.close()
         elif self._claim_end():
             self.rebuilder.close()
             self.companion.close(keep=self.keeping.near)
-            with contextlib.suppress(CoordinatorLostError):  # what keeps the pool tells its ranks
+            with contextlib.suppress(CoordinatorLostError):  # then the keeper of the pool informs its ranks
                 self.runs.leave()
                 self.runs.post(TO_RANK, encode(SetOwner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
@@ -532,7 +539,7 @@ class PoolParts:
             self.runs.rank_died(rank, reason)
 
     def close(self) -> None:
-        """End everything. Idempotent; does nothing in a forked child of the pool's process."""
+        """End ranks and processes. Idempotent; does nothing in a forked child of the pool's process."""
         if self.keeping is not None and self.keeping.lost:
             self.leave()  # it is another notebook's
             return
@@ -551,6 +558,6 @@ class PoolParts:
 
 
 def _stall_time() -> float | None:
-    """Return the seconds after which a line under a cell says what it waits for, by the coordinator's settings; None: never."""
+    """Return the seconds after which a line under a cell names the ranks that it waits for, by the settings; None: never."""
     launch = CoordinatorLaunch("", "", "", 0, **settings_from(os.environ))
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None

@@ -1,4 +1,4 @@
-"""Assembly of a pool, and its end: processes, connections, and the routes of events from one part to the next.
+"""Assembly of a pool, with the checks before it, and its end: processes, connections, routes of events between its parts.
 
 The place where the launcher starts ranks, and whether the pool is kept, decide which processes there are.
 """
@@ -6,53 +6,132 @@ The place where the launcher starts ranks, and whether the pool is kept, decide 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from hvdlab.collectives import system
+from hvdlab.collectives import context, system
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, settings_from
-from hvdlab.collectives.errors import (
-    InvalidRequestError,
-    StartError,
-    format_ranks,
-)
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.variables import ABSENT_PLANES, PLANES
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
-from hvdlab.kernel_ext.notebook import checks, takeover
+from hvdlab.kernel_ext.notebook import takeover
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
+from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.elastic_admission import ElasticAdmission
 from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.kernel_ext.notebook.ipyparallel.cluster import EngineRegistration, IpyparallelCluster
 from hvdlab.kernel_ext.notebook.ipyparallel.launchers import PoolRequest
-from hvdlab.kernel_ext.notebook.kept_pools import (
-    KeptPool,
-    LauncherKeptPool,
-    LocalKeptPool,
-    adopt_ranks,
-)
+from hvdlab.kernel_ext.notebook.kept_pools import KeptPool, LauncherKeptPool, LocalKeptPool, adopt_ranks
 from hvdlab.kernel_ext.notebook.membership_history import MembershipHistory
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore, kept_limit
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import LEAVE_WITHIN, RankLifecycle
 from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import CrashOutput, SetOwner
 from hvdlab.kernel_ext.wire.channel import JOIN, JOINED
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry
+from hvdlab.launch.forkserver.children import REMEDIES, why_not
 from hvdlab.launch.forkserver.messages import Exited, FromServer
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.local import LocalStarter, check_loaded
 from hvdlab.launch.options import parse
 from hvdlab.launch.processes import last_lines, start_time
 from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
+
+
+def default_size() -> int:
+    """Return the number of usable cores, at least 2, so that there is a rank to communicate with."""
+    return max(2, len(os.sched_getaffinity(0)))
+
+
+def check_size(np: Any) -> int:
+    """Return ``np`` if it is a number of ranks that a pool can have. Raises ``InvalidRequestError`` if not."""
+    if isinstance(np, bool) or not isinstance(np, int):
+        raise InvalidRequestError(f"np={np!r} is no number of ranks; give a whole number, such as np=4.")
+    if np < 1:
+        raise InvalidRequestError(f"np={np}: a pool has at least one rank; pool.stop() ends all of them.")
+    if np > MOST_RANKS:
+        raise InvalidRequestError(f"np={np}: a pool has {MOST_RANKS} ranks at most.")
+    return np
+
+
+def open_standard_streams() -> None:
+    """Open `/dev/null` for each of stdin, stdout and stderr that is closed.
+
+    Otherwise the next sockets and pipes would get the numbers 0 to 2, and all children would use them as standard streams.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The system gives the lowest number that is free, which is this one; children inherit it.
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+
+
+def check_not_in_rank() -> None:
+    """Raise ``InvalidRequestError`` in a rank: each rank would start a pool of its own."""
+    if context.in_rank_of_pool():
+        raise InvalidRequestError(
+            "this is a rank, and each rank would start a pool of its own; run the cell (or Pool.start) in the notebook, "
+            "without %%hvd_run around it"
+        )
+
+
+def check_sees_ranks(what: str) -> None:
+    """Check that this process is a notebook's, which has the ranks, and not one of the ranks itself.
+
+    Args:
+        what: The call or magic that needs the ranks, for the error's text.
+
+    Raises:
+        InvalidRequestError: This is a rank.
+    """
+    if context.in_rank_of_pool():
+        raise InvalidRequestError(
+            f"{what}: this is a rank, which does not see the others; run it in the notebook's own process: in a cell "
+            "without %%hvd_run, or under %%local where cells run on the ranks"
+        )
+
+
+@contextmanager
+def limits_explained(what: str) -> Iterator[None]:
+    """Turn an error by a limit of this process or host into one sentence, which begins with ``what``.
+
+    Raises:
+        StartError: A file could not be opened, or a thread or process not be started, for such a limit.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REMEDIES or isinstance(error, HvdlabError):
+            raise
+        raise StartError(f"{what}: {why_not(error)}") from error
+    except RuntimeError as error:
+        if isinstance(error, HvdlabError) or "start new thread" not in str(error):
+            raise
+        raise StartError(f"{what}: {error}: {REMEDIES[errno.EAGAIN]}") from error
+
+
+def check_plane(plane: str) -> None:
+    """Raise ``InvalidRequestError`` for a data plane that does not exist."""
+    usable = [name for name in PLANES if name != "local"]
+    if plane not in usable:
+        why = ABSENT_PLANES.get(plane, f"there is no data plane {plane!r}")
+        raise InvalidRequestError(f"{why}; choose one of {', '.join(usable)}.")
 
 
 def address_for(hosts: Iterable[str]) -> str:
@@ -237,7 +316,7 @@ class PoolParts:
         found = launchers.find(launcher)
         values = parse(found.name, found.options(), options) if options else {}
         found.check(size, hosts)
-        checks.check_plane(plane)
+        check_plane(plane)
         held: LauncherKeptPool | None = None
         if keep is not None:
             remedy = "start the pool without keep, or with the launcher `local` or `ray`."

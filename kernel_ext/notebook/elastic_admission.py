@@ -11,9 +11,9 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
+from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange, MembershipHistory
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.variables import transfer
 
 

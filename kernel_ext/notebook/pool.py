@@ -19,14 +19,14 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartErr
 from hvdlab.collectives.protocol.messages import Decision
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import LEAVES
-from hvdlab.kernel_ext.notebook import checks
+from hvdlab.kernel_ext.notebook import assembly
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, ImportDisplay
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
-from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.elastic import Bounds, SyncResult, sync_cell
 from hvdlab.kernel_ext.notebook.kept_pools import launcher_of
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState
 from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
@@ -36,7 +36,6 @@ from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks, native_stacks
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter, Prompter
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter, save_trace
-from hvdlab.kernel_ext.notebook.unsynced import SyncResult, sync_cell
 from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
 from hvdlab.kernel_ext.notebook.variables.overview import BUDGET, Overview, Ranks, TensorTable
@@ -140,11 +139,11 @@ class Pool:
             InvalidRequestError: The arguments don't fit each other or this host; nothing was started.
             StartError: Something did not start, or not in time; nothing is left behind.
         """
-        checks.open_standard_streams()
+        assembly.open_standard_streams()
         try:
-            checks.check_not_in_rank()
-            size = checks.check_size(checks.default_size() if np is None else np)
-            with checks.limits_explained("the pool could not be started"):
+            assembly.check_not_in_rank()
+            size = assembly.check_size(assembly.default_size() if np is None else np)
+            with assembly.limits_explained("the pool could not be started"):
                 parts = PoolParts.start(
                     size,
                     launcher,
@@ -619,7 +618,7 @@ class Pool:
         """Run a cell in the background, as :meth:`start_run` does."""
         handle = self._dispatch(request)
         try:
-            with checks.limits_explained("the cell could not be run in the background"):
+            with assembly.limits_explained("the cell could not be run in the background"):
                 handle.drive_in_background()
         except StartError:
             handle.interrupt()
@@ -664,8 +663,8 @@ class Pool:
                 come to a commit by then: it leaves when it does, and only then the pool can be resized again.
         """
         self._check_running()
-        wanted = checks.check_size(np)
-        with self._changing, checks.limits_explained(f"the pool could not get {wanted} ranks"):
+        wanted = assembly.check_size(np)
+        with self._changing, assembly.limits_explained(f"the pool could not get {wanted} ranks"):
             self._parts.check_resizable(wanted)
             self._admission.check_size(wanted)
             self._parts.check_dropped(wanted)

@@ -13,10 +13,10 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, PoolNe
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.requests import RankRequests
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, RetainedCells, RunCell
 from hvdlab.launch.processes import started_at
 

@@ -35,12 +35,11 @@ from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
-from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import (
     NO_NOTEBOOK,
     Acknowledge,

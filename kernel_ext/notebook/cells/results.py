@@ -15,9 +15,9 @@ from typing import Any, Protocol, overload
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.text import visible, visible_lines
+from hvdlab.kernel_ext.notebook.elastic import UnsyncedRank
 from hvdlab.kernel_ext.notebook.output.crash import crash_lines
 from hvdlab.kernel_ext.notebook.output.values import ValueNotSent, html_of, text_of
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRank
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display
 
 _WAITED = re.compile(r"ranks? [\d,-]+ waited; ")

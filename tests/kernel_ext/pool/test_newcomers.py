@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.notebook.unsynced import BEFORE, UnsyncedRank, UnsyncedRanks
+from hvdlab.kernel_ext.notebook.elastic import BEFORE, UnsyncedRank, UnsyncedRanks
 
 
 def test_a_rank_is_a_newcomer_until_it_has_entered_the_cell() -> None:

@@ -16,7 +16,7 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.settings import WorldEnvironment, rank_environment
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM
-from hvdlab.kernel_ext.notebook import checks
+from hvdlab.kernel_ext.notebook import assembly
 from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.kernel_ext.notebook.ipyparallel.launchers import EngineSetLauncher, EngineSetStarter, PoolRequest
 from hvdlab.kernel_ext.notebook.requests import RankRequests
@@ -132,7 +132,7 @@ def test_too_few_open_files_are_told_with_the_remedy(
 @pytest.mark.parametrize("np", [0, -1, True, 1.5, "4", None, 1 << 16])
 def test_odd_sizes_are_refused(np: Any) -> None:
     with pytest.raises(InvalidRequestError, match=str(np)):
-        checks.check_size(np)
+        assembly.check_size(np)
 
 
 # -- exits ------------------------------------------------------------------------------------------------------------

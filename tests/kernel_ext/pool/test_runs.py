@@ -11,9 +11,8 @@ from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher, CellReques
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
-from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import CellDone, JoinedCell
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode
 from patience import PATIENCE

@@ -26,7 +26,7 @@ from ipyparallel.controller.app import IPController  # type: ignore[import-untyp
 from traitlets import default, observe
 from zmq.devices.monitoredqueuedevice import ThreadMonitoredQueue
 
-from hvdlab.kernel_ext.forkserver.program import PORTS_TAKEN
+from hvdlab.launch.forkserver.messages import PORTS_TAKEN
 
 FOREVER = 10**9
 """Seconds: longer than any pool lives."""

@@ -5,7 +5,6 @@ The fork server imports this module first, by its name; heavy modules are import
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 
 import msgspec
@@ -17,9 +16,6 @@ from hvdlab.launch.forkserver.program import StdPipes
 
 PROGRAM_NAME = f"{__name__}:PROGRAM"
 """The name that a pool's fork server is started with."""
-
-PORTS_TAKEN = errno.EADDRINUSE
-"""Exit code of a controller whose ports another program has."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _left = msgspec.msgpack.Decoder(CrashOutput)

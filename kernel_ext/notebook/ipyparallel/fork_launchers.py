@@ -33,8 +33,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Dict
 
 from hvdlab.collectives import system
-from hvdlab.kernel_ext.forkserver.program import PORTS_TAKEN
-from hvdlab.launch.forkserver.messages import CONTROLLER, Exited, Fork, Signal
+from hvdlab.launch.forkserver.messages import CONTROLLER, PORTS_TAKEN, Exited, Fork, Signal
 from hvdlab.launch.processes import describe
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping
 from typing import Self, cast
@@ -13,6 +14,8 @@ from hvdlab.collectives.protocol.codec import MALFORMED, encode_frame
 
 CONTROLLER = -1
 """Number of the child that is ipyparallel's controller, where ranks are counted from 0."""
+PORTS_TAKEN = errno.EADDRINUSE
+"""Exit code of a controller whose ports another program has."""
 
 LAUNCHER = -2
 """Number of an adopted process that is the program which starts and ends the ranks (``mpiexec``)."""

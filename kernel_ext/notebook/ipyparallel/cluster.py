@@ -28,12 +28,12 @@ from hvdlab.launch.forkserver.messages import (
     LAUNCHER,
     Adopt,
     ControllerUp,
-    Engine,
     Exited,
     Forked,
     ForkFailed,
     FromServer,
     Guard,
+    ReportEngine,
     Signal,
 )
 from hvdlab.launch.processes import describe, start_time
@@ -172,12 +172,12 @@ class IpyparallelCluster:
 
     def rank_joined(self, rank: int) -> None:
         """Have the controller announce a rank, which has registered and listens."""
-        self._fork_server.send(Engine(rank, True))
+        self._fork_server.send(ReportEngine(rank, True))
 
     def rank_gone(self, rank: int) -> None:
         """Have the controller forget a rank that the fork server did not fork, and that has ended."""
         with contextlib.suppress(StartError):  # the pool is being closed
-            self._fork_server.send(Engine(rank, False))
+            self._fork_server.send(ReportEngine(rank, False))
         self.ranks_changed()
 
     def ranks_changed(self) -> None:

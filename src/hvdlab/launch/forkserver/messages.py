@@ -76,7 +76,7 @@ class Guard(ForkServerMessage, frozen=True):
     paths: tuple[str, ...]
 
 
-class Engine(ForkServerMessage, frozen=True):
+class ReportEngine(ForkServerMessage, frozen=True, tag="Engine"):
     """Order to report to the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
 
     The fork server reports its own children's ends to it by itself.
@@ -204,14 +204,14 @@ class Children(ForkServerMessage, frozen=True):
     guarded: tuple[str, ...] = ()
 
 
-class Refused(ForkServerMessage, frozen=True):
+class SuccessorRefused(ForkServerMessage, frozen=True, tag="Refused"):
     """Refusal of a successor while the pool's process, ``pid``, lives. The connection ends then."""
 
     pid: int
 
 
-ToServer = Fork | Signal | Guard | Engine | Shutdown | Adopt | Keep
-FromServer = Loaded | Forked | ForkFailed | Exited | ControllerUp | Kept | Children | Refused
+ToServer = Fork | Signal | Guard | ReportEngine | Shutdown | Adopt | Keep
+FromServer = Loaded | Forked | ForkFailed | Exited | ControllerUp | Kept | Children | SuccessorRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_warm: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(cast("type[ToServer]", ToServer))

@@ -1,4 +1,4 @@
-"""The pool: ranks that stay alive between cells, and everything that a notebook or a script does with them."""
+"""Pool of ranks that stay alive between cells, with all operations of a notebook or a script on them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 LOOK_WITHIN = 7.0
 """Seconds that the pool waits for ranks that look at something; they give up by themselves before that."""
 ANSWER_WITHIN = 1.0
-"""Seconds that a rank has to answer; its control thread does, whatever the rank is doing."""
+"""Seconds that a rank has to answer; its control thread does, also while the rank runs a cell."""
 
 
 STORY_LINES = 4
@@ -128,7 +128,7 @@ class Pool:
             plane: Data plane of the collectives, or ``auto``.
             hosts: ``a:4,b:4``, for launchers that start ranks on several hosts.
             launcher_options: Options that only this launcher has, as texts; one that it does not know is refused.
-            warm: What :meth:`hvdlab.kernel_ext.notebook.prestart.Prestart.begin` began; the pool takes it over, and closes it if
+            warm: Processes that :meth:`hvdlab.kernel_ext.notebook.prestart.Prestart.begin` began; the pool takes them over, and closes them if
                 this fails.
             keep: A name for the pool; with an empty text the pool chooses one. The ranks then outlive this process, until
                 :meth:`stop`, and another process finds them by :meth:`attach`. Only for the launchers ``local`` and ``ray``.
@@ -173,20 +173,20 @@ class Pool:
     ) -> Pool:
         """Go on with a pool that was started with ``keep``, by a process that has ended or called :meth:`detach`.
 
-        The ranks have all their variables. What they are running goes on.
+        The ranks have all their variables. Cells that they are running go on.
 
         Args:
             name: The pool's name; ``hvdlab pools`` on the command line lists them.
             launcher: The pool's launcher. By default the pool is looked for on this host, and on the Ray cluster that this process is
                 connected to or that ``RAY_ADDRESS`` names; ``ray`` also finds a cluster that runs on this host.
             show: Called with each cell whose end the former process has not seen; it returns the sink for the cell's output:
-                the newest 4 MiB of each rank and what follows. :attr:`resumed` has these cells. Without it nothing is
+                the newest 4 MiB of each rank and all that follows. :attr:`resumed` has these cells. Without it nothing is
                 shown of them, and only elastic cells that run are among these: ranks go on joining and leaving them.
             timeout: Seconds.
             on_progress: As for :meth:`start`.
 
         Raises:
-            InvalidRequestError: There is no pool of this name, or another process uses it; the text says which.
+            InvalidRequestError: There is no pool of this name, or another process uses it; the text names that process.
             StartError: The pool does not answer.
         """
         found = launcher or launcher_of(name)
@@ -241,9 +241,9 @@ class Pool:
         return "" if self._stopped else self._parts.broken
 
     def news(self) -> list[str]:
-        """Sentences about what happened while no cell was running, such as a coordinator that was replaced.
+        """Return sentences about events while no cell was running, such as a coordinator that was replaced.
 
-        What happens while cells run is shown under these cells. Each sentence is returned once.
+        Events while cells run are shown under these cells. Each sentence is returned once.
         """
         return [] if self._stopped else self._runs.take_notices()
 
@@ -319,12 +319,12 @@ class Pool:
             results.story = tuple(line_of(entry) for entry in found)
 
     def elastic(self) -> ElasticState:
-        """Return which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
+        """Return the ranks with the time and host of their start, those that the pool still waits for, and the ends of the others."""
         self._check_running()
         return self._admission.state(self.newcomers)
 
     def on_membership_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have ``callback`` called after each change of what :meth:`elastic` returns, on any thread. It must not block.
+        """Have ``callback`` called after each change of the result of :meth:`elastic`, on any thread. It must not block.
 
         Returns:
             A function that ends that. A call that is already under way may still come afterwards.
@@ -405,7 +405,7 @@ class Pool:
         raise InvalidRequestError(f"there is no rank {missing[0]}; the pool has {format_ranks(ready)}.")
 
     def diff(self, name: str = "", ranks: Sequence[int] | None = None, *, special: str = "") -> Diff:
-        """Compare a variable or expression over these ranks (by default all), after what they are running.
+        """Compare a variable or expression over these ranks (by default all), after the cells that they are running.
 
         Ranks make the fingerprints and compare the elements; only the result comes to this process.
 
@@ -545,10 +545,10 @@ class Pool:
             timeout: Seconds after which the ranks are interrupted; None for no limit.
             want_value: Whether ranks send the value of the last expression.
             store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
-            file: What a frontend's debugger calls the cell that ``source`` is the end of.
-            prompter: Asks the user when a rank wants input (``input()``, a debugger), if this is the main thread; by
+            file: Name in a frontend's debugger of the cell that ``source`` is the end of.
+            prompter: Asks the user when a rank reads input (``input()``, a debugger), if this is the main thread; by
                 default where this process has its input.
-            late: Shows what the cell's threads and tasks write after its end, ``late(rank, chunks)``; called on a thread
+            late: Shows output of the cell's threads and tasks after its end, ``late(rank, chunks)``; called on a thread
                 of the pool's, and must not block. The output is kept in any case.
             elastic: The cell trains by an elastic function, and goes on while ranks are lost, replaced, added and let go,
                 as long as there are this many; it runs on all ranks.
@@ -627,7 +627,7 @@ class Pool:
         return handle
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
-        """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
+        """Raise KeyboardInterrupt in the cells that these ranks (by default all) are running, also inside a collective."""
         self._runs.interrupt(self._chosen(ranks))
 
     def _dispatch(self, request: CellRequest) -> CellHandle:
@@ -651,7 +651,7 @@ class Pool:
     def resize(self, np: int, *, timeout: float = 60) -> None:
         """Change the number of ranks. Those that stay keep their process and variables.
 
-        While an elastic cell runs, ranks that are added get to know what the others know and take part in it, and ranks
+        While an elastic cell runs, ranks that are added get the others' variables and take part in it, and ranks
         that are too many leave at their next commit, so that no step is lost.
 
         Ranks are numbered from 0, so those with the highest numbers leave.
@@ -687,7 +687,7 @@ class Pool:
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
         """Start lost ranks again under their old numbers, with empty memory. Returns them.
 
-        While an elastic cell runs, they get to know what the others know and take part in it.
+        While an elastic cell runs, they get the others' variables and take part in it.
 
         Raises:
             InvalidRequestError: The launcher can't start single ranks.
@@ -706,7 +706,7 @@ class Pool:
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
-        """End ranks (by default all), whatever they are doing, and start them again with empty memory.
+        """End ranks (by default all), also in the middle of a cell, and start them again with empty memory.
 
         Raises:
             InvalidRequestError: One of them does not exist, or the launcher can't start single ranks.
@@ -741,12 +741,12 @@ class Pool:
         without: Collection[str] = (),
         timeout: float | None = None,
     ) -> SyncResult:
-        """Bring what one rank knows to others: modules are imported there, variables copied; those of that name are replaced.
+        """Copy one rank's variables and imported modules to others; variables of that name there are replaced.
 
-        Values travel from rank to rank as collectives do, once for all ranks together. What belongs together stays
-        so: an optimizer has the parameters of its model. A ``DistributedOptimizer`` reduces gradients again. Gradients
+        Values travel from rank to rank as collectives do, once for all ranks together. Objects that belong together
+        stay so: an optimizer has the parameters of its model. A ``DistributedOptimizer`` reduces gradients again. Gradients
         and states of random number generators stay behind; tensors come to the device of the same name. It runs as a
-        cell on all ranks, after what they run.
+        cell on all ranks, after the cells that they run.
 
         Args:
             ranks: The ranks that get it; by default :attr:`newcomers`.
@@ -755,7 +755,7 @@ class Pool:
             timeout: Seconds after which the copying is interrupted; None for no limit.
 
         Returns:
-            What was brought, and what could not be and why.
+            The names that were copied, and those that could not be, with the reasons.
 
         Raises:
             InvalidRequestError: No rank came later and none was named, or a rank of the pool is lost. Nothing was sent.
@@ -802,7 +802,7 @@ class Pool:
         return self._timeline.path if self._timeline is not None else None
 
     def start_timeline(self, path: str | os.PathLike[str]) -> Path:
-        """Write what all ranks do from now on to a Chrome trace, also while cells run. Returns the file's whole path.
+        """Write all events of ranks from now on to a Chrome trace, also while cells run. Returns the file's whole path.
 
         Raises:
             InvalidRequestError: A timeline is being written already.
@@ -821,7 +821,7 @@ class Pool:
         """Complete the file that :meth:`start_timeline` began, and return it; None if there is none.
 
         Raises:
-            OSError: The disk failed; the file holds what was written before.
+            OSError: The disk failed; the file holds the events that were written before.
         """
         with self._changing:
             recording, self._timeline = self._timeline, None
@@ -840,8 +840,8 @@ class Pool:
         """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
 
         It has all that the ranks did before the call. ``docs/reference/trace.md`` has the columns. The newest million rows are
-        kept, from the first use on and with what the coordinator still has of the time before; ``table.attrs["dropped"]`` says
-        how many rows are missing.
+        kept, from the first use on and with the past events that the coordinator still has; ``table.attrs["dropped"]`` is the
+        number of rows that are missing.
 
         Args:
             arrow: Return a ``pyarrow.Table`` instead; ``table.schema.metadata`` has ``dropped`` then.
@@ -856,8 +856,8 @@ class Pool:
         """Return all that the ranks measured, as a pandas table with a row per point.
 
         The columns are ``rank``, ``name``, ``time`` (seconds since the origin of :meth:`trace`), ``value``, ``step``
-        (missing if none was said) and ``unit``. The newest points of each series are kept;
-        ``table.attrs["dropped"]`` says how many are missing.
+        (missing if none was given) and ``unit``. The newest points of each series are kept;
+        ``table.attrs["dropped"]`` is the number of those that are missing.
         """
         return self.client.gathered().metrics()
 
@@ -866,7 +866,7 @@ class Pool:
 
         Args:
             path: A name that ends in ``.json`` (Chrome's format) or ``.json.gz`` (the same compressed).
-            format: One of these, for a file whose name says something else.
+            format: One of these, for a file whose name ends otherwise.
 
         Returns:
             The file's whole path.

@@ -94,7 +94,7 @@ class CellInterrupts:
         return min(limits, default=None)
 
     def stop(self, running: Collection[int], now: float, because: str = "") -> list[Effect]:
-        """Interrupt the ranks that have not ended the cell; ``because`` says why, unless the user asked for it."""
+        """Interrupt the ranks that have not ended the cell; ``because`` has the reason, unless the user asked for it."""
         self._because = because
         self.stopped |= set(running)
         if self._name_at is None and self._give_up_at is None:
@@ -109,7 +109,7 @@ class CellInterrupts:
         return effects
 
     def requested(self, running: Collection[int], now: float) -> list[Effect]:
-        """The user wants the cell to end."""
+        """Handle the user's interrupt of the cell."""
         self.requests += 1
         if self.requests == 1 and not self._named:
             return self.stop(running, now)
@@ -152,7 +152,7 @@ GRACE = 0.5
 """Seconds between a failure and the interrupt of the ranks that still run."""
 
 ANNOUNCE = 0.5
-"""Seconds after a death until a line says so while the others go on; if the run ends before, its report says it."""
+"""Seconds after a death until a line reports it while the others go on; if the run ends before, its report has it."""
 
 ACK_BYTES = 1 << 20
 """Output taken from a rank between two credits."""
@@ -243,7 +243,7 @@ class CellState:
             ):  # the report leaves these deaths out
                 effects += self._announce()
             results = self._results()
-            # What the cell waited for stands before the end of the output.
+            # The line about waiting ranks stands before the end of the output.
             effects = [*self._stalls.close(results.ok, now), *effects, Finished(results)]
         return effects
 
@@ -337,7 +337,7 @@ class CellState:
         return effects
 
     def _announce(self) -> list[Effect]:
-        """Say which ranks have died, and that too few are left."""
+        """Report the ranks that have died, and that too few are left."""
         self._announce_at = None
         effects: list[Effect] = [Note(death.line, warning=True) for death in self._unannounced]
         self._unannounced.clear()
@@ -396,7 +396,7 @@ class CellState:
         return effects
 
     def _look(self, now: float) -> list[Effect]:
-        """Do what is due about where ranks are: for the round of questions, the stalls and the interrupts."""
+        """Pass the time on to the three that ask where ranks are: the probe round, the stalls and the interrupts."""
         effects: list[Effect] = []
         if self._places.deadline is not None and now >= self._places.deadline:
             over, effects = self._places.time()

@@ -62,7 +62,7 @@ class CellHandle:
         sink: Takes the output; called from the driving thread only.
         credit: ``credit(rank, taken)`` sends a Credit to a rank. Must not block.
         interrupt: ``interrupt(ranks)`` raises KeyboardInterrupt on ranks. Must not block.
-        ask: ``ask(ranks)`` has ranks tell where they are, as :class:`StackArrived`. Must not block.
+        ask: ``ask(ranks)`` asks ranks for their stacks, which come as :class:`StackArrived`. Must not block.
         look: ``look(ranks)`` looks at ranks' processes, for :class:`ProcessSeen`. Must not block.
         finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
         interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted.
@@ -125,11 +125,11 @@ class CellHandle:
     def wait(self, timeout: float | None = None) -> CellResults:
         """Wait for the end, driving the run if no other thread does.
 
-        Ctrl-C (or a notebook's stop button) interrupts the ranks, not the wait; ``results.interrupted`` says so.
+        Ctrl-C (or a notebook's stop button) interrupts the ranks, not the wait; ``results.interrupted`` is True then.
 
         Raises:
             TimeoutError: The run is not over after ``timeout`` seconds; it goes on.
-            Exception: What the sink raised. The run is over nevertheless, and :attr:`results` has its results.
+            Exception: The sink's exception. The run is over nevertheless, and :attr:`results` has its results.
         """
         deadline = Deadline(timeout)
         with self._sigint():
@@ -181,7 +181,7 @@ class CellHandle:
                 return
 
     def _step(self, *limits: float | None) -> bool:
-        """Wait for the next event, at most until these times, and do what is due. Returns whether anything was."""
+        """Wait for the next event, at most until these times, and handle it. Returns whether there was one, or a time limit."""
         event = self._next_event(*limits)
         now = time.monotonic()
         if event is not None:
@@ -202,7 +202,7 @@ class CellHandle:
             return None
 
     def _drain(self, now: float) -> bool:
-        """Take what has queued up meanwhile, so that a burst is written in few pieces. Returns whether anything had."""
+        """Handle the events that have queued up meanwhile, so that a burst is written in few pieces. Returns whether there were any."""
         taken = False
         for _ in range(_BATCH):
             try:

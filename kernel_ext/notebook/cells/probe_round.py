@@ -19,7 +19,7 @@ class ProbeRound:
     """One round of questions after the other. No I/O.
 
     Attributes:
-        answers: What ranks answered in this round.
+        answers: Answers of ranks in this round.
         deadline: When the round goes on by itself; None if it is over.
     """
 
@@ -33,7 +33,7 @@ class ProbeRound:
         self._looking = False
 
     def ask(self, ranks: Iterable[int], now: float) -> list[Effect]:
-        """Begin a round. What is known from the last one is forgotten, but for looks at ranks that did not answer."""
+        """Begin a round. The last round's findings are forgotten, except those about processes of silent ranks."""
         self._asked = frozenset(ranks)
         self.answers = {}
         self._seen_now = set()

@@ -30,7 +30,7 @@ _MODULE_BY_NAME = ("cloudpickle.cloudpickle", "subimport")
 class RankDeath:
     """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.wire.cells.CellError`.
 
-    ``tail`` has the last lines of its standard error that were left unread, such as a crash report, ``detail`` what else is
+    ``tail`` has the last lines of its standard error that were left unread, such as a crash report, ``detail`` more that is
     known, such as its peak memory.
     """
 
@@ -54,7 +54,7 @@ class RootCause:
         ranks: The ranks it happened on (several if they failed alike).
         ename: Class of the error; ``RankDied`` for a death.
         evalue: Its text.
-        traceback: Coloured lines; for a death, what is known of where it was.
+        traceback: Coloured lines; for a death, the place where the rank was, as far as it is known.
         blameless: The text is a sentence about all of them, and none of these ranks is to blame: they were stopped.
         shown: Those of the ranks that the traceback holds for, if not for all.
     """
@@ -356,7 +356,7 @@ class CellResults(Sequence[Any]):
     # -- display ------------------------------------------------------------------------------------------------------
 
     def groups(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-        """Ranks with equal values, and the mime bundle of what they show."""
+        """Return ranks with equal values, each group with the mime bundle that it shows."""
         found: list[tuple[list[int], dict[str, Any]]] = []
         for rank in self.ranks:
             done = self._done.get(rank)
@@ -389,7 +389,7 @@ class CellResults(Sequence[Any]):
         return html_of(self.groups() + self._failures(), unsent=self._unsent())
 
     def _failures(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-        """Return the ranks that failed alike, with a line that says how, in the form of :meth:`groups`."""
+        """Return the ranks that failed alike, with a line on their error, in the form of :meth:`groups`."""
         ranks_by_line: dict[str, list[int]] = {}
         for rank in self.ranks:
             if rank in self.errors:

@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.notebook.cells.probe_round import ProbeRound
 from hvdlab.kernel_ext.notebook.output.stack_text import collective_of, grouped, waits_in
 
 REFRESH = 1.0
-"""Seconds between two updates of what is shown."""
+"""Seconds between two updates of the text."""
 MOST_WAITS = 3
 """Groups of collectives that get a line each; a line counts the others."""
 
@@ -66,7 +66,7 @@ class StallReport:
         cell: Id of the cell.
         ranks: Its ranks.
         places: Asks the ranks; its owner calls :meth:`placed` at the end of a round.
-        every: Seconds after which something has taken long; with None nothing is shown but what the coordinator reports.
+        every: Seconds after which a wait counts as long; with None only the coordinator's reports are shown.
         now: When the cell began.
     """
 
@@ -164,7 +164,7 @@ class StallReport:
             self._refresh_at = now + (REFRESH if self._waits else self._every)
 
     def hush(self) -> None:
-        """The user has interrupted the cell: what is shown stays as it is until :meth:`close`."""
+        """Leave the text as it is until :meth:`close`, as the user has interrupted the cell."""
         self._quiet, self._refresh_at = True, None
 
     def close(self, ok: bool, now: float) -> list[Effect]:
@@ -217,7 +217,7 @@ class StallReport:
                 wait.missing = silent
 
     def _is_over(self, wait: _OverdueCollective) -> bool:
-        """Take what the ranks said. True if one of those that waited has gone on."""
+        """Take the ranks' answers. Returns whether one of those that waited has gone on."""
         for rank, stack in self._places.answers.items():
             seconds = waits_in(stack.pending, wait.kind, wait.name)
             if rank in wait.missing and seconds is not None and not wait.executing:

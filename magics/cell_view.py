@@ -129,7 +129,7 @@ def _conclude(
     if name:
         session.shell.user_ns[name], results.name = results, name
     elif quiet and results.ok and results.has_values:
-        # After a ``;`` IPython neither shows nor keeps what the magic returns.
+        # After a ``;`` IPython neither shows nor keeps the magic's result.
         session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # IPython has no annotation
     failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:

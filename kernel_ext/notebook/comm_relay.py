@@ -60,14 +60,14 @@ class WidgetStates:
             threading.Thread(target=self._serve, name="hvdlab-widgets", daemon=True).start()
 
     def message_passed(self, comm: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
-        """A rank or the page has sent the other a message: keep what it says of a widget's state."""
+        """Update a widget's state by a message between a rank and the page."""
         if data.get("method") in _UPDATES:
             with self._lock:
                 if (widget := self._widgets.get(comm)) is not None:
                     widget.update(data, buffers)
 
     def closed(self, comm: str) -> None:
-        """A comm is closed."""
+        """Forget the widget of a comm that is closed."""
         with self._lock:
             self._widgets.pop(comm, None)
 
@@ -139,7 +139,7 @@ class CommRelay:
 
     Args:
         client: That connection.
-        here: Called when a rank opens a comm; returns ``write(stream, text)``, which later shows what the comm's callbacks
+        here: Called when a rank opens a comm; returns ``write(stream, text)``, which later shows text that the comm's callbacks
             print.
         states: Gets all messages that pass.
     """

@@ -1,10 +1,10 @@
-"""Puts back what has died beside the ranks: another coordinator takes over, with the world and the cells as they were.
+"""Recovery from the death of a coordinator: another one takes over, with the world and the cells as they were.
 
-A coordinator that lives, and to which only the connection was lost, stays. A rank that was cut off and has come back gets what it
-has missed.
+A coordinator that lives, and to which only the connection was lost, stays. A rank that was cut off and has come back gets the
+messages that it has missed.
 
-All of that is done by one thread, which sleeps until something has died. (The parts of the pool that have the fork server
-and ipyparallel's controller replace them themselves: that takes no waiting.)
+One thread does all of that; it sleeps until a process has died. (The parts of the pool that have the fork server and
+ipyparallel's controller replace them themselves: that takes no waiting.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from hvdlab.launch.processes import open_process, readable, start_time
 from hvdlab.launch.starter import Ended
 
 RESPAWN_WITHIN = 20.0
+"""Seconds that a successor has to start."""
 RECONNECT_WITHIN = 40.0
+"""Seconds that it has to restore its world."""
 KILLED_WITHIN = 5.0
 """Seconds that a killed process has to end."""
 OFTEN = RESTARTS
@@ -40,7 +42,7 @@ LONGEST_PAUSE = 8.0
 
 
 class CoordinatorRecovery:
-    """Watches the coordinator, and ranks that it takes for dead.
+    """Watch over the coordinator, and over ranks that it takes for dead.
 
     Args:
         coordinator: The coordinator's process.
@@ -49,7 +51,7 @@ class CoordinatorRecovery:
         runs: The cells.
         give_up: Called with the reason if the pool can't be put back.
         rebuilt: Called when there is another connection to a coordinator.
-        near: Whether the ranks are processes of this host: then nothing but a fault keeps one that lives from coming back at once.
+        near: Whether the ranks are processes of this host: then only a fault keeps one that lives from coming back at once.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class CoordinatorRecovery:
         self._jobs.put(None)
 
     def settle(self, timeout: float) -> bool:
-        """Wait until what is known to have died was put back; False if that takes longer than this many seconds."""
+        """Wait until all known deaths are handled. Returns False if that takes longer than ``timeout`` seconds."""
         done = threading.Event()
         self._jobs.put(done.set)
         return done.wait(timeout)

@@ -106,7 +106,7 @@ class ElasticAdmission:
     def admit_to_elastic_cells(self, ranks: Sequence[int], patience: float) -> None:
         """Let these new ranks take part in the elastic cells that run: they first get the variables of the others.
 
-        If a rank can't take part, a line under the cell says so, and the others go on without it.
+        If a rank can't take part, a line under the cell reports it, and the others go on without it.
 
         Args:
             ranks: The new ranks; one that has ended since is left out.

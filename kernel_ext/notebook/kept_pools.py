@@ -90,7 +90,7 @@ class AttachedCoordinator:
         return describe_signal(-code) if code < 0 else f"exit status {code}"
 
     def respawn(self, timeout: float = 10) -> None:
-        """Kill what is left of this coordinator, and start a successor. Raises ``StartError``."""
+        """Kill the process of this coordinator, if it lives, and start a successor. Raises ``StartError``."""
         if self._successor is not None:
             self._successor.respawn(timeout)
             return
@@ -110,7 +110,7 @@ class AttachedCoordinator:
             self._listeners.close()
 
     def close(self) -> None:
-        """End the coordinator and remove what it may have left. Idempotent."""
+        """End the coordinator and remove the files that it has left. Idempotent."""
         if self._successor is not None:
             self._successor.close()
         elif self._listeners is not None:
@@ -186,11 +186,11 @@ class KeptPool(Protocol):
         ...
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
+        """Report starts and ends of ranks to ``ranks`` from now on; call ``lost`` with the reason if this process loses the pool."""
         ...
 
     def update(self, processes: PoolProcesses, size: int) -> None:
-        """Note the pool's processes and the number of its ranks for the process that attaches later."""
+        """Record the pool's processes and the number of its ranks for the process that attaches later."""
         ...
 
     def disconnect(self, processes: PoolProcesses) -> None:
@@ -202,12 +202,12 @@ class KeptPool(Protocol):
         ...
 
     def forget(self) -> None:
-        """Note that the pool has ended."""
+        """End the keeping of the pool, which has ended: its entry, or the launcher's job, goes away."""
         ...
 
 
 def adopt_ranks(keeping: KeptPool, processes: PoolProcesses, group: RankLifecycle) -> None:
-    """Let the pool have the ranks that another process has started. Missing ones have ended while no process had the pool.
+    """Adopt the ranks that another process has started. Missing ones have ended while no process had the pool.
 
     Args:
         keeping: The kept pool.
@@ -238,7 +238,7 @@ class LocalKeptPool:
     """A :class:`KeptPool` of this host, by the registry's entry of it.
 
     Attributes:
-        kept: What the entry says.
+        kept: The entry.
     """
 
     near = True
@@ -255,7 +255,7 @@ class LocalKeptPool:
 
     @property
     def size(self) -> int:
-        """Number of ranks, as the entry says."""
+        """Return the number of ranks in the entry."""
         return self.kept.size
 
     @property
@@ -348,7 +348,7 @@ class LocalKeptPool:
         """Return ``None``: the launcher's own starter starts ranks, by the fork server."""
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Do nothing: the fork server's connection reports what happens to ranks."""
+        """Do nothing: the fork server's connection reports starts and ends of ranks."""
 
     def update(self, processes: PoolProcesses, size: int) -> None:
         """Write changed processes, or a changed size, into the entry."""
@@ -372,7 +372,7 @@ class LocalKeptPool:
 
 
 def _connect(kept: KeptPoolEntry, deadline: Deadline) -> Client:
-    """Return a client of a pool's coordinator, which knows its ranks: a successor of one that died hears from them first."""
+    """Return a client of a pool's coordinator, once that knows its ranks: a successor has to wait for their connections."""
     client = Client.connect(kept.address, kept.client_token, timeout=deadline.remaining() or 10)
     try:
         client.wait_for(lambda world: not world.restoring, deadline.remaining())
@@ -407,12 +407,12 @@ def stop_local(name: str) -> None:
 
 
 class LauncherKeptCoordinator:
-    """The coordinator of such a pool, which runs elsewhere. Attributes are those of ``CoordinatorProcess``.
+    """Coordinator of such a pool, which runs elsewhere. Attributes are those of ``CoordinatorProcess``.
 
     Args:
         job: The pool.
-        near: A coordinator of this host, which has no ranks: its directory takes what cells write, and is removed with it, also if this
-            process is killed.
+        near: A coordinator of this host, which has no ranks: its directory takes the output of cells, and is removed with it, also
+            if this process is killed.
     """
 
     pid = 0
@@ -549,7 +549,7 @@ class LauncherKeptPool:
         return self._job.starter()
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
+        """Report starts and ends of ranks to ``ranks`` from now on; call ``lost`` with the reason if this process loses the pool."""
         self._job.follow(ranks, lost)
 
     def update(self, processes: PoolProcesses, size: int) -> None:
@@ -565,12 +565,12 @@ class LauncherKeptPool:
         self._job.let_go()
 
     def forget(self) -> None:
-        """It has ended."""
+        """End the launcher's job."""
         self._job.end()
 
 
 def this_process() -> Tenant:
-    """This process, as a keeper knows it."""
+    """Return this process, in the form in which a keeper stores the pool's owner."""
     pid = os.getpid()
     place = os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
     return Tenant(pid, start_time(pid), host_key(), place)
@@ -612,7 +612,7 @@ def launcher_of(name: str) -> str:
 
 
 def stop(name: str) -> None:
-    """End a kept pool that no process uses, whatever keeps it.
+    """End a kept pool that no process uses, on this host or with its launcher.
 
     Raises:
         InvalidRequestError: There is none of that name, or a process uses it.

@@ -118,7 +118,7 @@ class Prestart:
         """Start the fork server, and a thread that starts the rest; returns at once.
 
         Args:
-            preload: Whether the fork server imports what ranks share; it forks no ranks otherwise.
+            preload: Whether the fork server imports the modules that ranks share; it forks no ranks otherwise.
 
         Raises:
             StartError: The fork server could not be started.
@@ -149,7 +149,7 @@ class Prestart:
         raise StartError(f"the coordinator could not be started: {error or 'it was closed'}") from error
 
     def close(self) -> None:
-        """End what was started, unless a pool has taken it. Idempotent."""
+        """End the processes that were started, unless a pool has taken them. Idempotent."""
         atexit.unregister(self.close)
         with self._lock:
             if self._taken:
@@ -169,11 +169,11 @@ class Prestart:
                 coordinator.close()
                 raise
             self._processes = PoolProcesses(self._fork_server, coordinator, client)
-        except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread that wants the pool)
+        except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread that starts the pool)
             self._error = error
         finally:
             self._done.set()
-        # What the first cell and, later, the cluster will import: slow, and here it delays no cell. If an import fails, the
+        # The modules of the first cell and, later, of the cluster: slow, and here they delay no cell. If an import fails, the
         # code that needs the module gets the error; some (concurrent.futures) raise RuntimeError while the interpreter ends.
         with contextlib.suppress(ImportError, RuntimeError):
             importlib.import_module("hvdlab.kernel_ext.notebook.pool")

@@ -49,7 +49,7 @@ class RankRecord:
     detail: str = ""
 
 
-# -- what happens -----------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Reconnected:
 Event = PoolSizeSet | RanksAdopted | Started | AgentReady | Ended | Reconnected
 
 
-# -- what to do -------------------------------------------------------------------------------------------------------
+# -- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class RankStates:
         self._members: dict[int, RankRecord] = {}
         # The pool's ranks as last set, ascending.
         self._wanted: tuple[int, ...] = ()
-        # Ranks that are wanted again while the process of that number is still leaving.
+        # Ranks that belong to the pool again while the process of that number is still leaving: they start after its end.
         self._again: set[int] = set()
 
     # -- queries --------------------------------------------------------------------------------------------------
@@ -201,21 +201,21 @@ class RankStates:
         return self._wanted
 
     def get(self, rank: int) -> RankRecord | None:
-        """Return a rank that is wanted or still alive."""
+        """Return the record of a rank that belongs to the pool, or is still alive; None for any other."""
         return self._members.get(rank)
 
     def in_state(self, *states: RankPhase) -> tuple[int, ...]:
-        """Return the wanted ranks in one of these states."""
+        """Return the pool's ranks in one of these phases."""
         return tuple(rank for rank in self._wanted if self._members[rank].state in states)
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Return the wanted ranks that take cells."""
+        """Return the pool's ranks that take cells."""
         return self.in_state(RankPhase.READY)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the wanted ranks that have ended."""
+        """Return the pool's ranks that have ended."""
         return self.in_state(RankPhase.LOST)
 
     @property

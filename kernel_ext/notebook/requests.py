@@ -24,7 +24,7 @@ class _Question:
 
 
 class RankRequests:
-    """Sends payloads that carry a ticket, and waits for the ranks' answers.
+    """Requests to ranks: each carries a ticket, by which the ranks' answers are matched.
 
     Args:
         post: ``post(topic, body, ranks)``.

@@ -35,7 +35,7 @@ ELSEWHERE = "it does not answer"
 
 
 class StackProbe:
-    """Asks the ranks of one pool where they are, and looks at their processes.
+    """Probe of the ranks of one pool: asks them for their stacks, and looks at their processes.
 
     Args:
         post: ``post(topic, body, ranks)``; must not block.
@@ -53,32 +53,32 @@ class StackProbe:
         self._processes = Processes()
 
     def watch(self, feed: Callable[[Event], None]) -> CellProbe:
-        """Return the lookout of one cell; ``feed`` takes what is found, as events."""
+        """Return the probe of one cell; ``feed`` takes the findings, as events."""
         return CellProbe(self, feed)
 
     def ask(self, ticket: int, ranks: Sequence[int]) -> None:
         self._post(TO_RANK, encode(AskStack(ticket)), ranks)
 
     def describe_processes(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return rank to what keeps it from answering. Any thread; takes a moment."""
+        """Return rank to the reason why it does not answer. Any thread; takes a moment."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.look_at(pids)}
 
     def halted(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return those of these ranks that can't answer since their process is stopped, with a text that says so. Any thread."""
+        """Return those of these ranks that can't answer since their process is stopped, each with a text on that. Any thread."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {rank: text for rank, pid in pids.items() if (text := halted(pid))}
 
 
 class CellProbe:
-    """The questions of one cell. Any thread."""
+    """Probe on behalf of one cell. Any thread."""
 
     def __init__(self, lookout: StackProbe, feed: Callable[[Event], None]) -> None:
         self._lookout, self._feed = lookout, feed
         self._ticket = lookout.questions.subscribe(self._answered)
 
     def request_stacks(self, ranks: Sequence[int]) -> None:
-        """Ask ranks where they are: :class:`StackArrived` brings each answer, :class:`ProcessSeen` why a rank can't answer."""
+        """Ask ranks for their stacks: :class:`StackArrived` has each answer, :class:`ProcessSeen` the reason why there is none."""
         self._lookout.ask(self._ticket, ranks)
         for rank, text in self._lookout.halted(ranks).items():
             self._feed(ProcessSeen(rank, text))
@@ -158,7 +158,7 @@ def look_at_state(pid: int, proc: Path = _PROC) -> str:
 
 
 def _waits_in(pid: int, proc: Path) -> str:
-    """Return the kernel function that the process waits in, in parentheses; empty if the kernel does not say."""
+    """Return the kernel function that the process waits in, in parentheses; empty if that can't be read."""
     try:
         name = (proc / f"{pid}/wchan").read_text()
     except OSError:
@@ -203,7 +203,7 @@ def _find_file(pid: int) -> int:
 PY_SPY_WITHIN = 30.0
 """Seconds that py-spy has for a process; to read a large library's symbols takes some."""
 
-# Parts of the file names of frames outside of the cell: of the interpreter's start, and of what runs a cell.
+# Parts of the file names of frames outside of the cell: of the interpreter's start, and of the code that runs a cell.
 _HIDDEN = ("ipykernel", "IPython/", "asyncio/", "runpy.py", "hvdlab/kernel_ext/", "tornado/")
 
 

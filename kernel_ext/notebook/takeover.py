@@ -26,17 +26,17 @@ SLOW_WITHIN = 15.0
 """Seconds more for ranks that are not stopped: cells that a rank does not name are lost, and much mail may precede its answer."""
 STOPPED = ("T", "t")
 INTERRUPTED = "was interrupted when its notebook ended"
-"""What the next notebook reads of a cell that ended by the interrupt which Jupyter sends before it shuts a kernel down."""
+"""Text in the next notebook for a cell that ended by the interrupt which Jupyter sends before it shuts a kernel down."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrphanedCell:
-    """A cell whose end no process of the pool's has seen.
+    """Cell whose end no process of the pool's has seen.
 
     Attributes:
         cell, label: Its id, and the name that users know it by, such as ``[7]``.
-        parts: What each rank has of it.
-        without: Ranks that have nothing of it. An elastic cell runs on all ranks: these came later, and were not sent it yet.
+        parts: Rank to the part of it that the rank retains.
+        without: Ranks that have no part of it. An elastic cell runs on all ranks: these came later, and were not sent it yet.
     """
 
     cell: str
@@ -46,7 +46,7 @@ class OrphanedCell:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that have something of the cell."""
+        """Return the ranks that have a part of the cell."""
         return tuple(self.parts)
 
     @property
@@ -154,7 +154,7 @@ def go_on(
     sink: OutputSink,
     leaving: tuple[int, ...] = (),
 ) -> CellHandle:
-    """Take such a cell over. What ranks have of it comes with the next :meth:`CellDispatcher.resync`.
+    """Take such a cell over. The ranks' output of it comes with the next :meth:`CellDispatcher.resync`.
 
     Args:
         leaving: Ranks that leave at the next commit of elastic training.

@@ -206,7 +206,7 @@ class ReceiveWindow:
         self._parts[rank].taken = taken
 
     def asking(self, rank: int) -> tuple[int, int] | None:
-        """Return the bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
+        """Return the bytes received and taken, for the request to send all that follows; None if its part has ended."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return None

@@ -58,7 +58,7 @@ _EMPTY: Mapping[str, Json] = {
     "completions": {"targets": []},
     "richInspectVariables": {"data": {}, "metadata": {}},
 }
-"""What frontends expect in an answer, also in one that reports a failure."""
+"""Fields that frontends expect in an answer, also in one that reports a failure."""
 
 Place = tuple[str, int, str]
 Take = Callable[[Json], list[Effect]]
@@ -214,7 +214,7 @@ class Multiplexer:
         return [OpenRank(rank) for rank in new]
 
     def _opened(self, rank: int) -> list[Effect]:
-        """Send a rank that has just come what the others have got before."""
+        """Send a rank that has just come the requests that the others have got before."""
         if rank not in self._ranks:
             return [CloseRank(rank)]
         effects: list[Effect] = []
@@ -241,7 +241,7 @@ class Multiplexer:
         return self._answered_by(rank, {"success": True})
 
     def _refuse(self, rank: int, reason: str) -> list[Effect]:
-        """A rank can't take part; what runs there does not stop."""
+        """Report that a rank can't take part: its code does not stop."""
         if self._refused.get(rank) == reason or rank not in self._ranks:
             return []
         self._refused[rank] = reason
@@ -318,7 +318,7 @@ class Multiplexer:
         return self._response(key, request, body.get(request["command"], {}))
 
     def _thread(self, event: Requested) -> tuple[int, int] | None:
-        """Return the rank's thread that is meant. JupyterLab says 1 when it means the one that it shows."""
+        """Return the rank and thread that a request is for. JupyterLab sends 1 for the thread that it shows."""
         arguments, command = event.request.get("arguments") or {}, event.request.get("command")
         number = arguments.get("threadId")
         # JupyterLab may also name the thread that has stopped first, whichever frame is selected.
@@ -576,7 +576,7 @@ class Multiplexer:
         return [self._response(key, request, self._sent_scope)]
 
     def _tell_scope(self) -> list[Effect]:
-        """Tell a frontend that has asked what has changed; not while ranks have only begun a step."""
+        """Send a changed scope to a frontend that has asked for it once; not while ranks have only begun a step."""
         if (
             self._sent_scope is None
             or self._stepping is not None

@@ -251,12 +251,12 @@ class IpyparallelCluster:
         return self._cluster
 
     def remove_files_on_exit(self, *paths: str) -> None:
-        """Have the fork server remove these files when the pool ends, in whatever way."""
+        """Have the fork server remove these files when the pool ends, also if this process is killed."""
         self._guarded += paths
         self._fork_server.send(Guard(self._guarded))
 
     def watch_launcher(self, pid: int) -> None:
-        """Have the fork server end this program, which started the ranks, when the pool ends, in whatever way."""
+        """Have the fork server end this program, which started the ranks, when the pool ends, also if this process is killed."""
         self._fork_server.send(Adopt((Forked(LAUNCHER, pid, start_time(pid)),)))
 
     async def _start(self) -> str:

@@ -1,4 +1,4 @@
-"""ipyparallel's view of what a fork server forked: launchers for the controller and for the set of engines.
+"""ipyparallel's view of a fork server's children: launchers for the controller and for the set of engines.
 
 The pool forks its ranks itself, before there is a ``Cluster``, since a rank does not need ipyparallel to be ready. The
 engine set's launcher takes over the ranks that are there, and serves ipyparallel's requests to signal or stop them.
@@ -139,7 +139,7 @@ def keys_file(profile_dir: str, cluster_id: str) -> Path:
 async def outcome_of(future: Future[Any]) -> Any:
     """Wait for a future that others wait for, too; it goes on if this wait is cancelled.
 
-    The callback looks at its exception: asyncio would else complain, at the end of the process, that the exception of a future
+    The callback looks at its exception: otherwise asyncio would report, at the end of the process, that the exception of a future
     which failed after the wait was never retrieved.
     """
     wrapped = asyncio.wrap_future(future)
@@ -161,7 +161,7 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
     """The ranks of a pool that its starter starts one by one.
 
     Attributes:
-        starter: What started them.
+        starter: The starter that started them.
         pids: Rank to process id; the pool keeps it up to date.
     """
 

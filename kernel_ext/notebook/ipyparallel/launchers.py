@@ -170,7 +170,7 @@ class EngineSetStarter:
         self._size = size
         try:
             self._companion.call(self._start(size), Deadline(START_WITHIN))
-        # What ipyparallel's launchers raise when their program is missing or refuses has no common base.
+        # The errors of ipyparallel's launchers, if their program is missing or refuses, have no common base.
         except Exception as error:
             raise StartError(
                 f"the launcher `{self._launcher}` could not start the ranks: {type(error).__name__}: {error}"

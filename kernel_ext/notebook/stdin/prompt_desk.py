@@ -33,8 +33,8 @@ class Prompter(Protocol):
     """Asks the user for a line.
 
     Attributes:
-        shows_beside: Whether the question leaves room for the cell's output, and for a line that says which ranks are at a
-            prompt. A terminal's does not: output would tear what the user has typed so far.
+        shows_beside: Whether the question leaves room for the cell's output, and for a line that names the ranks at a prompt.
+            A terminal's does not: output would tear the line that the user is typing.
     """
 
     shows_beside: bool
@@ -108,42 +108,42 @@ class PromptDesk:
 
     @property
     def deadline(self) -> float | None:
-        """When to call :meth:`due` again."""
+        """Return the time at which to call :meth:`due` again."""
         return self._queue.deadline
 
-    # -- what happens; the driving thread -------------------------------------------------------------------------
+    # -- events; the driving thread -------------------------------------------------------------------------------
 
     def asked(self, rank: int, request: PromptRequest, now: float) -> None:
-        """A rank asks."""
+        """Take a rank's question."""
         self._send(self._queue.asked(rank, request, now))
         if self._refusal or not (self.asking or threading.current_thread() is threading.main_thread()):
             self._refuse(self._refusal or IN_BACKGROUND, now)
 
     def unasked(self, rank: int, number: int) -> None:
-        """A rank has gone on without an answer."""
+        """Drop a question: the rank has gone on without an answer."""
         self._queue.unasked(rank, number)
         self.withdraw(rank, number)
 
     def gone(self, rank: int) -> None:
-        """A rank has ended the cell, or died."""
+        """Drop the questions of a rank that has ended the cell, or died."""
         self._queue.gone(rank)
         self.withdraw(rank)
 
     def interrupted(self) -> None:
-        """The ranks are interrupted: those that ask will leave their prompts."""
+        """Drop all questions: the ranks are interrupted, and leave their prompts."""
         self._queue.clear()
         self.break_off()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def withdraw(self, rank: int, number: int | None = None) -> None:
-        """The rank does not wait for an answer (to this question) any more: do not wait for the user either."""
+        """Stop waiting for the user if the rank does not wait for an answer (to this question) any more."""
         asking = self._asking
         if asking is not None and asking.rank == rank and number in (None, asking.request.number):
             self.break_off()
 
     def break_off(self) -> None:
-        """Do not wait for the user any more, whichever rank asks."""
+        """Stop waiting for the user, whichever rank asks."""
         with self._lock:
             if self._asking is None or self._withdrawn:
                 return
@@ -159,7 +159,7 @@ class PromptDesk:
         return self._queue.due(now)
 
     def status(self) -> str:
-        """Which ranks are at a prompt, in words; empty if none is."""
+        """Return the ranks at a prompt, in words; empty if there are none."""
         return self._queue.status()
 
     def ask(self, question: Question, meanwhile: Meanwhile = nullcontext) -> str:
@@ -170,7 +170,7 @@ class PromptDesk:
                 :meth:`due`.
 
         Raises:
-            KeyboardInterrupt: The user wants the cell to end.
+            KeyboardInterrupt: The user has interrupted the cell.
         """
         assert self._prompter is not None
         line, error = "", ""
@@ -201,7 +201,7 @@ class PromptDesk:
         return reply
 
     def refuse(self, sentence: str) -> None:
-        """Answer these and all later questions with this sentence, which says why the user can't be asked."""
+        """Answer these and all later questions with this sentence, the reason why the user can't be asked."""
         self._refusal = sentence
         self._refuse(sentence, time.monotonic())
 
@@ -250,7 +250,7 @@ def drive_meanwhile(
     It has the calling thread's context variables, in which a kernel keeps the request that output belongs to.
 
     Args:
-        step: Waits for what happens next, and does what is due then.
+        step: Waits for the next event, and handles it.
         wake: Makes a ``step`` that waits return. Any thread.
         failed: Called, on the other thread, when a step raised; its error is raised when the block is left.
     """

@@ -27,7 +27,7 @@ _MARK = "font-weight: bold; box-shadow: inset 3px 0 #d97706; padding-left: 8px"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Text; ``marked`` is what the reader should see first."""
+    """Cell of a table; the reader should see a ``marked`` one first."""
 
     text: str
     marked: bool = False
@@ -119,7 +119,7 @@ class Overview:
         ]
 
     def _by_name(self) -> dict[str, dict[Variable, list[int]]]:
-        """Name to what it is and on which ranks, the most frequent first."""
+        """Return each name with its kinds of value, the most frequent first, and the ranks of each."""
         found: dict[str, dict[Variable, list[int]]] = {}
         for rank, answer in sorted(self.ranks.items()):
             for variable in answer.variables:

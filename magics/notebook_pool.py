@@ -686,9 +686,9 @@ class SessionBackend:
         self._session = session
         session.ranks_by_default = True
 
-    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
+    def begin(self, defaults: Callable[[], PoolDefaults]) -> None:
         """Begin to start ranks."""
-        self._session.start_in_background(wishes)
+        self._session.start_in_background(defaults)
 
     def cell(self, code: str, *, store_history: bool) -> None:
         """Remember the cell that the kernel is going to run."""

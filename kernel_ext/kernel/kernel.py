@@ -12,14 +12,14 @@ from hvdlab._version import __version__
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.kernel.busy_replies import BusyReplies
 from hvdlab.kernel_ext.kernel.cell_routing import CellRouter, asks_ranks
-from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults, np_of_request, wishes_for
+from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults, defaults_for_notebook, np_of_request
 from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 
 class KernelBackend(Protocol):
     """Ranks of a kernel. ``complete`` and ``inspect`` may be called from any thread."""
 
-    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
+    def begin(self, defaults: Callable[[], PoolDefaults]) -> None:
         """Begin to start ranks in the background; the first cell that needs them reports why there are none."""
         ...
 
@@ -66,7 +66,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._side: KernelBackend | None = None
+        self._backend: KernelBackend | None = None
         self._router = CellRouter()
 
     @property
@@ -81,19 +81,19 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         self.shell.input_transformers_cleanup.insert(0, self._router)
         self.shell.extension_manager.load_extension("hvdlab")
 
-    def take_ranks(self, side: KernelBackend | None) -> None:
+    def set_backend(self, backend: KernelBackend | None) -> None:
         """Set the ranks that the extension brings; with None, when it is unloaded, cells run here."""
-        self._side = side
+        self._backend = backend
 
     def start_ranks(self) -> None:
         """Begin to start ranks: the extension is loaded."""
-        if self._side is not None:
-            self._side.begin(wishes_for)
+        if self._backend is not None:
+            self._backend.begin(defaults_for_notebook)
 
     def do_shutdown(self, restart: bool) -> dict[str, Any]:
         """End the ranks in an orderly way; ipykernel would send them signals in no particular order, and wait."""
-        if self._side is not None:
-            self._side.end()
+        if self._backend is not None:
+            self._backend.end()
         return dict(super().do_shutdown(restart))
 
     # -- cells --------------------------------------------------------------------------------------------------------
@@ -110,9 +110,9 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         cell_id: Any = None,
     ) -> dict[str, Any]:
         """Run a cell where it belongs; afterwards ask the first rank for the values of the client's expressions."""
-        side, request = self._side, self.get_parent("shell")
+        backend, request = self._backend, self.get_parent("shell")
         # The kernel's debugger has the kernel run a little code, which is meant for this process.
-        if side is None or request.get("header", {}).get("session") == self.session.session:
+        if backend is None or request.get("header", {}).get("session") == self.session.session:
             alone: dict[str, Any] = await super().do_execute(
                 code,
                 silent,
@@ -124,21 +124,21 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
             )
             return alone
         self._router.cell, self._router.options = code, _options(cell_meta)
-        side.cell(code, store_history=store_history and not silent)
+        backend.cell(code, store_history=store_history and not silent)
         try:
             with self.running(request):
                 reply: dict[str, Any] = await super().do_execute(
                     code, silent, store_history, {}, allow_stdin, cell_meta=cell_meta, cell_id=cell_id
                 )
                 if user_expressions and reply["status"] == "ok":
-                    reply["user_expressions"] = side.evaluate(user_expressions)
+                    reply["user_expressions"] = backend.evaluate(user_expressions)
         finally:
             self._router.cell = None
         return reply
 
     def show_help(self, name: str, detail: int) -> None:
         """Show the first rank's documentation of ``name?`` in the frontend's pager."""
-        found = self._side.inspect(name, len(name), detail) if self._side is not None else None
+        found = self._backend.inspect(name, len(name), detail) if self._backend is not None else None
         if found is not None and found.found:
             self.shell.payload_manager.write_payload({"source": "page", "data": found.data, "start": 0})
         else:
@@ -149,9 +149,9 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     def do_complete(self, code: str, cursor_pos: int | None) -> dict[str, Any]:
         """Return completions from the first rank, with our own magics; from this process for cells that run here."""
         cursor = len(code) if cursor_pos is None else cursor_pos
-        if self._side is None or not asks_ranks(code):
+        if self._backend is None or not asks_ranks(code):
             return dict(super().do_complete(code, cursor))
-        answer = self._side.complete(code, cursor)
+        answer = self._backend.complete(code, cursor)
         here = self._magics_here(code, cursor)
         if answer is None or not answer.matches:
             if here is not None:
@@ -171,9 +171,9 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()
     ) -> dict[str, Any]:
         """Return documentation from the first rank; from this process for cells that run here."""
-        if self._side is None or not asks_ranks(code):
+        if self._backend is None or not asks_ranks(code):
             return dict(super().do_inspect(code, cursor_pos, detail_level, omit_sections))
-        answer = self._side.inspect(code, cursor_pos, detail_level)
+        answer = self._backend.inspect(code, cursor_pos, detail_level)
         if answer is None:
             data = {"text/plain": self._silence()}
             return {"status": "ok", "found": True, "data": data, "metadata": {}}
@@ -212,7 +212,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
 
     def _silence(self) -> str:
         """Return a line that explains why the first rank has not answered."""
-        label = self._side.busy_with() if self._side is not None else ""
+        label = self._backend.busy_with() if self._backend is not None else ""
         if label:
             return f"rank 0 runs cell {label} and does not answer; ask again when that has ended"
         return "rank 0 does not answer: the ranks are starting, or there are none (`%hvd_pool status` tells)"

@@ -40,7 +40,7 @@ def from_environment(environ: Mapping[str, str]) -> PoolDefaults:
     )
 
 
-def with_metadata(wishes: PoolDefaults, metadata: Any) -> PoolDefaults:
+def with_metadata(defaults: PoolDefaults, metadata: Any) -> PoolDefaults:
     """Return the defaults, overridden by the ``hvdlab`` entry of metadata.
 
     Raises:
@@ -48,7 +48,7 @@ def with_metadata(wishes: PoolDefaults, metadata: Any) -> PoolDefaults:
     """
     found = metadata.get("hvdlab") if isinstance(metadata, dict) else None
     if not isinstance(found, dict):
-        return wishes
+        return defaults
     texts = {name: found.get(name) for name in ("launcher", "plane", "hosts")}
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
@@ -57,10 +57,10 @@ def with_metadata(wishes: PoolDefaults, metadata: Any) -> PoolDefaults:
             )
     np = found.get("np")
     return PoolDefaults(
-        _count(np, "the notebook's metadata `hvdlab.np`") if np is not None else wishes.np,
-        texts["launcher"] or wishes.launcher,
-        texts["plane"] or wishes.plane,
-        texts["hosts"] or wishes.hosts,
+        _count(np, "the notebook's metadata `hvdlab.np`") if np is not None else defaults.np,
+        texts["launcher"] or defaults.launcher,
+        texts["plane"] or defaults.plane,
+        texts["hosts"] or defaults.hosts,
     )
 
 
@@ -84,7 +84,9 @@ def notebook_metadata(environ: Mapping[str, str], directory: Path) -> dict[str, 
     return {}
 
 
-def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> PoolDefaults:
+def defaults_for_notebook(
+    environ: Mapping[str, str] | None = None, directory: Path | None = None
+) -> PoolDefaults:
     """Return the defaults of the pool for this kernel's notebook.
 
     Raises:

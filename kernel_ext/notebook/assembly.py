@@ -271,7 +271,7 @@ class PoolParts:
             newcomers=self.newcomers,
         )
         self.companion = IpyparallelCluster(
-            processes.fork_server, self.group.pids, self.joining.connected, lost=self.runs.notice
+            processes.fork_server, self.group.pids, self.joining.set_connection, lost=self.runs.notice
         )
         self.admission = ElasticAdmission(
             processes.client, self.group, self.runs, self.newcomers, self.history
@@ -411,12 +411,12 @@ class PoolParts:
                 self.runs.notice(
                     "the coordinator ended, and was replaced, before this notebook attached: collectives that were in flight then failed"
                 )
-            self.note_kept()
+            self.update_kept_entry()
             self.admission.record_arrivals("attach", self.group.pids())
             if without := {rank for cell in left if cell.order is not None for rank in cell.without}:
                 self.admission.admit_to_elastic_cells(sorted(without), deadline.remaining() or ANSWER_WITHIN)
         except BaseException:
-            self.leave()
+            self.detach()
             raise
         return self
 
@@ -466,7 +466,7 @@ class PoolParts:
         if not self.launch.forks:  # the fork server reports its own children to the controller by itself
             if isinstance(event, Ended):
                 self.companion.rank_gone(event.rank)
-                self.joining.gone(event.rank)
+                self.joining.remove(event.rank)
             else:
                 self.companion.ranks_changed()
         self.group.handle(event)
@@ -475,7 +475,7 @@ class PoolParts:
         if isinstance(self._starter, LocalStarter):
             self._starter.hear(event)
         if isinstance(event, Exited):
-            self.joining.gone(event.number)
+            self.joining.remove(event.number)
         self.companion.on_forkserver_event(event)
 
     def _take_left(self, event: Ended, left: CrashOutput) -> Ended:
@@ -489,7 +489,7 @@ class PoolParts:
         return replace(event, tail=last_lines(f"{event.tail}\n{unread}")) if unread else event
 
     def _joined(self, rank: int, answer: bytes) -> None:
-        if self.joining.answered(rank, answer.decode()):
+        if self.joining.resolve(rank, answer.decode()):
             self.companion.rank_joined(rank)
 
     def _could_not_join(self, rank: int, why: str) -> None:
@@ -503,7 +503,7 @@ class PoolParts:
         self.history.announce()
 
     def _died(self, rank: int, reason: str) -> None:
-        self.joining.gone(rank)
+        self.joining.remove(rank)
         member = self.group.members.get(rank)
         tail, detail = (member.tail, member.detail) if member is not None else ("", "")
         ready = self._ready_ns.pop(rank, None)
@@ -518,7 +518,7 @@ class PoolParts:
 
     def _has_left(self, rank: int, died: str) -> None:
         """End the rank's part in all cells: it has left by the pool's order, or died before the commit at which it was to leave."""
-        self.joining.gone(rank)
+        self.joining.remove(rank)
         self._record_end("died" if died else "left", rank, died or "the pool was resized")
         self.runs.rank_died(rank, died or "it left the pool", left=not died)
 
@@ -530,17 +530,17 @@ class PoolParts:
                 f"the process that ranks are forked from ended ({reason}), and no other one starts: {error}"
             )
             return
-        self.note_kept()
+        self.update_kept_entry()
         self.runs.notice(
             f"the process that ranks are forked from ended ({reason.splitlines()[0].split(';')[0]}) and was replaced; "
             "the ranks and their variables are intact"
         )
 
     def _rebuilt(self) -> None:
-        self.joining.ask_again()
-        self.note_kept()
+        self.joining.resend_pending()
+        self.update_kept_entry()
 
-    def note_kept(self) -> None:
+    def update_kept_entry(self) -> None:
         """Record a change of a process, or of the size, for the process that attaches to the kept pool later."""
         if self.keeping is not None and not self._closed:
             self.keeping.update(self.processes, len(self.group.members.wanted))
@@ -589,7 +589,7 @@ class PoolParts:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Detach this process from the pool, since it ends, drops the pool or detaches: only the ranks of a kept pool stay."""
         if self.keeping is None:
             self.close()
@@ -597,7 +597,7 @@ class PoolParts:
             self.rebuilder.close()
             self.companion.close(keep=self.keeping.near)
             with contextlib.suppress(CoordinatorLostError):  # then the keeper of the pool informs its ranks
-                self.runs.leave()
+                self.runs.keep_cells_on_ranks()
                 self.runs.post(TO_RANK, encode(SetOwner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
             self.keeping.disconnect(self.processes)
@@ -620,7 +620,7 @@ class PoolParts:
     def close(self) -> None:
         """End ranks and processes. Idempotent; does nothing in a forked child of the pool's process."""
         if self.keeping is not None and self.keeping.lost:
-            self.leave()  # it is another notebook's
+            self.detach()  # it is another notebook's
             return
         if not self._claim_end():
             return

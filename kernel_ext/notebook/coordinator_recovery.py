@@ -94,7 +94,7 @@ class CoordinatorRecovery:
         self._closing.set()
         self._jobs.put(None)
 
-    def settle(self, timeout: float) -> bool:
+    def await_recovered(self, timeout: float) -> bool:
         """Wait until all known deaths are handled. Returns False if that takes longer than ``timeout`` seconds."""
         done = threading.Event()
         self._jobs.put(done.set)
@@ -108,7 +108,7 @@ class CoordinatorRecovery:
     # -- the client's thread --------------------------------------------------------------------------------------
 
     def _lost(self, reason: str) -> None:
-        self._runs.lost()
+        self._runs.connection_lost()
         self._jobs.put(lambda: self._rebuild(reason))
 
     def _look(self, membership: Membership) -> None:

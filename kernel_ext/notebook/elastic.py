@@ -141,7 +141,7 @@ class UnsyncedRanks:
         #: The cells in ``_joining`` that have not ended.
         self._running: set[str] = set()
 
-    def came(self, how: str, ranks: Collection[int], wanted: Collection[int]) -> None:
+    def add(self, how: str, ranks: Collection[int], wanted: Collection[int]) -> None:
         """Add ranks that are new processes.
 
         If the pool has no other rank, none of them came later, and none counts.

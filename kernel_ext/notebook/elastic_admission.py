@@ -49,7 +49,7 @@ class ElasticAdmission:
             ranks: The ranks.
         """
         self.record_arrivals(how, ranks)
-        self._newcomers.came(how, ranks, self._group.members.wanted)
+        self._newcomers.add(how, ranks, self._group.members.wanted)
 
     def record_arrivals(self, how: str, ranks: Iterable[int]) -> None:
         """Record that these ranks came, with their hosts and processes."""
@@ -136,7 +136,7 @@ class ElasticAdmission:
             source = waiting.pop(0)
             try:
                 near = self._group.ranks_on_this_host()
-                brought = transfer.bring_known(self._runs.questions, source, new, patience, near=near)
+                brought = transfer.bring_known(self._runs.requests, source, new, patience, near=near)
             except HvdlabError as error:
                 why = str(error)
                 if self._group.loss_reason(source):

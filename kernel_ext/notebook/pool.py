@@ -96,14 +96,14 @@ class Pool:
 
     def __init__(self, parts: PoolParts) -> None:
         self._parts, self._group, self._runs = parts, parts.group, parts.runs
-        self._requests, self._admission = parts.runs.questions, parts.admission
+        self._requests, self._admission = parts.runs.requests, parts.admission
         self.launcher, self.plane = parts.launcher, parts.plane
         self.replaceable = Capability.SINGLE_RANKS in parts.launch.capabilities
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: TraceFileWriter | None = None
         # When this process exits, or the pool is garbage-collected, the ranks end, unless the pool is kept.
-        self._leave = weakref.finalize(self, parts.leave)
+        self._detach = weakref.finalize(self, parts.detach)
 
     @classmethod
     def start(
@@ -468,7 +468,7 @@ class Pool:
         chosen = self._chosen(ranks)
         stacks = self._ask(Stack, AskStack, chosen)
         silent = [rank for rank in chosen if rank not in stacks]
-        return RankLocations(stacks, self._runs.lookout.describe_processes(silent) if silent else None)
+        return RankLocations(stacks, self._runs.stack_probe.describe_processes(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
         """Return rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
@@ -671,17 +671,17 @@ class Pool:
             deadline, before = Deadline(timeout), self._group.ready()
             leaving = tuple(rank for rank in before if rank >= wanted) if self._runs.elastic() else ()
             if leaving:
-                self._runs.release(leaving)
+                self._runs.ranks_leave_at_commit(leaving)
             if leaving or self._group.members.let_go:  # an earlier call may not have waited long enough
                 staying = [rank for rank in self._group.members.wanted if rank < wanted]
                 try:
                     self._group.shrink_at_commit(staying, deadline)
                 finally:
-                    self._parts.note_kept()  # the ranks have been let go, also if they have not left in time
+                    self._parts.update_kept_entry()  # the ranks have been let go, also if they have not left in time
             self._group.set_ranks(range(wanted), deadline)
             new = [rank for rank in self._group.ready() if rank not in before]
             self._admission.ranks_added("resize", new)
-            self._parts.note_kept()
+            self._parts.update_kept_entry()
             self._admission.admit_to_elastic_cells(new, timeout)
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
@@ -888,7 +888,7 @@ class Pool:
             try:
                 self.stop_timeline()
             finally:
-                self._leave.detach()
+                self._detach.detach()
                 self._parts.close()
 
     def detach(self) -> None:
@@ -902,7 +902,7 @@ class Pool:
                 "these ranks end with this process; only a pool that was started with keep= "
                 "(`%hvd_pool start --keep`) can be left to itself"
             )
-        self._runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
+        self._runs.drop_delayed_interrupts()  # before the lock, which may take longer than an interrupt is delayed
         with self._changing:
             if self._stopped:
                 return
@@ -910,7 +910,7 @@ class Pool:
             try:
                 self.stop_timeline()
             finally:
-                self._leave()
+                self._detach()
 
     def __enter__(self) -> Self:
         return self

@@ -49,7 +49,7 @@ class StackProbe:
         questions: RankRequests,
         local_pid: Callable[[int], int | None],
     ) -> None:
-        self._post, self.questions, self._local_pid = post, questions, local_pid
+        self._post, self.requests, self._local_pid = post, questions, local_pid
         self._processes = Processes()
 
     def watch(self, feed: Callable[[Event], None]) -> CellProbe:
@@ -62,7 +62,7 @@ class StackProbe:
     def describe_processes(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return rank to the reason why it does not answer. Any thread; takes a moment."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
-        return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.look_at(pids)}
+        return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.describe(pids)}
 
     def halted(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return those of these ranks that can't answer since their process is stopped, each with a text on that. Any thread."""
@@ -73,14 +73,14 @@ class StackProbe:
 class CellProbe:
     """Probe on behalf of one cell. Any thread."""
 
-    def __init__(self, lookout: StackProbe, feed: Callable[[Event], None]) -> None:
-        self._lookout, self._feed = lookout, feed
-        self._ticket = lookout.questions.subscribe(self._answered)
+    def __init__(self, probe: StackProbe, feed: Callable[[Event], None]) -> None:
+        self._probe, self._feed = probe, feed
+        self._ticket = probe.requests.subscribe(self._answered)
 
     def request_stacks(self, ranks: Sequence[int]) -> None:
         """Ask ranks for their stacks: :class:`StackArrived` has each answer, :class:`ProcessSeen` the reason why there is none."""
-        self._lookout.ask(self._ticket, ranks)
-        for rank, text in self._lookout.halted(ranks).items():
+        self._probe.ask(self._ticket, ranks)
+        for rank, text in self._probe.halted(ranks).items():
             self._feed(ProcessSeen(rank, text))
 
     def probe_processes(self, ranks: Sequence[int]) -> None:
@@ -88,12 +88,12 @@ class CellProbe:
         threading.Thread(target=self._look, args=(tuple(ranks),), name="hvdlab-look", daemon=True).start()
 
     def _look(self, ranks: Sequence[int]) -> None:
-        for rank, text in self._lookout.describe_processes(ranks).items():
+        for rank, text in self._probe.describe_processes(ranks).items():
             self._feed(ProcessSeen(rank, text))
 
     def close(self) -> None:
         """Take no more answers."""
-        self._lookout.questions.unsubscribe(self._ticket)
+        self._probe.requests.unsubscribe(self._ticket)
 
     def _answered(self, rank: int, answer: RankReply) -> None:
         if isinstance(answer, Stack):
@@ -118,13 +118,13 @@ class Processes:
     def __init__(self) -> None:
         self._dumped: dict[int, tuple[float, str]] = {}  # process to the time and result of its last dump
 
-    def look_at(self, pids: Mapping[int, int]) -> dict[int, str]:
+    def describe(self, pids: Mapping[int, int]) -> dict[int, str]:
         """Return why ranks do not answer, as it reads after ``rank 2: ``. Takes :data:`DUMP_WITHIN` seconds at most.
 
         Args:
             pids: Rank to its process.
         """
-        found = {rank: look_at_state(pid) for rank, pid in pids.items()}
+        found = {rank: describe_state(pid) for rank, pid in pids.items()}
         busy = {rank: pids[rank] for rank, state in found.items() if not state}
         for rank, place in self._places(busy).items():
             found[rank] = f"{place}; {BUSY}" if place else BUSY
@@ -150,7 +150,7 @@ def halted(pid: int, proc: Path = _PROC) -> str:
     return "its process has ended" if state in ("", "Z", "X") else ""
 
 
-def look_at_state(pid: int, proc: Path = _PROC) -> str:
+def describe_state(pid: int, proc: Path = _PROC) -> str:
     """Return the reason why a process does not run; empty if it does."""
     if process_state(pid, proc) == "D":
         return f"waits for a device or file system{_waits_in(pid, proc)}"

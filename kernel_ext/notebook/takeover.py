@@ -82,7 +82,9 @@ class OrphanedCell:
 Show = Callable[[OrphanedCell], OutputSink]
 
 
-def find(questions: RankRequests, pids: Mapping[int, int]) -> tuple[list[OrphanedCell], tuple[str, ...]]:
+def find_orphans(
+    questions: RankRequests, pids: Mapping[int, int]
+) -> tuple[list[OrphanedCell], tuple[str, ...]]:
     """Ask these ranks, whose processes are on this host, for their cells, in the order in which the first rank has them.
 
     Returns:
@@ -128,7 +130,7 @@ def resume_cells(
         The cells, and a handle for each.
     """
     pids = group.pids()
-    left, interrupted = find(runs.questions, pids)
+    left, interrupted = find_orphans(runs.requests, pids)
     for cell in left:  # also those that are not resumed: their ranks are shown as running them
         if cell.label:
             # A cell of this notebook may have the same number.
@@ -142,12 +144,13 @@ def resume_cells(
     newcomers.restore({rank: started_at(pids[rank]) for rank in came})
     leaving = group.members.let_go
     handles = [
-        go_on(cell, runs, transcripts, NullSink() if show is None else show(cell), leaving) for cell in left
+        resume_cell(cell, runs, transcripts, NullSink() if show is None else show(cell), leaving)
+        for cell in left
     ]
     return left, handles
 
 
-def go_on(
+def resume_cell(
     left: OrphanedCell,
     runs: CellDispatcher,
     transcripts: TranscriptStore,

@@ -25,7 +25,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_launchers_are_found_by_entry_point() -> None:
     assert {"local", "ssh", "popen", "broken"} <= set(registry.names())
-    assert {"local", "mpi", "slurm", "popen"} <= set(launchers.known())
+    assert {"local", "mpi", "slurm", "popen"} <= set(launchers.launcher_names())
     with pytest.raises(
         InvalidRequestError, match=r"no launcher 'sl'; choose one of local, mpi, ssh, .*popen"
     ):

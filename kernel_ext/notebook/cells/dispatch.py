@@ -271,7 +271,7 @@ class RankDirectory(Protocol):
 class CellDispatcher:
     """Dispatcher of cells to ranks, and of the ranks' messages to the cells.
 
-    Mail can be lost with a coordinator. Between :meth:`lost` and :meth:`resync` no cell is sent. :meth:`resync` has ranks
+    Mail can be lost with a coordinator. Between :meth:`connection_lost` and :meth:`resync` no cell is sent. :meth:`resync` has ranks
     retransmit missing messages, and sends once more the messages that ranks have perhaps not got.
 
     Args:
@@ -306,7 +306,9 @@ class CellDispatcher:
         self._lock = threading.Lock()
         self._runs: dict[str, _DispatchedCell] = {}  # cell's id to the cell, until its run is over
         self._order = threading.Lock()  # held while cells are sent, so that all ranks get them in one order
-        self._connected = True  # False between `lost` and `resync`: cells are then sent by `resync`
+        self._connected = (
+            True  # False between `connection_lost` and `resync`: cells are then sent by `resync`
+        )
         self._leaving = False  # whether another process takes the cells over
         self._lost_at = 0.0  # time.monotonic() of the last loss of a coordinator
         self._notices: list[str] = []  # lines that no cell has shown
@@ -315,8 +317,8 @@ class CellDispatcher:
         self._stall_time, self._replaceable = stall_time, replaceable
         self._abandoned: dict[int, tuple[str, str]] = {}
         self.first_to_fail: int | None = None
-        self.questions = RankRequests(self.post, gone=lambda rank: bool(ranks.loss_reason(rank)))
-        self.lookout = StackProbe(self.post, self.questions, ranks.local_pid)
+        self.requests = RankRequests(self.post, gone=lambda rank: bool(ranks.loss_reason(rank)))
+        self.stack_probe = StackProbe(self.post, self.requests, ranks.local_pid)
         client.on_mail(TO_POOL, self._take)
         client.on_stall(self._stalled)
 
@@ -389,7 +391,7 @@ class CellDispatcher:
         self._tell_dead(run)
         return run.handle
 
-    def leave(self) -> None:
+    def keep_cells_on_ranks(self) -> None:
         """Let ranks retain the output of each cell from now on, also after its end: the next process may still ask for it."""
         self._leaving = True
 
@@ -402,7 +404,7 @@ class CellDispatcher:
         sink: OutputSink,
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
-        watch = self.lookout.watch(lambda event: handle.feed(event))
+        watch = self.stack_probe.watch(lambda event: handle.feed(event))
         handle = CellHandle(
             CellState(
                 cell,
@@ -463,7 +465,7 @@ class CellDispatcher:
         self._tell_dead(run, ranks)
         return True
 
-    def release(self, ranks: tuple[int, ...]) -> None:
+    def ranks_leave_at_commit(self, ranks: tuple[int, ...]) -> None:
         """Report to elastic cells that these ranks leave at the next commit. Call it before the coordinator sends it to the ranks."""
         with self._lock:
             handles = [run.handle for run in self._runs.values() if run.elastic is not None]
@@ -482,7 +484,7 @@ class CellDispatcher:
         with contextlib.suppress(CoordinatorLostError):
             self._client.interrupt(ranks)
 
-    def release_pool(self) -> None:
+    def drop_delayed_interrupts(self) -> None:
         """Drop the interrupts that are delayed: this process detaches from the ranks, and their cells go on. Any thread."""
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
@@ -540,7 +542,7 @@ class CellDispatcher:
                 with run.lock:
                     run.arrivals.died(rank)
                     run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
-        self.questions.rank_died(rank)
+        self.requests.rank_died(rank)
 
     def deliver_crash_output(self, rank: int, left: CrashOutput) -> bool:
         """Show output that a rank has left when it ended, and has perhaps not sent; :meth:`rank_died` follows. Any thread.
@@ -573,7 +575,7 @@ class CellDispatcher:
 
     # -- another coordinator --------------------------------------------------------------------------------------
 
-    def lost(self) -> None:
+    def connection_lost(self) -> None:
         """Stop sending cells, as the coordinator is lost. The client's thread; does not block."""
         self._connected = False
         self._lost_at = time.monotonic()
@@ -602,7 +604,7 @@ class CellDispatcher:
             for rank in ranks:
                 self._ask_again(rank)
             self._connected = True
-        self.questions.resend_pending()
+        self.requests.resend_pending()
 
     def rank_reconnected(self, rank: int) -> None:
         """Make up for messages that were lost between a rank and here: the rank was cut off, and has connected again.
@@ -621,7 +623,7 @@ class CellDispatcher:
                 for order, ranks in () if run.unknown else run.orders((rank,)):
                     self._client.post(TO_RANK, encode(order), ranks)
             self._ask_again(rank)
-        self.questions.resend_pending()
+        self.requests.resend_pending()
 
     def _send_again(self, run: _DispatchedCell, running: Mapping[str, Collection[int]]) -> None:
         """Send a cell once more; ranks that have it already, or have ended it, ignore that."""
@@ -705,7 +707,7 @@ class CellDispatcher:
         except ProtocolError:
             return  # not from our agent: a user's code can send anything under any topic
         if isinstance(payload, RankReply):
-            self.questions.resolve(rank, payload)
+            self.requests.resolve(rank, payload)
         else:
             self._mail.call(self, payload, rank)
 

@@ -174,7 +174,7 @@ class CellHandle:
         while not self._ended.is_set():
             if self._run.finished and self._sink_at is None:
                 self._finish()
-            elif (question := self._desk.due(time.monotonic())) is not None:
+            elif (question := self._desk.next_prompt(time.monotonic())) is not None:
                 self._ask_user(question)
                 self._step(time.monotonic())  # handle what came meanwhile before the next question
             elif not self._step(self._desk.deadline, until) and _passed(until):
@@ -221,11 +221,11 @@ class CellHandle:
             self._perform(effect)
         match event:
             case PromptAsked(rank, request):
-                self._desk.asked(rank, request, now)
+                self._desk.prompt_asked(rank, request, now)
             case PromptCancelled(rank, number):
-                self._desk.unasked(rank, number)
+                self._desk.prompt_withdrawn(rank, number)
             case RankDied(rank) | DoneArrived(rank):
-                self._desk.gone(rank)
+                self._desk.rank_gone(rank)
             case InterruptRequested():
                 self._desk.interrupted()
                 self._sink.hurry()
@@ -255,7 +255,7 @@ class CellHandle:
             self._take(AtPrompts(self._at_prompts), time.monotonic())
 
     def _meanwhile(self) -> AbstractContextManager[None]:
-        return drive_meanwhile(self._step, lambda: self._events.put(None), self._desk.break_off)
+        return drive_meanwhile(self._step, lambda: self._events.put(None), self._desk.cancel_current)
 
     def _perform(self, effect: Effect) -> None:
         match effect:

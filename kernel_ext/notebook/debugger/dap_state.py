@@ -140,7 +140,7 @@ class Numbers:
         self._given: dict[tuple[int, int], int] = {}
         self._meant: dict[int, tuple[int, int]] = {}
 
-    def give(self, rank: int, number: int) -> int:
+    def assign(self, rank: int, number: int) -> int:
         """Return the number that a frontend gets for a rank's own one; the same each time."""
         pair = (rank, number)
         given = self._given.get(pair)
@@ -149,11 +149,11 @@ class Numbers:
             self._meant[given] = pair
         return given
 
-    def meant(self, given: object) -> tuple[int, int] | None:
+    def resolve(self, given: object) -> tuple[int, int] | None:
         """Return the rank and its own number that a frontend means; None if the number is not from here, or was dropped."""
         return self._meant.get(given) if isinstance(given, int) else None
 
-    def issued(self, given: object) -> bool:
+    def is_assigned(self, given: object) -> bool:
         """Return whether this number was ever given, even if it was dropped since."""
         return isinstance(given, int) and given >= FIRST
 

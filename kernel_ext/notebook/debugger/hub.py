@@ -133,7 +133,7 @@ class DebugSession:
         """Have the rank's debug server listen; it answers with :class:`~hvdlab.kernel_ext.wire.debug.DebugOpened`."""
         self._send(OpenDebug(self.number), rank)
 
-    def say(self, rank: int, message: bytes) -> None:
+    def send(self, rank: int, message: bytes) -> None:
         """Send a message of the Debug Adapter Protocol to the rank's debug server."""
         self._send(DebugMessage(self.number, message), rank)
 
@@ -364,7 +364,7 @@ class DebugHub:
         elif isinstance(effect, CloseRank):
             session.leave(effect.rank)
         else:
-            session.say(effect.rank, json.dumps(effect.message).encode())
+            session.send(effect.rank, json.dumps(effect.message).encode())
 
     def _ranks(self) -> tuple[int, ...]:
         pool = self._pool()

@@ -303,7 +303,7 @@ class Multiplexer:
                 # The kernel's own debugger would answer only once it has stopped and goes on, and no other request before.
                 return [self._answer_unasked(key, request)]
             if thread is None:
-                gone = self._threads.issued(arguments.get("threadId"))
+                gone = self._threads.is_assigned(arguments.get("threadId"))
                 return [self._failed(key, request, "that rank has not stopped")] if gone else []
             if command == "stackTrace":
                 return self._stacks(key, request, thread)
@@ -323,8 +323,8 @@ class Multiplexer:
         number = arguments.get("threadId")
         # JupyterLab may also name the thread that has stopped first, whichever frame is selected.
         exact = self._knows_threads or arguments.get("singleThread") or command in _BY_THREAD
-        if self._threads.issued(number):
-            meant = self._threads.meant(number)
+        if self._threads.is_assigned(number):
+            meant = self._threads.resolve(number)
             if meant is not None and meant[1] in self._ranks[meant[0]].stopped and exact:
                 return meant
             if self._knows_threads or not self.stopped:
@@ -373,7 +373,9 @@ class Multiplexer:
 
     def _stopped_threads(self) -> list[int]:
         return [
-            self._threads.give(rank, thread) for rank in self.stopped for thread in self._ranks[rank].stopped
+            self._threads.assign(rank, thread)
+            for rank in self.stopped
+            for thread in self._ranks[rank].stopped
         ]
 
     def _list_threads(self, key: int, request: Json) -> list[Effect]:
@@ -384,7 +386,7 @@ class Multiplexer:
             threads = list((got.get(LOCAL, {}).get("body") or {}).get("threads", ()))
             for rank in sorted(set(got) - {LOCAL}):
                 for thread in (got[rank].get("body") or {}).get("threads", ()):
-                    number = self._threads.give(rank, thread["id"])
+                    number = self._threads.assign(rank, thread["id"])
                     threads.append({"id": number, "name": f"rank {rank}: {thread['name']}"})
             return [self._response(key, request, {"threads": threads})]
 
@@ -468,7 +470,7 @@ class Multiplexer:
 
     def _pause(self, event: Requested) -> list[Effect]:
         key, request = event.key, event.request
-        meant = self._threads.meant((request.get("arguments") or {}).get("threadId"))
+        meant = self._threads.resolve((request.get("arguments") or {}).get("threadId"))
         if meant is None and (event.local_stopped or not self._talking()):
             return []
         pausing = [meant] if meant is not None else [(r, self._ranks[r].main) for r in self._talking()]
@@ -504,7 +506,7 @@ class Multiplexer:
         one.stopped[body.get("threadId", one.main)] = None
         stopped = {key: value for key, value in body.items() if key != "hitBreakpointIds"}
         stopped |= {
-            "threadId": self._threads.give(rank, body.get("threadId", one.main)),
+            "threadId": self._threads.assign(rank, body.get("threadId", one.main)),
             "allThreadsStopped": False,
             "description": f"rank {rank}: {body.get('description') or body.get('reason', 'stopped')}",
         }
@@ -536,7 +538,7 @@ class Multiplexer:
         return effects
 
     def _continued(self, rank: int, thread: int) -> Effect:
-        number = self._threads.give(rank, thread)
+        number = self._threads.assign(rank, thread)
         return self._event("continued", {"threadId": number, "allThreadsContinued": False})
 
     def _show_again(self) -> list[Effect]:
@@ -545,7 +547,7 @@ class Multiplexer:
         if self._knows_threads or self._stepping is not None or not staying:
             return []
         rank = self._selected if self._selected in staying else staying[0]
-        number = self._threads.give(rank, next(iter(self._ranks[rank].stopped)))
+        number = self._threads.assign(rank, next(iter(self._ranks[rank].stopped)))
         body = {
             "reason": "pause",
             "threadId": number,
@@ -596,9 +598,9 @@ class Multiplexer:
     def _by_number(self, key: int, request: Json, name: str, numbers: Numbers) -> list[Effect]:
         arguments = request.get("arguments") or {}
         number = arguments.get(name)
-        if not numbers.issued(number):
+        if not numbers.is_assigned(number):
             return []
-        meant = numbers.meant(number)
+        meant = numbers.resolve(number)
         if meant is None:
             return [self._failed(key, request, "that rank goes on")]
         rank, own = meant
@@ -638,7 +640,7 @@ class Multiplexer:
             if name in body:
                 body[name] = [self._renumbered(rank, one) for one in body[name]]
         if body.get("variablesReference"):
-            body["variablesReference"] = self._variables.give(rank, body["variablesReference"])
+            body["variablesReference"] = self._variables.assign(rank, body["variablesReference"])
         return body
 
     def _copy(self, key: int, request: Json, rank: int, frame: int) -> list[Effect]:
@@ -700,7 +702,11 @@ class Multiplexer:
             one.stopped[thread] = (paths[0], frames[0].get("line", 0), frames[0].get("name", ""))
         name = "{}" if self._knows_threads else f"rank {rank}: {{}}"
         return [
-            {**frame, "id": self._frames.give(rank, frame["id"]), "name": name.format(frame.get("name", ""))}
+            {
+                **frame,
+                "id": self._frames.assign(rank, frame["id"]),
+                "name": name.format(frame.get("name", "")),
+            }
             for frame in frames
         ]
 

@@ -429,7 +429,7 @@ class EngineRegistration:
         with self._lock:
             return frozenset(self._joined)
 
-    def connected(self, connection: str) -> None:
+    def set_connection(self, connection: str) -> None:
         """Have all ranks register with the controller that is up now, also those that were engines of an earlier one.
 
         Args:
@@ -451,14 +451,14 @@ class EngineRegistration:
             self._waiting.extend(new)
         self._next()
 
-    def ask_again(self) -> None:
+    def resend_pending(self) -> None:
         """Repeat the requests that have no answer yet: they, or the answers, may be lost."""
         with self._lock:
             chosen = sorted(self._under_way.items())
         for rank, request in chosen:
             self._ask(rank, request)
 
-    def answered(self, rank: int, answer: str) -> bool:
+    def resolve(self, rank: int, answer: str) -> bool:
         """Take a rank's answer to its request. Returns whether the rank is an engine now; False if the answer does not count."""
         number, _, failure = answer.partition("\n")
         with self._lock:
@@ -475,7 +475,7 @@ class EngineRegistration:
             self._failed(rank, failure)
         return not failure
 
-    def gone(self, rank: int) -> None:
+    def remove(self, rank: int) -> None:
         """Forget a rank that has ended."""
         with self._lock:
             self._under_way.pop(rank, None)

@@ -43,7 +43,7 @@ START_WITHIN = 60.0
 PYTHON = Option("python", "interpreter of the ranks (default: python3 of the PATH there)")
 
 
-def known() -> tuple[str, ...]:
+def launcher_names() -> tuple[str, ...]:
     """Return the names that ``launcher=`` takes: hvdlab's and those of packages for it first, then ipyparallel's."""
     first = tuple(dict.fromkeys((LOCAL, MPI, *registry.names())))
     others = {entry.name.lower() for entry in entry_points(group=_GROUP)} - set(first)
@@ -58,8 +58,10 @@ def find(name: str) -> Launcher:
         StartError: It can't be imported.
     """
     name = name.lower()
-    if name not in known():
-        raise InvalidRequestError(f"there is no launcher {name!r}; choose one of {', '.join(known())}.")
+    if name not in launcher_names():
+        raise InvalidRequestError(
+            f"there is no launcher {name!r}; choose one of {', '.join(launcher_names())}."
+        )
     found = registry.find(name)
     if found is not None:
         return found

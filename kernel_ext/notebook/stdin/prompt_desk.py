@@ -108,31 +108,31 @@ class PromptDesk:
 
     @property
     def deadline(self) -> float | None:
-        """Return the time at which to call :meth:`due` again."""
+        """Return the time at which to call :meth:`next_prompt` again."""
         return self._queue.deadline
 
     # -- events; the driving thread -------------------------------------------------------------------------------
 
-    def asked(self, rank: int, request: PromptRequest, now: float) -> None:
+    def prompt_asked(self, rank: int, request: PromptRequest, now: float) -> None:
         """Take a rank's question."""
-        self._send(self._queue.asked(rank, request, now))
+        self._send(self._queue.prompt_asked(rank, request, now))
         if self._refusal or not (self.asking or threading.current_thread() is threading.main_thread()):
             self._refuse(self._refusal or IN_BACKGROUND, now)
 
-    def unasked(self, rank: int, number: int) -> None:
+    def prompt_withdrawn(self, rank: int, number: int) -> None:
         """Drop a question: the rank has gone on without an answer."""
-        self._queue.unasked(rank, number)
+        self._queue.prompt_withdrawn(rank, number)
         self.withdraw(rank, number)
 
-    def gone(self, rank: int) -> None:
+    def rank_gone(self, rank: int) -> None:
         """Drop the questions of a rank that has ended the cell, or died."""
-        self._queue.gone(rank)
+        self._queue.rank_gone(rank)
         self.withdraw(rank)
 
     def interrupted(self) -> None:
         """Drop all questions: the ranks are interrupted, and leave their prompts."""
         self._queue.clear()
-        self.break_off()
+        self.cancel_current()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
@@ -140,9 +140,9 @@ class PromptDesk:
         """Stop waiting for the user if the rank does not wait for an answer (to this question) any more."""
         asking = self._asking
         if asking is not None and asking.rank == rank and number in (None, asking.request.number):
-            self.break_off()
+            self.cancel_current()
 
-    def break_off(self) -> None:
+    def cancel_current(self) -> None:
         """Stop waiting for the user, whichever rank asks."""
         with self._lock:
             if self._asking is None or self._withdrawn:
@@ -154,9 +154,9 @@ class PromptDesk:
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
-    def due(self, now: float) -> Question | None:
+    def next_prompt(self, now: float) -> Question | None:
         """Return the question to ask the user now, if any."""
-        return self._queue.due(now)
+        return self._queue.next_prompt(now)
 
     def status(self) -> str:
         """Return the ranks at a prompt, in words; empty if there are none."""
@@ -167,7 +167,7 @@ class PromptDesk:
 
         Args:
             meanwhile: Entered while the user is asked. Within it other threads may call everything but this and
-                :meth:`due`.
+                :meth:`next_prompt`.
 
         Raises:
             KeyboardInterrupt: The user has interrupted the cell.
@@ -215,7 +215,7 @@ class PromptDesk:
 
     @contextmanager
     def _breakable(self) -> Iterator[None]:
-        """While the user is asked, let Ctrl-C raise KeyboardInterrupt, and :meth:`break_off` break the wait."""
+        """While the user is asked, let Ctrl-C raise KeyboardInterrupt, and :meth:`cancel_current` break the wait."""
         before = signal.getsignal(signal.SIGINT)
 
         def on_signal(number: int, frame: FrameType | None) -> None:

@@ -105,7 +105,7 @@ class PromptQueue:
     """The questions of one cell.
 
     Attributes:
-        deadline: When to look at :meth:`due` again, though nothing has happened.
+        deadline: When to look at :meth:`next_prompt` again, though nothing has happened.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class PromptQueue:
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def asked(self, rank: int, request: PromptRequest, now: float) -> list[Answer]:
+    def prompt_asked(self, rank: int, request: PromptRequest, now: float) -> list[Answer]:
         """Queue a rank's question, perhaps a repetition. Returns the answer if there is one already."""
         known = self._answered.get((rank, request.number))
         if known is not None:
@@ -131,11 +131,11 @@ class PromptQueue:
             self._gather_until = now if awaited and not self._expected else now + GATHER
         return []
 
-    def unasked(self, rank: int, number: int) -> None:
+    def prompt_withdrawn(self, rank: int, number: int) -> None:
         """Drop a question: the rank has gone on without an answer."""
         self._waiting.pop((rank, number), None)
 
-    def gone(self, rank: int) -> None:
+    def rank_gone(self, rank: int) -> None:
         """Drop the questions of a rank that has ended the cell, or died."""
         self._expected.discard(rank)
         for key in [key for key in self._waiting if key[0] == rank]:
@@ -159,7 +159,7 @@ class PromptQueue:
             return None
         return max(self._gather_until, self._expected_until if self._expected else 0.0)
 
-    def due(self, now: float) -> Question | None:
+    def next_prompt(self, now: float) -> Question | None:
         """Return the question to ask the user now, if any: of the rank that got the last answer, or of the lowest rank."""
         if not self._waiting or now < self._gather_until or (self._expected and now < self._expected_until):
             return None

@@ -17,7 +17,7 @@ from patience import PATIENCE
 StartPool = Callable[..., Pool]
 
 pytest.importorskip("mpi4py")
-if not any(name == "mpi" for name in launchers.known()):
+if not any(name == "mpi" for name in launchers.launcher_names()):
     pytest.skip("ipyparallel has no MPI launcher here", allow_module_level=True)
 
 

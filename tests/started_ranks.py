@@ -54,7 +54,7 @@ class StartedRanks:
         self.client = Client.connect(self.coordinator.address, self.coordinator.client_token)
         self.client.on_mail(READY, lambda rank, body: self._note(self.ready, rank))
         self.fork_server = ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": ""})
-        self.companion = IpyparallelCluster(self.fork_server, dict, lambda information: None)
+        self.companion = IpyparallelCluster(self.fork_server, self)
         world = WorldEnvironment(
             self.coordinator.tls_address or self.coordinator.address,
             self.coordinator.token,
@@ -81,6 +81,14 @@ class StartedRanks:
         )
         lost: Future[str] = Future()
         self.fork_server.listen(hear, lost.set_result)
+
+    def rank_pids(self) -> dict[int, int]:
+        """Return no ranks: as a :class:`~hvdlab.kernel_ext.notebook.ipyparallel.cluster.ClusterOwner`, which has none here."""
+        return {}
+
+    def set_controller(self, connection: str) -> None: ...
+
+    def controller_lost(self, line: str) -> None: ...
 
     def handle(self, event: Started | Ended | Waiting) -> None:
         """As a :class:`~hvdlab.launch.starter.RankObserver`."""

@@ -250,16 +250,12 @@ class PoolParts:
         #: Rank to the time at which its process was ready (``CLOCK_MONOTONIC``, ns).
         self._ready_ns: dict[int, int] = {}
         self._closed = False
-        self.joining = EngineRegistration(
-            lambda rank, request: self.runs.post(JOIN, request.encode(), [rank]), failed=self._could_not_join
-        )
+        self.joining = EngineRegistration(self)
         self.resumed: list[CellHandle] = []
         self.history = MembershipHistory()
         self.newcomers = UnsyncedRanks(self.history.announce)
         named = parse_hosts(hosts) if hosts else []
-        self.group = RankLifecycle(
-            processes.client, died=self._died, ready=self._is_ready, left=self._has_left, hosts=named
-        )
+        self.group = RankLifecycle(processes.client, self, hosts=named)
         # These files go with the coordinator's directory, which is removed at the pool's end, also if this process dies.
         self.transcripts = TranscriptStore(processes.coordinator.directory / "output", kept_limit(os.environ))
         self.runs = CellDispatcher(
@@ -270,9 +266,7 @@ class PoolParts:
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
             newcomers=self.newcomers,
         )
-        self.companion = IpyparallelCluster(
-            processes.fork_server, self.group.pids, self.joining.set_connection, lost=self.runs.notice
-        )
+        self.companion = IpyparallelCluster(processes.fork_server, self)
         self.admission = ElasticAdmission(
             processes.client, self.group, self.runs, self.newcomers, self.history
         )
@@ -287,8 +281,7 @@ class PoolParts:
             processes.client,
             self.group,
             self.runs,
-            give_up=self._break,
-            rebuilt=self._rebuilt,
+            self,
             near=launcher.forks,
         )
         if keeping is not None and not begun:
@@ -492,17 +485,40 @@ class PoolParts:
         if self.joining.resolve(rank, answer.decode()):
             self.companion.rank_joined(rank)
 
-    def _could_not_join(self, rank: int, why: str) -> None:
+    # -- for ipyparallel: ClusterOwner and RegisteringRanks ----------------------------------------------------------
+
+    def rank_pids(self) -> Mapping[int, int]:
+        """Return rank to process id of the ranks that live."""
+        return self.group.pids()
+
+    def set_controller(self, connection: str) -> None:
+        """Have ranks register with the controller of this connection information; with none if it is empty."""
+        self.joining.set_connection(connection)
+
+    def controller_lost(self, line: str) -> None:
+        """Show the user this line on a controller that has died."""
+        self.runs.notice(line)
+
+    def request_engine(self, rank: int, request: str) -> None:
+        """Send a rank the request to register with the controller."""
+        self.runs.post(JOIN, request.encode(), [rank])
+
+    def engine_failed(self, rank: int, why: str) -> None:
+        """Show the user that a rank could not register."""
         self.runs.notice(f"rank {rank} is out of reach for ipyparallel ({why}); cells run on it as before")
 
-    def _is_ready(self, rank: int) -> None:
+    # -- for the ranks' life and the recovery: LifecycleObserver and RecoveryObserver -------------------------------
+
+    def rank_ready(self, rank: int) -> None:
+        """Let ipyparallel and the views have a rank that takes cells from now on. Any thread."""
         if self.keeping is not None:
             self._claim_output([rank])
         self._ready_ns[rank] = time.monotonic_ns()
         self.joining.add([rank])
         self.history.announce()
 
-    def _died(self, rank: int, reason: str) -> None:
+    def rank_lost(self, rank: int, reason: str) -> None:
+        """End the part of a rank that was ready and is lost, in all cells, with all that is known of its end. Any thread."""
         self.joining.remove(rank)
         member = self.group.members.get(rank)
         tail, detail = (member.tail, member.detail) if member is not None else ("", "")
@@ -516,7 +532,7 @@ class PoolParts:
         if not self._closed:
             self.admission.record_end(what, rank, reason)
 
-    def _has_left(self, rank: int, died: str) -> None:
+    def rank_left(self, rank: int, died: str) -> None:
         """End the rank's part in all cells: it has left by the pool's order, or died before the commit at which it was to leave."""
         self.joining.remove(rank)
         self._record_end("died" if died else "left", rank, died or "the pool was resized")
@@ -526,7 +542,7 @@ class PoolParts:
         try:
             self.processes.fork_server.respawn()
         except StartError as error:
-            self._break(
+            self.recovery_failed(
                 f"the process that ranks are forked from ended ({reason}), and no other one starts: {error}"
             )
             return
@@ -536,7 +552,8 @@ class PoolParts:
             "the ranks and their variables are intact"
         )
 
-    def _rebuilt(self) -> None:
+    def coordinator_restored(self) -> None:
+        """Repeat the requests to register, and record the coordinator's process: it can be another one. The recovery's thread."""
         self.joining.resend_pending()
         self.update_kept_entry()
 
@@ -550,9 +567,10 @@ class PoolParts:
         assert self.keeping is not None
         # First: ranks that count as ended here are another notebook's, and the coordinator must not get a report of that.
         self.client.close()
-        self._break(f"the pool `{self.keeping.name}` is lost to this notebook: {reason}")
+        self.recovery_failed(f"the pool `{self.keeping.name}` is lost to this notebook: {reason}")
 
-    def _break(self, reason: str) -> None:
+    def recovery_failed(self, reason: str) -> None:
+        """Give the pool up, for this reason. Any thread."""
         if not self._closed:
             self.broken = reason
             self.group.broken(reason)

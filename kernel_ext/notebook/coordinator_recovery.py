@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.errors import InvalidRequestError, StartError
@@ -41,6 +42,18 @@ LONGEST_PAUSE = 8.0
 """Seconds; ranks wait longer than that for a successor."""
 
 
+class RecoveryObserver(Protocol):
+    """Observer of a recovery. The recovery's thread calls it."""
+
+    def coordinator_restored(self) -> None:
+        """Take note of another connection to a coordinator: messages over the last one can be lost."""
+        ...
+
+    def recovery_failed(self, reason: str) -> None:
+        """Take note that the pool can't be restored."""
+        ...
+
+
 class CoordinatorRecovery:
     """Watch over the coordinator, and over ranks that it takes for dead.
 
@@ -49,8 +62,7 @@ class CoordinatorRecovery:
         client: The connection to it.
         group: The ranks.
         runs: The cells.
-        give_up: Called with the reason if the pool can't be put back.
-        rebuilt: Called when there is another connection to a coordinator.
+        observer: Gets the outcome.
         near: Whether the ranks are processes of this host: then only a fault keeps one that lives from coming back at once.
     """
 
@@ -60,9 +72,8 @@ class CoordinatorRecovery:
         client: Client,
         group: RankLifecycle,
         runs: CellDispatcher,
+        observer: RecoveryObserver,
         *,
-        give_up: Callable[[str], None],
-        rebuilt: Callable[[], None],
         near: bool = True,
     ) -> None:
         self._near = near
@@ -74,7 +85,7 @@ class CoordinatorRecovery:
             respawn_within=RESPAWN_WITHIN,
             reconnect_within=RECONNECT_WITHIN,
         )
-        self._give_up, self._rebuilt = give_up, rebuilt
+        self._observer = observer
         self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -181,7 +192,7 @@ class CoordinatorRecovery:
                 self._fail(f"its coordinator ended ({how}), and no other one could take over: {error}")
                 return
             else:
-                self._rebuilt()
+                self._observer.coordinator_restored()
                 self._say(recovered, how, time.monotonic() - began)
 
     def _closed_in_pause(self, how: str) -> bool:
@@ -211,7 +222,7 @@ class CoordinatorRecovery:
 
     def _fail(self, reason: str) -> None:
         if not self._closing.is_set():
-            self._give_up(reason)
+            self._observer.recovery_failed(reason)
 
 
 def pause(deaths: int) -> float:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 
@@ -50,29 +51,39 @@ SHOWN_LINES = 20
 """Lines of a rank's standard error that the ``StartError`` shows if the rank could not be started."""
 
 
+class LifecycleObserver(Protocol):
+    """Observer of a pool's ranks. Any thread calls it; it must not block."""
+
+    def rank_ready(self, rank: int) -> None:
+        """Take note of a rank that takes cells from now on."""
+        ...
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        """Take note of the loss of a rank that was ready."""
+        ...
+
+    def rank_left(self, rank: int, died: str) -> None:
+        """Take note of a rank that has left by the pool's order; ``died`` is the reason if it died before it could, or empty."""
+        ...
+
+
 class RankLifecycle:
     """Life of a pool's ranks: carries out the effects of :class:`RankStates`, and waits for their results.
 
     Args:
         client: The connection to the coordinator.
-        died: Called with rank and reason when a rank that was ready is lost. Any thread; must not block.
-        ready: Called with a rank that became ready. Any thread; must not block.
-        left: Called with a rank that has left by the pool's order, and the reason of its death if it died before. Any thread; must
-            not block.
+        observer: Gets each change of a rank.
         hosts: The hosts that ranks are given to, in this order; empty if only the launcher knows, or all are here.
     """
 
     def __init__(
         self,
         client: Client,
+        observer: LifecycleObserver,
         *,
-        died: Callable[[int, str], None],
-        ready: Callable[[int], None],
-        left: Callable[[int, str], None] = lambda rank, died: None,
         hosts: Sequence[Host] = (),
     ) -> None:
-        self._client, self._hosts = client, hosts
-        self._died, self._ready, self._left = died, ready, left
+        self._client, self._observer, self._hosts = client, observer, hosts
         self._starter: Starter | None = None
         self._members = RankStates()
         self._changed = threading.Condition(threading.RLock())
@@ -134,7 +145,7 @@ class RankLifecycle:
             self._changed.notify_all()
             for rank in self._members.ready:
                 if rank not in ready:
-                    self._ready(rank)
+                    self._observer.rank_ready(rank)
 
     def set_launch_wait(self, text: str) -> None:
         """Set the event that must come before ranks can be started; :meth:`set_ranks` waits for it without a limit. Any thread.
@@ -187,10 +198,10 @@ class RankLifecycle:
                 case AskReady(ranks):
                     self._client.post(WHO, b"", ranks)
                 case ReportRankLost(rank, pid, reason):
-                    self._died(rank, reason)
+                    self._observer.rank_lost(rank, reason)
                     self._client.rank_lost(rank, pid, reason)
                 case ReportRankLeft(rank, pid, died):
-                    self._left(rank, died)
+                    self._observer.rank_left(rank, died)
                     if died:
                         self._client.rank_lost(rank, pid, died)
                 case AwaitLeaving():

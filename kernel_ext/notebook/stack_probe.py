@@ -25,7 +25,7 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.notebook.output.crash import called
 from hvdlab.kernel_ext.notebook.output.stack_text import short_path
-from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankMail, RankRequests
 from hvdlab.kernel_ext.wire.channel import RankReply
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.kernel_ext.wire.stack_dump import NAME, SIGNAL
@@ -38,18 +38,13 @@ class StackProbe:
     """Probe of the ranks of one pool: asks them for their stacks, and looks at their processes.
 
     Args:
-        post: ``post(topic, body, ranks)``; must not block.
-        questions: Hands out tickets, and answers.
-        local_pid: The process of a rank on this host, or None.
+        mail: Sends the requests for stacks.
+        requests: Hands out tickets, and answers.
+        ranks: Knows the processes of ranks on this host.
     """
 
-    def __init__(
-        self,
-        post: Callable[[str, bytes, Sequence[int]], None],
-        questions: RankRequests,
-        local_pid: Callable[[int], int | None],
-    ) -> None:
-        self._post, self.requests, self._local_pid = post, questions, local_pid
+    def __init__(self, mail: RankMail, requests: RankRequests, ranks: RankDirectory) -> None:
+        self._mail, self.requests, self._ranks = mail, requests, ranks
         self._processes = Processes()
 
     def watch(self, feed: Callable[[Event], None]) -> CellProbe:
@@ -57,16 +52,16 @@ class StackProbe:
         return CellProbe(self, feed)
 
     def ask(self, ticket: int, ranks: Sequence[int]) -> None:
-        self._post(TO_RANK, encode(AskStack(ticket)), ranks)
+        self._mail.post(TO_RANK, encode(AskStack(ticket)), ranks)
 
     def describe_processes(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return rank to the reason why it does not answer. Any thread; takes a moment."""
-        pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
+        pids = {rank: pid for rank in ranks if (pid := self._ranks.local_pid(rank)) is not None}
         return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.describe(pids)}
 
     def halted(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return those of these ranks that can't answer since their process is stopped, each with a text on that. Any thread."""
-        pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
+        pids = {rank: pid for rank in ranks if (pid := self._ranks.local_pid(rank)) is not None}
         return {rank: text for rank, pid in pids.items() if (text := halted(pid))}
 
 

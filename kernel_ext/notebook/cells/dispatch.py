@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -37,7 +36,7 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
-from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
 from hvdlab.kernel_ext.wire.cells import (
@@ -256,16 +255,30 @@ class _DispatchedCell:
             yield self.order, others
 
 
-class RankDirectory(Protocol):
-    """Directory of a pool's ranks, as far as :class:`CellDispatcher` uses it."""
+@dataclass(frozen=True, slots=True)
+class _DispatchedLink:
+    """:class:`CellLink` of a cell that a dispatcher has sent."""
 
-    def loss_reason(self, rank: int) -> str:
-        """Return the reason why a rank takes no cells any more; empty if it lives."""
-        ...
+    dispatcher: CellDispatcher
+    cell: str
+    arrivals: ReceiveWindow
+    watch: CellProbe
 
-    def local_pid(self, rank: int) -> int | None:
-        """Return the process of a rank on this host; None if it runs elsewhere."""
-        ...
+    def acknowledge(self, rank: int, taken: int) -> None:
+        self.arrivals.taken(rank, taken)
+        self.dispatcher.post(TO_RANK, encode(Acknowledge(self.cell, taken)), [rank])
+
+    def interrupt(self, ranks: tuple[int, ...]) -> None:
+        self.dispatcher.interrupt(ranks)
+
+    def request_stacks(self, ranks: tuple[int, ...]) -> None:
+        self.watch.request_stacks(ranks)
+
+    def probe_processes(self, ranks: tuple[int, ...]) -> None:
+        self.watch.probe_processes(ranks)
+
+    def finished(self, results: CellResults) -> None:
+        self.dispatcher.finish(self.cell, results)
 
 
 class CellDispatcher:
@@ -317,8 +330,8 @@ class CellDispatcher:
         self._stall_time, self._replaceable = stall_time, replaceable
         self._abandoned: dict[int, tuple[str, str]] = {}
         self.first_to_fail: int | None = None
-        self.requests = RankRequests(self.post, gone=lambda rank: bool(ranks.loss_reason(rank)))
-        self.stack_probe = StackProbe(self.post, self.requests, ranks.local_pid)
+        self.requests = RankRequests(self, ranks)
+        self.stack_probe = StackProbe(self, self.requests, ranks)
         client.on_mail(TO_POOL, self._take)
         client.on_stall(self._stalled)
 
@@ -353,7 +366,7 @@ class CellDispatcher:
             with self._order:
                 self._send(run)
         except BaseException:
-            self._finished(cell, None)
+            self.finish(cell, None)
             raise
         self._tell_dead(run)
         return run.handle
@@ -418,11 +431,7 @@ class CellDispatcher:
                 elastic=request.elastic,
             ),
             sink,
-            credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
-            interrupt=self.interrupt,
-            ask=watch.request_stacks,
-            look=watch.probe_processes,
-            finished=lambda results: self._finished(cell, results),
+            _DispatchedLink(self, cell, arrivals, watch),
             desk=PromptDesk(request.prompter, self._reply),
             interrupt_delay=self.interrupt_delay,
         )
@@ -455,7 +464,7 @@ class CellDispatcher:
                 run = self._runs.get(cell)
                 if run is None or not run.arrivals.waiting:
                     return False
-                # _finished() removes the cell under the same lock, so newcomers learn of its end after this.
+                # finish() removes the cell under the same lock, so newcomers learn of its end after this.
                 self._newcomers.join(cell, ranks)
                 with run.lock:
                     run.arrivals.begin(ranks)
@@ -671,15 +680,17 @@ class CellDispatcher:
             for order, those in run.orders(ranks):
                 self._client.post(TO_RANK, encode(order), those)
 
-    def _credit(self, cell: str, arrivals: ReceiveWindow, rank: int, taken: int) -> None:
-        arrivals.taken(rank, taken)
-        self.post(TO_RANK, encode(Acknowledge(cell, taken)), [rank])
-
     def credit_late(self, rank: int, late: Late) -> None:
         """Let a rank write more, as its output after the end of a cell was shown. Any thread."""
         self.post(TO_RANK, encode(AcknowledgeLate(late.total)), [rank])
 
-    def _finished(self, cell: str, results: CellResults | None) -> None:
+    def finish(self, cell: str, results: CellResults | None) -> None:
+        """Forget a cell whose run is over, and let its ranks discard it. The driving thread.
+
+        Args:
+            cell: The cell's id.
+            results: Its results; None if it could not be sent.
+        """
         with self._lock:
             run = self._runs.pop(cell, None)
             if run is not None and results is not None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
+from typing import Protocol
 
 from hvdlab.collectives.text import visible_lines
 from hvdlab.collectives.time_limits import Deadline
@@ -54,31 +55,47 @@ _BATCH = 256
 """Events taken between two ticks of the sink."""
 
 
+class CellLink(Protocol):
+    """Link of a run to its ranks, and to the dispatcher that began it. The driving thread calls it; only `finished` may block."""
+
+    def acknowledge(self, rank: int, taken: int) -> None:
+        """Send a rank the acknowledgement of ``taken`` bytes of its output, so that it can write on."""
+        ...
+
+    def interrupt(self, ranks: tuple[int, ...]) -> None:
+        """Raise KeyboardInterrupt on these ranks."""
+        ...
+
+    def request_stacks(self, ranks: tuple[int, ...]) -> None:
+        """Ask these ranks for their stacks, which come as :class:`StackArrived`."""
+        ...
+
+    def probe_processes(self, ranks: tuple[int, ...]) -> None:
+        """Look at the processes of these ranks; the findings come as :class:`ProcessSeen`."""
+        ...
+
+    def finished(self, results: CellResults) -> None:
+        """Take the results; called once, before :meth:`CellHandle.wait` returns."""
+        ...
+
+
 class CellHandle:
-    """A run that was dispatched.
+    """Handle of a run that was dispatched.
 
     Args:
         run: Its state machine.
         sink: Takes the output; called from the driving thread only.
-        credit: ``credit(rank, taken)`` sends a Credit to a rank. Must not block.
-        interrupt: ``interrupt(ranks)`` raises KeyboardInterrupt on ranks. Must not block.
-        ask: ``ask(ranks)`` asks ranks for their stacks, which come as :class:`StackArrived`. Must not block.
-        look: ``look(ranks)`` looks at ranks' processes, for :class:`ProcessSeen`. Must not block.
-        finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
+        link: Reaches the ranks.
         interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted.
-        desk: Where ranks ask the user; by default none that asks gets an answer.
+        desk: Asks the user for ranks; by default no rank gets an answer.
     """
 
     def __init__(
         self,
         run: CellState,
         sink: OutputSink,
+        link: CellLink,
         *,
-        credit: Callable[[int, int], None],
-        interrupt: Callable[[tuple[int, ...]], None],
-        ask: Callable[[tuple[int, ...]], None] | None = None,
-        look: Callable[[tuple[int, ...]], None] | None = None,
-        finished: Callable[[CellResults], None] | None = None,
         desk: PromptDesk | None = None,
         interrupt_delay: float = 0.0,
     ) -> None:
@@ -88,8 +105,7 @@ class CellHandle:
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
         self._run, self._sink = run, GuardedSink(sink)
-        self._ask, self._look = ask or _nobody, look or _nobody
-        self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
+        self._link = link
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver
         self._held: list[SendAcknowledge] = []
         #: Lines that came behind the event that ended the run, when it had nothing more to show.
@@ -159,7 +175,7 @@ class CellHandle:
             raise
 
     def take_undelivered_notices(self) -> list[str]:
-        """Lines that have come too late to be shown under the cell. To be called in ``finished``, once no more of them can come."""
+        """Lines that have come too late to be shown under the cell. To be called in :meth:`CellLink.finished`, once no more of them can come."""
         lines, self._untold = self._untold, []
         with suppress(Empty):
             while True:
@@ -264,7 +280,7 @@ class CellHandle:
             case SendAcknowledge():
                 self._held.append(effect)
             case InterruptCell(ranks):
-                self._interrupt(ranks)
+                self._link.interrupt(ranks)
             case RankBegan(rank):
                 self._sink.began(rank)
             case RankEnded(rank, done):
@@ -272,9 +288,9 @@ class CellHandle:
             case Note(text, warning):
                 self._sink.note(visible_lines(text), warning=warning)
             case AskStacks(ranks):
-                self._ask(ranks)
+                self._link.request_stacks(ranks)
             case LookAt(ranks):
-                self._look(ranks)
+                self._link.probe_processes(ranks)
             case ShowStatus(text, final):
                 self._sink.status(visible_lines(text), final=final)
             case Finished(results):
@@ -285,14 +301,13 @@ class CellHandle:
         if self._held and self._sink.backlog() <= BACKLOG:
             held, self._held = self._held, []
             for credit in held:
-                self._credit(credit.rank, credit.taken)
+                self._link.acknowledge(credit.rank, credit.taken)
 
     def _finish(self) -> None:
         assert self.results is not None
         try:
             self._sink.finished(self.results)
-            if self._on_finished is not None:
-                self._on_finished(self.results)
+            self._link.finished(self.results)
         finally:
             self._ended.set()
 
@@ -319,7 +334,3 @@ def _passed(until: float | None) -> bool:
 
 def _no_reply(rank: int, reply: PromptReply) -> None:
     """Drop the reply: the rank that asked gets no answer."""
-
-
-def _nobody(ranks: tuple[int, ...]) -> None:
-    """Ask no rank, for a run that was given no ``ask`` or no ``look``."""

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.collectives.time_limits import Deadline
@@ -73,26 +73,36 @@ def load_ipyparallel() -> None:
         importlib.import_module("ipyparallel")
 
 
+class ClusterOwner(Protocol):
+    """Owner of a cluster. Any thread calls it; it must not block."""
+
+    def rank_pids(self) -> Mapping[int, int]:
+        """Return rank to process id of the ranks that live."""
+        ...
+
+    def set_controller(self, connection: str) -> None:
+        """Have ranks register with a controller that is up.
+
+        Args:
+            connection: Its connection information for engines (JSON); empty when it has died.
+        """
+        ...
+
+    def controller_lost(self, line: str) -> None:
+        """Report to the user, in this line, that a controller that was up has died."""
+        ...
+
+
 class IpyparallelCluster:
-    """The ipyparallel side of a pool.
+    """Cluster of ipyparallel beside a pool.
 
     Args:
         fork_server: Forks the controller.
-        pids: Gives rank to process id of the ranks that the fork server forked.
-        connected: Called with the controller's connection information for engines (JSON) when it is up, and with an empty
-            text when it has died. Ranks join each controller. Must not block.
-        lost: Called with one line when a controller that was up has died. Must not block.
+        owner: Has the ranks, and learns of each controller.
     """
 
-    def __init__(
-        self,
-        fork_server: ForkServer,
-        pids: Callable[[], Mapping[int, int]],
-        connected: Callable[[str], None],
-        lost: Callable[[str], None] | None = None,
-    ) -> None:
-        self._fork_server, self._pids, self._connected = fork_server, pids, connected
-        self._lost = lost or log.warning
+    def __init__(self, fork_server: ForkServer, owner: ClusterOwner) -> None:
+        self._fork_server, self._owner = fork_server, owner
         self._starter: Starter | None = None
         # The cluster that an earlier process left, if it kept this pool.
         self._earlier = Predecessor.of(fork_server)
@@ -270,7 +280,7 @@ class IpyparallelCluster:
             await self._take_over_ranks(cluster)
         if self._serving is None:  # it has died meanwhile
             raise RuntimeError("ipyparallel's controller ended as soon as it was up")
-        self._connected(information)
+        self._owner.set_controller(information)
         return information
 
     async def _start_controller(self, cluster: Cluster) -> str:
@@ -314,17 +324,17 @@ class IpyparallelCluster:
             # First of all: a caller that uses the cluster from now on gets the next controller.
             self._up = None
         self._serving = None
-        self._connected("")
+        self._owner.set_controller("")
         controller.notify_stop({"exit_code": end.code, "pid": end.pid, "identifier": controller.identifier})
         cluster.controller = None
         why = "with the process that ranks are forked from" if with_server else f"({describe(end)})"
-        self._lost(
+        self._owner.controller_lost(
             f"ipyparallel's controller ended {why}; cells are not affected, the next use of `pool.cluster` starts "
             "another controller, and clients of ipyparallel have to be made again"
         )
 
     async def _take_over_ranks(self, cluster: Cluster) -> None:
-        pids = {str(rank): pid for rank, pid in self._pids().items()}
+        pids = {str(rank): pid for rank, pid in self._owner.rank_pids().items()}
         name = await cluster.start_engines(len(pids), starter=self._starter, pids=pids)
         self._engines = cluster.engines[name]
 
@@ -332,7 +342,7 @@ class IpyparallelCluster:
         cluster, engines = self._cluster, self._engines
         if cluster is None or engines is None or engines.state == "after":
             return
-        engines.update(self._pids())
+        engines.update(self._owner.rank_pids())
         if not self._closed:
             cluster.update_cluster_file()
 
@@ -393,6 +403,18 @@ class Predecessor:
             await asyncio.wrap_future(self._gone)
 
 
+class RegisteringRanks(Protocol):
+    """Ranks that register as engines. Any thread calls it; it must not block."""
+
+    def request_engine(self, rank: int, request: str) -> None:
+        """Send a rank the request to register."""
+        ...
+
+    def engine_failed(self, rank: int, why: str) -> None:
+        """Take note of a rank that could not register, and gets no further request."""
+        ...
+
+
 class EngineRegistration:
     """Registration of ranks as engines of ipyparallel: a few at a time, each up to ``TRIES`` times.
 
@@ -400,18 +422,12 @@ class EngineRegistration:
     which the answer to it repeats; only the answer to a rank's last request counts.
 
     Args:
-        ask: ``ask(rank, request)`` sends a request to a rank. Must not block.
-        failed: ``failed(rank, why)`` reports a rank that could not register and gets no further request. Must not block.
+        ranks: Reaches the ranks.
         at_once: Number of ranks that register at the same time; by default one for each four cores.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[int, str], None],
-        failed: Callable[[int, str], None] = lambda rank, why: None,
-        at_once: int | None = None,
-    ) -> None:
-        self._ask, self._failed = ask, failed
+    def __init__(self, ranks: RegisteringRanks, at_once: int | None = None) -> None:
+        self._link = ranks
         self._at_once = at_once or max(1, (os.cpu_count() or 1) // 4)
         self._lock = threading.Lock()
         self._connection = ""
@@ -456,7 +472,7 @@ class EngineRegistration:
         with self._lock:
             chosen = sorted(self._under_way.items())
         for rank, request in chosen:
-            self._ask(rank, request)
+            self._link.request_engine(rank, request)
 
     def resolve(self, rank: int, answer: str) -> bool:
         """Take a rank's answer to its request. Returns whether the rank is an engine now; False if the answer does not count."""
@@ -472,7 +488,7 @@ class EngineRegistration:
                 self._waiting.append(rank)
         self._next()
         if failure and last:
-            self._failed(rank, failure)
+            self._link.engine_failed(rank, failure)
         return not failure
 
     def remove(self, rank: int) -> None:
@@ -496,4 +512,4 @@ class EngineRegistration:
                 self._under_way[rank] = f"{self._series}-{self._requests}\n{self._connection}"
                 chosen.append((rank, self._under_way[rank]))
         for rank, request in chosen:
-            self._ask(rank, request)
+            self._link.request_engine(rank, request)

@@ -17,14 +17,17 @@ class Ranks:
     def __init__(self, count: int, at_once: int) -> None:
         self.asked: list[tuple[int, str]] = []
         self.failed: list[tuple[int, str]] = []
-        self.joining = EngineRegistration(self._ask, lambda *failed: self.failed.append(failed), at_once)
+        self.joining = EngineRegistration(self, at_once)
         self.joining.add(range(count))
         self._last: dict[int, str] = {}
 
-    def _ask(self, rank: int, request: str) -> None:
+    def request_engine(self, rank: int, request: str) -> None:
         number, _, connection = request.partition("\n")
         self.asked.append((rank, connection))
         self._last[rank] = number
+
+    def engine_failed(self, rank: int, why: str) -> None:
+        self.failed.append((rank, why))
 
     def answer(self, rank: int, failure: str = "", number: str | None = None) -> bool:
         return self.joining.resolve(rank, f"{number or self._last[rank]}\n{failure}")
@@ -90,7 +93,7 @@ class Schedules(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.joining = EngineRegistration(self.ask, self.failed, at_once=2)
+        self.joining = EngineRegistration(self, at_once=2)
         self.controllers = 0
         self.up = ""
         self.ranks: dict[int, int] = {}  # each with the number of its process
@@ -100,11 +103,11 @@ class Schedules(RuleBasedStateMachine):
         self.member_of: dict[int, str] = {}  # process to the controller that it is registered with
         self.given_up: set[int] = set()
 
-    def ask(self, rank: int, request: str) -> None:
+    def request_engine(self, rank: int, request: str) -> None:
         if rank in self.ranks:
             self.requests[rank].append((self.ranks[rank], request))
 
-    def failed(self, rank: int, why: str) -> None:
+    def engine_failed(self, rank: int, why: str) -> None:
         self.given_up.add(rank)
 
     @rule()

@@ -211,7 +211,7 @@ class Ranks:
 
     def __init__(self, silent: Sequence[int] = (), dying: Sequence[int] = ()) -> None:
         self.silent, self.dying = silent, dying
-        self.questions = RankRequests(self.post)
+        self.questions = RankRequests(self)
         self.threads: list[threading.Thread] = []
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ def test_a_silent_rank_is_waited_for_until_the_deadline() -> None:
 
 
 def test_late_answers_concern_nobody() -> None:
-    RankRequests(lambda topic, body, ranks: None).resolve(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
+    Ranks().questions.resolve(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------

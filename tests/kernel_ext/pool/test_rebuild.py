@@ -469,13 +469,13 @@ def rebuilder_in(
 ) -> CoordinatorRecovery:
     """Return a rebuilder of a pool whose coordinator neither dies nor is given up."""
     surroundings.notice = tell
+    surroundings.recovery_failed = surroundings.coordinator_restored = pytest.fail
     return CoordinatorRecovery(
         surroundings,
         surroundings,
         surroundings,
         surroundings,
-        give_up=pytest.fail,
-        rebuilt=pytest.fail,
+        surroundings,
         near=near,
     )
 
@@ -490,7 +490,7 @@ def test_a_rank_that_the_coordinator_has_given_up_is_ended(lives: bool) -> None:
         rebuilder = rebuilder_in(surroundings)
         surroundings.look(surroundings.membership())
         assert surroundings.killed.wait(20 if lives else 2 * CUT_OFF_WITHIN) is lives
-        rebuilder.settle(10)
+        rebuilder.await_recovered(10)
         rebuilder.close()
         rebuilder.join()
         # The process's watcher reports how it ended; this only knows why.
@@ -503,7 +503,7 @@ def test_a_rank_that_is_back_gets_what_it_has_missed_and_the_user_is_told() -> N
         rebuilder = rebuilder_in(surroundings, tell=surroundings.told.append)
         surroundings.returned(1, process.pid + 1, 45.0)  # one that another process has replaced since
         surroundings.returned(1, process.pid, 45.0)
-        rebuilder.settle(10)
+        rebuilder.await_recovered(10)
         rebuilder.close()
         rebuilder.join()
         process.kill()

@@ -72,10 +72,21 @@ class Run:
         self.handle = CellHandle(
             CellState("c", range(ranks), now=time.monotonic(), timeout=timeout),
             self.sink,
-            credit=lambda rank, taken: self.credits.append((rank, taken)),
-            interrupt=lambda ranks: self.interrupted.set(),
-            finished=lambda results: self.sink.calls.append(("closed",)),
+            self,
         )
+
+    def acknowledge(self, rank: int, taken: int) -> None:
+        self.credits.append((rank, taken))
+
+    def interrupt(self, ranks: tuple[int, ...]) -> None:
+        self.interrupted.set()
+
+    def request_stacks(self, ranks: tuple[int, ...]) -> None: ...
+
+    def probe_processes(self, ranks: tuple[int, ...]) -> None: ...
+
+    def finished(self, results: CellResults) -> None:
+        self.sink.calls.append(("closed",))
 
     def feed(self, *events: Event) -> None:
         for event in events:

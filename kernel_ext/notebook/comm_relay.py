@@ -49,7 +49,7 @@ class WidgetStates:
         self._served = False
 
     def opened(self, comm: str, target: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
-        """A rank has opened a comm, perhaps a widget's."""
+        """Keep the state of a comm that a rank has opened, if it is a widget's."""
         if target != WIDGET:
             return
         with self._lock:
@@ -122,7 +122,7 @@ class _Control:
 
 
 def _alone(comm: Any, message: dict[str, Any]) -> None:
-    """The handler of a kernel that has no widgets of its own."""
+    """Return the handler of a kernel that has no widgets of its own."""
 
     def asked(question: dict[str, Any]) -> None:
         if question["content"]["data"].get("method") == "request_states":

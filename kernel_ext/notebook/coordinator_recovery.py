@@ -132,7 +132,7 @@ class CoordinatorRecovery:
             self._jobs.put(lambda: self._schedule(CUT_OFF_WITHIN, lambda: self._end_cut_off(new)))
 
     def _came_back(self, rank: int, pid: int, seconds: float) -> None:
-        """A rank that the coordinator had given up is connected again."""
+        """Resend lost messages to a rank that the coordinator had given up, and that is connected again."""
         self._jobs.put(partial(self._take_back, rank, pid, seconds))
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class CoordinatorRecovery:
 
 
 def pause(deaths: int) -> float:
-    """Seconds until the next coordinator is started if so many others have died within the last minute."""
+    """Return the seconds until the next coordinator is started if so many others have died within the last minute."""
     return min(LONGEST_PAUSE, 2.0 ** (deaths - OFTEN)) if deaths >= OFTEN else 0.0
 
 

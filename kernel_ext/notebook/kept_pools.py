@@ -142,22 +142,22 @@ class KeptPool(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that users know the pool by."""
+        """Return the name that users know the pool by."""
         ...
 
     @property
     def plane(self) -> str:
-        """The data plane that the user asked for."""
+        """Return the data plane that the user asked for."""
         ...
 
     @property
     def size(self) -> int:
-        """Number of ranks when this process began to use the pool, or as it was noted since."""
+        """Return the number of ranks when this process began to use the pool, or as it was noted since."""
         ...
 
     @property
     def ports(self) -> tuple[str, int]:
-        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        """Return ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
         ...
 
     @property
@@ -260,12 +260,12 @@ class LocalKeptPool:
 
     @property
     def plane(self) -> str:
-        """The data plane that the user asked for."""
+        """Return the data plane that the user asked for."""
         return self.kept.plane
 
     @property
     def ports(self) -> tuple[str, int]:
-        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        """Return ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
         return self.kept.ports
 
     @classmethod
@@ -496,7 +496,7 @@ class LauncherKeptPool:
 
     @property
     def ports(self) -> tuple[str, int]:
-        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        """Return ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
         return self.world.master_address, self.world.master_port
 
     @property
@@ -506,7 +506,7 @@ class LauncherKeptPool:
 
     @property
     def size(self) -> int:
-        """How many ranks it had when this process began to use it."""
+        """Return the number of ranks that it had when this process began to use it."""
         return self._job.access.size
 
     def living(self, processes: PoolProcesses) -> Mapping[int, int]:

@@ -25,37 +25,37 @@ class PoolCoordinator(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process on this host; 0 if it runs elsewhere."""
+        """Return its process on this host; 0 if it runs elsewhere."""
         ...
 
     @property
     def address(self) -> str:
-        """The address of this host's ranks and clients."""
+        """Return the address of this host's ranks and clients."""
         ...
 
     @property
     def tls_address(self) -> str | None:
-        """The address of other hosts' ranks; None if there is none."""
+        """Return the address of other hosts' ranks; None if there is none."""
         ...
 
     @property
     def certificate(self) -> str | None:
-        """The certificate of :attr:`tls_address`; None without one."""
+        """Return the certificate of :attr:`tls_address`; None without one."""
         ...
 
     @property
     def token(self) -> str:
-        """The secret that ranks connect with."""
+        """Return the secret that ranks connect with."""
         ...
 
     @property
     def client_token(self) -> str:
-        """The secret that clients connect with."""
+        """Return the secret that clients connect with."""
         ...
 
     @property
     def directory(self) -> Path:
-        """A directory of this host that goes with the coordinator."""
+        """Return a directory of this host that goes with the coordinator."""
         ...
 
     def ending(self) -> str:

@@ -41,7 +41,7 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Whether it runs; a process that has ended and not been waited for does not."""
+        """Return whether it runs; a process that has ended and not been waited for does not."""
         process = open_process(self.pid, self.started) if self.started else -1
         if process < 0:
             return False
@@ -86,7 +86,7 @@ class KeptPoolEntry(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Whether there is anything left to attach to.
+        """Return whether there is anything left to attach to.
 
         The owner replaces either process if it ends; if there is no owner, the fork server replaces the coordinator.
         """
@@ -120,7 +120,7 @@ class KeptPoolRegistry:
         raise InvalidRequestError(none_there(name, [kept.name for kept in found]))
 
     def free_name(self, name: str) -> str:
-        """This name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
+        """Return this name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
         return free_name(name, {kept.name for kept in self.all()})
 
     def claim(self, name: str, place: str) -> KeptPoolEntry:

@@ -51,12 +51,12 @@ class OrphanedCell:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Ranks that have not ended the cell."""
+        """Return the ranks that have not ended the cell."""
         return tuple(rank for rank, part in self.parts.items() if part.running)
 
     @property
     def interrupted(self) -> bool:
-        """Whether the end of its notebook has interrupted it on a rank: no notebook has seen that end."""
+        """Return whether the end of its notebook has interrupted it on a rank: no notebook has seen that end."""
         return any(part.interrupted for part in self.parts.values())
 
     @property
@@ -66,12 +66,12 @@ class OrphanedCell:
 
     @property
     def joined(self) -> tuple[int, ...]:
-        """Ranks that were sent the cell, which is elastic, while others ran it."""
+        """Return the ranks that were sent the cell, which is elastic, while others ran it."""
         return tuple(rank for rank, part in self.parts.items() if part.order is not None and part.order.joins)
 
     @property
     def missing(self) -> str:
-        """A sentence about output that was too much to be kept; empty if there is none."""
+        """Return a sentence about output that was too much to be kept; empty if there is none."""
         lost = {rank: part.dropped for rank, part in self.parts.items() if part.dropped}
         if not lost:
             return ""

@@ -102,7 +102,7 @@ class CellInterrupts:
         return [InterruptCell(tuple(sorted(running)))]
 
     def time_is_up(self, running: Collection[int], now: float) -> list[Effect]:
-        """The cell's time limit was reached: interrupt, and in the end give up without another interrupt by the user."""
+        """Interrupt at the cell's time limit, and in the end give up without another interrupt by the user."""
         self._give_up_at = now + AFTER_TIMEOUT
         effects = self.stop(running, now)
         self._ask_at, self._name_at = now + PATIENCE - ASK_BEFORE, now + PATIENCE
@@ -137,7 +137,7 @@ class CellInterrupts:
         return effects
 
     def _unanswered(self, running: Collection[int]) -> str:
-        """Names the ranks that have not answered; from then on the next interrupt gives them up."""
+        """Name the ranks that have not answered; from then on the next interrupt gives them up."""
         self._named = True
         late = tuple(sorted(running))
         said = f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} not answered the interrupt"
@@ -433,7 +433,7 @@ class CellState:
 
     @_on.register
     def _at_prompts(self, event: AtPrompts, now: float) -> list[Effect]:
-        """While a user answers, no clock of the cell runs but those of an interrupt."""
+        """Stop the clocks of the cell, apart from those of an interrupt, while a user answers."""
         if event.ranks and self._asking_since is None:
             self._asking_since = now
         elif not event.ranks and self._asking_since is not None:

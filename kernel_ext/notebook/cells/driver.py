@@ -117,7 +117,7 @@ class CellHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the run is over and all its output was written."""
+        """Return whether the run is over and all its output was written."""
         return self._ended.is_set()
 
     def feed(self, event: Event) -> None:
@@ -130,7 +130,7 @@ class CellHandle:
                 self._desk.withdraw(rank, number)
 
     def join(self, ranks: tuple[int, ...]) -> None:
-        """These ranks are about to get the cell as well. Any thread; the cell must be elastic."""
+        """Expect these ranks, which are about to get the cell as well. Any thread; the cell must be elastic."""
         self.ranks = tuple(sorted({*self.ranks, *ranks}))
         self.feed(RanksJoined(ranks))
 
@@ -175,7 +175,7 @@ class CellHandle:
             raise
 
     def take_undelivered_notices(self) -> list[str]:
-        """Lines that have come too late to be shown under the cell. To be called in :meth:`CellLink.finished`, once no more of them can come."""
+        """Return lines that have come too late to be shown under the cell. Call it in :meth:`CellLink.finished`: no more can come then."""
         lines, self._untold = self._untold, []
         with suppress(Empty):
             while True:

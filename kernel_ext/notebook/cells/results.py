@@ -42,7 +42,7 @@ class RankDeath:
 
     @property
     def line(self) -> str:
-        """All that fits in one line."""
+        """Return the text in one line, as much as fits."""
         return f"rank {self.rank} died: {self.reason}" + (f"; {self.detail}" if self.detail else "")
 
 
@@ -201,12 +201,12 @@ class CellResults(Sequence[Any]):
 
     @property
     def ok(self) -> bool:
-        """Whether the cell ended without error on every rank."""
+        """Return whether the cell ended without error on every rank."""
         return not (self.errors or self.deaths or self.interrupted or self.timed_out or self.unanswered)
 
     @property
     def root_cause(self) -> RootCause | None:
-        """The failure that came first and that no other rank caused; None if all is well."""
+        """Return the failure that came first and that no other rank caused; None if all is well."""
         own = {r: e for r, e in self.errors.items() if not e.aborted and not self._made_by_us(r, e)}
         first = min(own, key=lambda r: (own[r].when, r), default=None)
         death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)
@@ -288,12 +288,12 @@ class CellResults(Sequence[Any]):
 
     @property
     def has_values(self) -> bool:
-        """Whether the last expression gave something other than None on some rank."""
+        """Return whether the last expression gave something other than None on some rank."""
         return any(done.has_value for done in self._done.values())
 
     @property
     def has_live_values(self) -> bool:
-        """Whether a rank's value is shown by something of the frontend's, such as a widget's view."""
+        """Return whether a rank's value is shown by something of the frontend's, such as a widget's view."""
         return any(
             kind.startswith("application/vnd.") for shown in self._shown.values() for kind in shown.data
         )
@@ -376,7 +376,7 @@ class CellResults(Sequence[Any]):
 
     @property
     def as_one(self) -> bool:
-        """Whether the results are shown as the one value that all ranks agree on."""
+        """Return whether the results are shown as the one value that all ranks agree on."""
         return self.plain and [ranks for ranks, _ in self.groups()] == [self.ranks]
 
     def __repr__(self) -> str:

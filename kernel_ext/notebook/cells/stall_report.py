@@ -111,25 +111,25 @@ class StallReport:
         return [] if self._places.running else self._ask(now)
 
     def rank_ended(self, rank: int, now: float) -> None:
-        """A rank's part of the cell has ended."""
+        """Take the end of a rank's part of the cell."""
         self._ended.append(rank)
         if self._ended_at is None:
             self._ended_at = now
 
     def joined(self, ranks: Collection[int]) -> None:
-        """These ranks run the cell from now on, too."""
+        """Add ranks that run the cell from now on, too."""
         self._ranks = tuple(sorted({*self._ranks, *ranks}))
         self._ended = [rank for rank in self._ended if rank not in ranks]
 
     def time(self, running: Collection[int], now: float) -> list[Effect]:
-        """The deadline was reached; ``running`` are the ranks that have not ended the cell."""
+        """Handle the deadline; ``running`` are the ranks that have not ended the cell."""
         self._refresh_at = None
         if self._quiet or not (self._waits or running):
             return []
         return self._ask(now, running)
 
     def placed(self, running: Collection[int], now: float) -> list[Effect]:
-        """A round of questions is over."""
+        """Take the end of a round of questions."""
         if self._quiet:
             return []
         for key, wait in list(self._waits.items()):
@@ -155,7 +155,7 @@ class StallReport:
         return []
 
     def put_off(self, seconds: float, now: float) -> None:
-        """These seconds do not count: the user was answering a rank."""
+        """Shift the deadlines by these seconds, in which the user was answering a rank."""
         if self._ended_at is not None:
             self._ended_at += seconds
         for wait in self._waits.values():

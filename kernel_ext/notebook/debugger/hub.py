@@ -221,7 +221,7 @@ class DebugHub:
 
     @property
     def on(self) -> bool:
-        """Whether a frontend has switched the debugger on. Any thread."""
+        """Return whether a frontend has switched the debugger on. Any thread."""
         return self._mux is not None and self._mux.on
 
     # -- main thread ----------------------------------------------------------------------------------------------

@@ -152,27 +152,27 @@ class Multiplexer:
 
     @property
     def on(self) -> bool:
-        """Whether the frontend has attached."""
+        """Return whether the frontend has attached."""
         return self._on
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Ranks whose debug servers are not ready yet. Any thread."""
+        """Return the ranks whose debug servers are not ready yet. Any thread."""
         # A copy, made in one go: the main thread asks while the loop adds ranks.
         return tuple(rank for rank, one in list(self._ranks.items()) if not one.ready)
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Ranks that are debugged, or soon will be."""
+        """Return the ranks that are debugged, or soon will be."""
         return tuple(self._ranks)
 
     @property
     def left_out(self) -> dict[int, str]:
-        """Ranks that can't be debugged, and why."""
+        """Return the ranks that can't be debugged, with the reasons."""
         return dict(self._refused)
 
     def adopt(self, breakpoints: Mapping[str, list[Json]]) -> None:
-        """The frontend has attached already, and set these breakpoints, by file."""
+        """Go on for a frontend that has attached already, and has set these breakpoints, by file."""
         self._on = True
         self._initialize = {
             "adapterID": "",
@@ -313,7 +313,7 @@ class Multiplexer:
         return []
 
     def _answer_unasked(self, key: int, request: Json) -> ReplyToFrontend:
-        """The answer when neither the kernel nor a rank has stopped: a button was pressed too late, or twice."""
+        """Return the answer if neither the kernel nor a rank has stopped: a button was pressed too late, or twice."""
         body: dict[str, Json] = {"stackTrace": {"stackFrames": []}, "continue": {"allThreadsContinued": True}}
         return self._response(key, request, body.get(request["command"], {}))
 
@@ -452,14 +452,14 @@ class Multiplexer:
         return effects
 
     def _step_over(self) -> list[Effect]:
-        """The selected rank has stepped, or takes long: publish the events of the others that were held back."""
+        """Publish the events of other ranks that were held back: the selected rank has stepped, or takes long."""
         self._stepping = None
         held, self._held = self._held, []
         events = [self._event("stopped", body) for rank, body in held if rank in self.stopped]
         return list(events) or self._show_again()
 
     def _beside(self, thread: tuple[int, int]) -> list[tuple[int, int]]:
-        """This thread, and those of other ranks that are known to have stopped at the same line."""
+        """Return this thread, and those of other ranks that are known to have stopped at the same line."""
         place = self._ranks[thread[0]].stopped[thread[1]]
         return [thread] + [
             (rank, number)
@@ -714,7 +714,7 @@ class Multiplexer:
 
     @property
     def stopped(self) -> tuple[int, ...]:
-        """Ranks that have stopped."""
+        """Return the ranks that have stopped."""
         return tuple(sorted(rank for rank, one in self._ranks.items() if one.stopped))
 
     def _talking(self) -> list[int]:

@@ -58,7 +58,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     @property
     def keys_file(self) -> Path:
-        """The file with the keys of all controllers of this cluster."""
+        """Return the file with the keys of all controllers of this cluster."""
         return keys_file(self.profile_dir, self.cluster_id)
 
     async def start(self) -> None:
@@ -100,19 +100,19 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         )
 
     def get_output(self, remove: bool = False) -> str:
-        """The controller's last words, if it has ended."""
+        """Return the controller's last words, if it has ended."""
         return self.ended.result().tail if self.ended.done() else ""
 
     def was_forked(self, outcome: int | Exception) -> None:
-        """The fork server has forked the controller (``outcome`` is its process id), or could not. Any thread."""
+        """Complete ``forked`` with the controller's process id, or with the error if it could not be forked. Any thread."""
         _complete(self.forked, outcome)
 
     def is_up(self) -> None:
-        """The controller listens. Any thread."""
+        """Complete ``listening``: the controller listens. Any thread."""
         _complete(self.listening, None)
 
     def has_ended(self, event: Exited) -> None:
-        """The fork server has reaped the controller. Any thread."""
+        """Complete all futures: the fork server has reaped the controller. Any thread."""
         why = RuntimeError(f"ipyparallel's controller ended: {describe(event)}\n{event.tail}".rstrip())
         _complete(self.forked, why)
         _complete(self.listening, why)
@@ -120,7 +120,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     @property
     def ports_taken(self) -> bool:
-        """Whether the controller has ended because it could not have its ports."""
+        """Return whether the controller has ended because it could not have its ports."""
         return self.ended.done() and self.ended.result().code == PORTS_TAKEN
 
     async def surely_gone(self, seconds: float) -> None:
@@ -132,7 +132,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
 
 def keys_file(profile_dir: str, cluster_id: str) -> Path:
-    """Where the keys of a cluster's controllers are."""
+    """Return the path of the file with the keys of a cluster's controllers are."""
     return Path(profile_dir) / "security" / f"ipcontroller-{cluster_id}-curve.json"
 
 
@@ -176,7 +176,7 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
 
     @classmethod
     def from_dict(cls, d: dict[str, Any], **kwargs: Any) -> ForkEngineSetLauncher:
-        """The launcher that another process makes from the cluster's file."""
+        """Return the launcher that another process makes from the cluster's file."""
         launcher: ForkEngineSetLauncher = super().from_dict(d, **kwargs)
         launcher.pids = {rank: pid for rank, pid in launcher.pids.items() if psutil.pid_exists(pid)}
         if not launcher.pids:
@@ -184,7 +184,7 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
         return launcher
 
     def find_args(self) -> list[str]:
-        """Shown in logs only."""
+        """Return a name for logs; nothing is executed."""
         return ["hvdlab ranks"]
 
     def start(self, n: int) -> list[int]:

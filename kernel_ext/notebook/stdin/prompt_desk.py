@@ -98,12 +98,12 @@ class PromptDesk:
 
     @property
     def asking(self) -> bool:
-        """Whether the user is being asked."""
+        """Return whether the user is being asked."""
         return self._asking is not None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that wait for an answer."""
+        """Return the ranks that wait for an answer."""
         return self._queue.ranks
 
     @property

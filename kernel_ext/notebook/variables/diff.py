@@ -87,7 +87,7 @@ class DiffRow:
 
     @property
     def comparable(self) -> bool:
-        """Whether there are elements, or characters of long texts, to be compared one by one."""
+        """Return whether there are elements, or characters of long texts, to be compared one by one."""
         a, b = self.leaf, self.expected
         if a is None or b is None or (a.kind, a.dtype) != (b.kind, b.dtype):
             return False
@@ -154,21 +154,21 @@ class Diff:
 
     @property
     def agree(self) -> bool:
-        """Whether all ranks have the same value. False, too, where a part of it could not be compared: see ``whole``."""
+        """Return whether all ranks have the same value. False, too, where a part of it could not be compared: see ``whole``."""
         return len(self.groups) == 1 and not self.groups[0].found.error and self.whole
 
     @property
     def whole(self) -> bool:
-        """Whether all parts of the value could be compared; if not, there may be differences that were not found."""
+        """Return whether all parts of the value could be compared; if not, there may be differences that were not found."""
         return not any(group.found.unknown or group.found.left_out for group in self.groups)
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """The ranks that differ from most."""
+        """Return the ranks that differ from most."""
         return tuple(sorted(rank for group in self.groups[1:] for rank in group.ranks))
 
     def headline(self) -> str:
-        """One sentence: which ranks agree, and which differ."""
+        """Return one sentence: which ranks agree, and which differ."""
         first, *rest = self.groups
         if first.found.error:
             return f"{self.name}: no rank has it"
@@ -193,7 +193,7 @@ class Diff:
         return f"{head} agree ({_size(first.found)}); {differ}"
 
     def notes(self) -> list[str]:
-        """Lines about errors, about parts that were not compared, and about rows that are not shown."""
+        """Return lines about errors, about parts that were not compared, and about rows that are not shown."""
         found = [f"{format_ranks(g.ranks)}: {g.found.error}" for g in self.groups if g.found.error]
         most = max((group.found for group in self.groups), key=lambda found: found.unknown)
         if most.unknown:

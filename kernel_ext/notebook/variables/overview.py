@@ -113,7 +113,7 @@ class Overview:
 
     @property
     def differing(self) -> list[str]:
-        """The variables that are not the same on all ranks."""
+        """Return the variables that are not the same on all ranks."""
         return [
             name for name, kinds in self._by_name().items() if len(kinds) > 1 or not self._everywhere(kinds)
         ]
@@ -158,7 +158,7 @@ class Overview:
         return table
 
     def notes(self) -> list[str]:
-        """Lines about ranks that run a cell, failed or did not answer, and about variables that are not shown."""
+        """Return lines about ranks that run a cell, failed or did not answer, and about variables that are not shown."""
         busy = [rank for rank, answer in self.ranks.items() if answer.cell]
         failed = {rank: answer.error for rank, answer in self.ranks.items() if answer.error}
         notes = (

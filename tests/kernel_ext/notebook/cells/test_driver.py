@@ -69,6 +69,7 @@ class Run:
         self.sink = Sink()
         self.credits: list[tuple[int, int]] = []
         self.interrupted = threading.Event()
+        self.untold: list[str] = []
         self.handle = CellHandle(
             CellState("c", range(ranks), now=time.monotonic(), timeout=timeout),
             self.sink,
@@ -87,6 +88,7 @@ class Run:
 
     def finished(self, results: CellResults) -> None:
         self.sink.calls.append(("closed",))
+        self.untold = self.handle.take_undelivered_notices()
 
     def feed(self, *events: Event) -> None:
         for event in events:
@@ -205,14 +207,12 @@ def test_a_line_behind_the_end_of_the_run_is_not_lost(held_back: bool) -> None:
     """It can come in one burst with the last rank's end, and while the sink still shows the output that it has held
     back."""
     run = Run()
-    untold: list[str] = []
-    run.handle._on_finished = lambda results: untold.extend(run.handle.take_undelivered_notices())
     if held_back:
         run.sink.due = time.monotonic() + 0.05
     run.feed(PoolNews("in time"), done(0), done(1), PoolNews("too late"))
     assert run.handle.wait().ok
     notes = [call[1] for call in run.sink.calls if call[0] == "note"]
-    assert (notes, untold) == (["in time"], ["too late"])
+    assert (notes, run.untold) == (["in time"], ["too late"])
 
 
 def test_who_waits_longer_drives_on() -> None:

@@ -277,7 +277,11 @@ class InterruptingUser:
 
 
 def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
-    run = Run()
+    class Obeying(Run):
+        def interrupt(self, ranks: tuple[int, ...]) -> None:
+            self.feed(done(0), done(1))
+
+    run = Obeying()
     asked: list[Question] = []
 
     class Desk(PromptDesk):
@@ -286,7 +290,6 @@ def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
             return super().ask(question, *args)
 
     run.handle._desk = Desk(InterruptingUser(run), lambda rank, reply: None)
-    run.handle._interrupt = lambda ranks: run.feed(done(0), done(1))
     run.feed(PromptAsked(0, PromptRequest("c", 1, DEBUGGER, "ipdb> ")))
     run.handle.wait(PATIENCE)
     # A notebook's frontend keeps a second box, and runs no cell as long as it is there.

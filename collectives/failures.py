@@ -50,9 +50,9 @@ class Failures:
         #: The last failure of each thing, by its name.
         self._known: dict[str, Failure] = {}
 
-    def guard(self, what: str) -> Guard:
+    def guard(self, what: str) -> FailureGuard:
         """Return a context manager that keeps an error of its block instead of raising it. Interrupts are raised as always."""
-        return Guard(self, what)
+        return FailureGuard(self, what)
 
     def add(self, what: str, error: BaseException) -> None:
         """Keep this error."""
@@ -71,7 +71,7 @@ class Failures:
             return (*others, *self._known.values())
 
 
-class Guard:
+class FailureGuard:
     """Context manager that keeps the error of its ``with`` block. Made by :meth:`Failures.guard`."""
 
     def __init__(self, failures: Failures, what: str) -> None:

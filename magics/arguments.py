@@ -220,7 +220,7 @@ def seconds(text: str) -> float:
 
 def data_plane(text: str) -> str:
     """Return the name of a data plane that exists."""
-    from hvdlab.kernel_ext.notebook.checks import check_plane  # imports the fork server: not at %load_ext
+    from hvdlab.kernel_ext.notebook.assembly import check_plane  # imports the fork server: not at %load_ext
 
     try:
         check_plane(text)

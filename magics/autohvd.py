@@ -87,7 +87,7 @@ class AutoMagics(NotebookMagics):
     @cell_magic
     @takes_options(local_parser())
     def local(self, options: argparse.Namespace, cell: str) -> Any:
-        """Run this cell in the notebook's own process, whatever ``%autohvd`` has chosen."""
+        """Run this cell in the notebook's own process, also where ``%autohvd`` sends cells to the ranks."""
         shell = self.shell
         assert shell is not None
         was, self._auto.on = self._auto.on, False

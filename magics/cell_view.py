@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from IPython.core.displayhook import DisplayHook
@@ -25,7 +26,6 @@ from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.notebook.cells.failure import failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
-from hvdlab.kernel_ext.notebook.debugger.cells import present_cell_file
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
@@ -130,7 +130,7 @@ def _conclude(
     if name:
         session.shell.user_ns[name], results.name = results, name
     elif quiet and results.ok and results.has_values:
-        # After a ``;`` IPython neither shows nor keeps what the magic returns.
+        # After a ``;`` IPython neither shows nor keeps the magic's result.
         session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # IPython has no annotation
     failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:
@@ -371,3 +371,20 @@ class LateOutputView:
                     self._thread = None
                     return
                 self._changed.wait(max(0.0, at - time.monotonic()))
+
+
+def present_cell_file() -> str:
+    """Return the file name by which a frontend's debugger knows the cell that called this; an empty text outside of ipykernel.
+
+    ipykernel has computed it: it compiles the cell under this name, and frontends compute the same one.
+    """
+    compiler = sys.modules.get("ipykernel.compiler")
+    if compiler is None:
+        return ""
+    begin = str(compiler.get_tmp_directory())
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(begin):
+            return frame.f_code.co_filename
+        frame = frame.f_back
+    return ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from IPython.core.error import UsageError
 from IPython.core.magic import line_magic, magics_class
 
-from hvdlab.kernel_ext.spmd.routing import route
+from hvdlab.kernel_ext.kernel.cell_routing import route
 from hvdlab.magics.arguments import MagicParser, NotebookMagics, parse_ranks, takes_options
 from hvdlab.magics.autohvd import AutoRun
 from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, ranks_of

@@ -90,8 +90,8 @@ class Extension:
         # Before IPython's own, which take a cell magic apart.
         self.shell.input_transformers_cleanup.insert(0, give_body)
         self.shell.input_transformers_cleanup.append(self._auto)
-        if (take_ranks := self._kernel_takes_ranks()) is not None:
-            take_ranks(SessionBackend(self.session))
+        if (set_backend := self._kernel_takes_ranks()) is not None:
+            set_backend(SessionBackend(self.session))
         self._completer.load()
         add_finder(self._pool)
         add_awaiting(self.session.next_recording)
@@ -110,8 +110,8 @@ class Extension:
     def unload(self) -> None:
         """Stop the pool and remove the magics."""
         delattr(self.shell, _ATTRIBUTE)
-        if (take_ranks := self._kernel_takes_ranks()) is not None:
-            take_ranks(None)
+        if (set_backend := self._kernel_takes_ranks()) is not None:
+            set_backend(None)
         unload_debugger(self.session)
         panel, self._panel = self._panel, None
         if panel is not None:
@@ -151,7 +151,7 @@ class Extension:
     def _kernel_takes_ranks(self) -> Callable[[SessionBackend | None], None] | None:
         """Return the method by which a kernel whose cells run on ranks gets them; None for any other kernel."""
         found: Callable[[SessionBackend | None], None] | None = getattr(
-            getattr(self.shell, "kernel", None), "take_ranks", None
+            getattr(self.shell, "kernel", None), "set_backend", None
         )
         return found
 

@@ -22,7 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.text import visible, visible_lines
-from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
+from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults
 from hvdlab.magics.screens.publishers import FixedCellChannel, RunningCellChannel, in_notebook
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class NotebookPool:
         Raises:
             UsageError: There is no pool, or this process is a rank.
         """
-        from hvdlab.kernel_ext.notebook.checks import check_sees_ranks
+        from hvdlab.kernel_ext.notebook.assembly import check_sees_ranks
 
         with as_usage_error():
             check_sees_ranks(what)
@@ -197,7 +197,7 @@ class NotebookPool:
         self._await_start()
         pool = self.pool
         if pool is None:
-            from hvdlab.kernel_ext.notebook.checks import check_not_in_rank
+            from hvdlab.kernel_ext.notebook.assembly import check_not_in_rank
 
             with as_usage_error():
                 check_not_in_rank()  # first, before other checks and before anything is started
@@ -249,7 +249,7 @@ class NotebookPool:
         With ``bring``, and in the kernel whose cells run on ranks, bring them these variables. Not while a cell runs: that
         would come after the cell, and the notebook would wait for it.
         """
-        from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice
+        from hvdlab.kernel_ext.notebook.elastic import missing_names_notice
 
         new = pool.newcomers
         lacks = missing_names_notice(pool.names(), new) if new else ""
@@ -430,7 +430,7 @@ def _arguments(
     defaults: PoolDefaults, np: int | None, launcher: str | None, plane: str | None, hosts: str | None
 ) -> dict[str, Any]:
     """Return the arguments of ``Pool.start``: from the options, then from the notebook's defaults, then from the pool's."""
-    from hvdlab.kernel_ext.notebook.checks import default_size
+    from hvdlab.kernel_ext.notebook.assembly import default_size
 
     hosts = hosts or defaults.hosts
     np = np if np is not None else defaults.np
@@ -684,9 +684,9 @@ class SessionBackend:
         self._session = session
         session.ranks_by_default = True
 
-    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
+    def begin(self, defaults: Callable[[], PoolDefaults]) -> None:
         """Begin to start ranks."""
-        self._session.start_in_background(wishes)
+        self._session.start_in_background(defaults)
 
     def cell(self, code: str, *, store_history: bool) -> None:
         """Remember the cell that the kernel is going to run."""

@@ -181,7 +181,7 @@ class PoolMagics(NotebookMagics):
 
     def _repair(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool repair")
-        from hvdlab.kernel_ext.notebook.unsynced import restarted_notice
+        from hvdlab.kernel_ext.notebook.elastic import restarted_notice
 
         begin = time.monotonic()
         with as_usage_error():
@@ -194,7 +194,7 @@ class PoolMagics(NotebookMagics):
 
     def _restart(self, options: Any) -> None:
         pool = self.session.need_pool("%hvd_pool restart")
-        from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice
+        from hvdlab.kernel_ext.notebook.elastic import missing_names_notice
 
         everyone = list(range(pool.size))
         ranks = everyone if options.argument is None else parse_ranks(options.argument, everyone)

@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import cell_magic, line_cell_magic, magics_class, output_can_be_silenced
 
-from hvdlab.kernel_ext.spmd.routing import INSTALLER
+from hvdlab.kernel_ext.kernel.cell_routing import INSTALLER
 from hvdlab.magics.arguments import (
     NotebookMagics,
     check_syntax,

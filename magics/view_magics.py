@@ -86,7 +86,7 @@ def elastic_parser() -> MagicParser:
 
 @magics_class
 class ViewMagics(NotebookMagics):
-    """Magics that show what ranks do and measure, and which ranks there are."""
+    """Magics that show the ranks' collectives, metrics and membership."""
 
     @line_magic
     @takes_options(timeline_parser())

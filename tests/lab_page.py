@@ -32,7 +32,7 @@ JUPYTER = os.environ.get("HVDLAB_TEST_JUPYTER") or sys.executable
 
 EXTENSION = Path(__file__).parents[1] / "labextension" / "prebuilt"
 
-KERNELSPEC = Path(__file__).parents[1] / "kernel_ext" / "spmd" / "kernelspec"
+KERNELSPEC = Path(__file__).parents[1] / "kernel_ext" / "kernel" / "kernelspec"
 
 _SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},

@@ -86,6 +86,26 @@ class FakeRank:
         return CellDone(cell, None, 0.1, True, pickle.dumps(value), repr(value))
 
 
+@dataclass
+class FakeLink:
+    """`CellLink` to such ranks: an interrupt stops them, and they need no acknowledgement."""
+
+    ranks: dict[int, FakeRank]
+
+    def acknowledge(self, rank: int, taken: int) -> None: ...
+
+    def interrupt(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            if rank in self.ranks:
+                self.ranks[rank].stop.set()
+
+    def request_stacks(self, ranks: tuple[int, ...]) -> None: ...
+
+    def probe_processes(self, ranks: tuple[int, ...]) -> None: ...
+
+    def finished(self, results: CellResults) -> None: ...
+
+
 class FakePool:
     """Pool with the methods that the magics use."""
 
@@ -221,8 +241,7 @@ class FakePool:
         handle = CellHandle(
             CellState("c", ranks, label=label, now=time.monotonic(), timeout=request.timeout),
             recorder,
-            credit=lambda rank, taken: None,
-            interrupt=lambda ranks: [chosen[r].stop.set() for r in ranks] and None,
+            FakeLink(chosen),
         )
         recorder.driven(lambda: handle.feed(DeadlineReached()))
         for rank in chosen.values():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hvdlab.kernel_ext.launchers.cluster import Companion
-from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import EngineRegistration, IpyparallelCluster
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import PoolCoordinator
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
@@ -27,8 +26,8 @@ class PoolProbe:
         self.recovery: CoordinatorRecovery = parts.rebuilder
         self.group: RankLifecycle = parts.group
         self.runs: CellDispatcher = parts.runs
-        self.companion: Companion = parts.companion
-        self.joining: Joining = parts.joining
+        self.companion: IpyparallelCluster = parts.companion
+        self.joining: EngineRegistration = parts.joining
 
     @property
     def coordinator(self) -> PoolCoordinator:

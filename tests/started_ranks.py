@@ -14,9 +14,9 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
-from hvdlab.kernel_ext.launchers import names
-from hvdlab.kernel_ext.launchers.cluster import Companion
-from hvdlab.kernel_ext.launchers.foreign import PoolRequest
+from hvdlab.kernel_ext.notebook.ipyparallel import launchers
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import IpyparallelCluster
+from hvdlab.kernel_ext.notebook.ipyparallel.launchers import PoolRequest
 from hvdlab.kernel_ext.wire.cells import RunCell
 from hvdlab.kernel_ext.wire.channel import READY
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
@@ -43,7 +43,7 @@ class StartedRanks:
     def __init__(
         self, name: str, hosts: str = "", options: Mapping[str, str] | None = None, *, far: bool = False
     ) -> None:
-        self.launcher: Launcher = names.find(name)
+        self.launcher: Launcher = launchers.find(name)
         values = parse(name, self.launcher.options(), options or {})
         self.events: list[Started | Ended | Waiting] = []
         self.ready: list[int] = []
@@ -54,7 +54,7 @@ class StartedRanks:
         self.client = Client.connect(self.coordinator.address, self.coordinator.client_token)
         self.client.on_mail(READY, lambda rank, body: self._note(self.ready, rank))
         self.fork_server = ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": ""})
-        self.companion = Companion(self.fork_server, dict, lambda information: None)
+        self.companion = IpyparallelCluster(self.fork_server, self)
         world = WorldEnvironment(
             self.coordinator.tls_address or self.coordinator.address,
             self.coordinator.token,
@@ -81,6 +81,14 @@ class StartedRanks:
         )
         lost: Future[str] = Future()
         self.fork_server.listen(hear, lost.set_result)
+
+    def rank_pids(self) -> dict[int, int]:
+        """Return no ranks: as a :class:`~hvdlab.kernel_ext.notebook.ipyparallel.cluster.ClusterOwner`, which has none here."""
+        return {}
+
+    def set_controller(self, connection: str) -> None: ...
+
+    def controller_lost(self, line: str) -> None: ...
 
     def handle(self, event: Started | Ended | Waiting) -> None:
         """As a :class:`~hvdlab.launch.starter.RankObserver`."""

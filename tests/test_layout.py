@@ -170,7 +170,7 @@ def test_a_wheel_brings_the_panel_to_where_jupyterlab_finds_it(builds: tuple[Pat
 
 @pytest.mark.parametrize("which", [0, 1], ids=["wheel", "wheel of the sdist"])
 def test_a_wheel_brings_the_kernel_to_where_jupyter_finds_it(builds: tuple[Path, Path], which: int) -> None:
-    files = {path.name for path in (ROOT / "kernel_ext" / "spmd" / "kernelspec").iterdir()}
+    files = {path.name for path in (ROOT / "kernel_ext" / "kernel" / "kernelspec").iterdir()}
     assert files == {"kernel.json", "logo-svg.svg", "logo-32x32.png", "logo-64x64.png"}
     names = names_in(builds[which])
     data = next(name.split("/")[0] for name in names if ".data/" in name)

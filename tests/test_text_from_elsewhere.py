@@ -71,6 +71,7 @@ from hvdlab.runner.output import failure_lines, speaker, stall_line
 from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import monitoring
 from hvdlab.widgets import live_view, still_charts, strip
+from magics_fakes import FakeLink
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
 
@@ -226,7 +227,7 @@ def waiting_cell(name: str) -> str:
     """Return the lines below a cell: that ranks wait, news of the pool, and a question."""
     sink = _Said()
     run = CellState("c", range(2), now=time.monotonic(), stall_time=1.0)
-    handle = CellHandle(run, sink, credit=lambda rank, taken: None, interrupt=lambda ranks: None)
+    handle = CellHandle(run, sink, FakeLink({}))
     stall = Stall(0, 10.0, int(OpKind.ALLREDUCE), name, (0,), (1,), (name,))
     handle.feed(CollectiveStalled(stall))
     for rank, pending in ((0, (PendingNow("allreduce", name, name, 10.0),)), (1, ())):

@@ -14,7 +14,7 @@ _AT_ONCE = 256
 Target = TypeVar("Target")
 
 
-class Watched(Protocol):
+class Pollable(Protocol):
     """Object with a descriptor."""
 
     def fileno(self) -> int: ...
@@ -31,17 +31,17 @@ class Poller(Generic[Target]):
         #: Targets by descriptor.
         self._targets: dict[int, Target] = {}
 
-    def register(self, watched: Watched | int, events: int, target: Target) -> None:
+    def register(self, watched: Pollable | int, events: int, target: Target) -> None:
         """Watch a descriptor for ``READ``, ``WRITE`` or both."""
         descriptor = watched if isinstance(watched, int) else watched.fileno()
         self._epoll.register(descriptor, events)
         self._targets[descriptor] = target
 
-    def modify(self, watched: Watched, events: int) -> None:
+    def modify(self, watched: Pollable, events: int) -> None:
         """Change the events to watch for."""
         self._epoll.modify(watched.fileno(), events)
 
-    def unregister(self, watched: Watched | int) -> None:
+    def unregister(self, watched: Pollable | int) -> None:
         """Watch no longer. Must be called before the descriptor is closed."""
         descriptor = watched if isinstance(watched, int) else watched.fileno()
         del self._targets[descriptor]

@@ -25,7 +25,7 @@ class Meeting(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Launcher:
+class ForeignLauncher:
     """Variables of a launcher. Of several for one thing the first that is set counts.
 
     Attributes:
@@ -69,15 +69,15 @@ _TORCH = (
 
 # The first match counts, so a launcher that another one starts comes before that: torchrun under srun, mpiexec (which uses srun) in
 # Slurm's jobs.
-LAUNCHERS: tuple[Launcher, ...] = (
-    Launcher(
+LAUNCHERS: tuple[ForeignLauncher, ...] = (
+    ForeignLauncher(
         "torchrun",
         ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
         *_TORCH,
         job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
         meeting=Meeting.STORE,
     ),
-    Launcher(
+    ForeignLauncher(
         "jsrun",
         ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
         ("JSM_NAMESPACE_RANK",),
@@ -89,7 +89,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         libraries=_OPEN_MPI,
         in_order=False,
     ),
-    Launcher(
+    ForeignLauncher(
         "Open MPI",
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("OMPI_COMM_WORLD_RANK",),
@@ -101,7 +101,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         libraries=_OPEN_MPI,
         in_order=False,
     ),
-    Launcher(
+    ForeignLauncher(
         "MVAPICH",
         ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
         ("MV2_COMM_WORLD_RANK",),
@@ -111,7 +111,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         meeting=Meeting.MPI,
         libraries=_MPICH,
     ),
-    Launcher(
+    ForeignLauncher(
         "MPICH",
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
         ("PMI_RANK",),
@@ -123,7 +123,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     # srun sets PMI variables for all programs, so they do not show whether this program's MPI understands them.
     # A batch script, and a shell that salloc gives, have most of these variables as well, but no step of several tasks.
-    Launcher(
+    ForeignLauncher(
         "srun",
         ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
         ("SLURM_PROCID",),
@@ -135,7 +135,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
         by_parent=False,
     ),
-    Launcher(
+    ForeignLauncher(
         "MPI by PMI",
         ("PMI_RANK", "PMI_SIZE"),
         ("PMI_RANK",),
@@ -146,7 +146,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         meeting=Meeting.MPI,
         libraries=_MPICH,
     ),
-    Launcher(
+    ForeignLauncher(
         "MASTER_ADDR and RANK",
         ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *_TORCH,
@@ -169,7 +169,7 @@ class Launched:
         one_host: Whether all ranks are known to be on one host.
     """
 
-    launcher: Launcher
+    launcher: ForeignLauncher
     rank: int
     size: int
     local_rank: int | None
@@ -196,7 +196,7 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
     return None
 
 
-def _read(launcher: Launcher, environ: Mapping[str, str]) -> Launched | None:
+def _read(launcher: ForeignLauncher, environ: Mapping[str, str]) -> Launched | None:
     rank, size = _number(environ, launcher.rank), _number(environ, launcher.size)
     if rank is None or size is None:
         return None

@@ -24,7 +24,7 @@ _left = msgspec.msgpack.Decoder(CrashOutput)
 class PoolProgram(FrameworkPreloads):
     """A :class:`~hvdlab.launch.forkserver.program.ForkedProgram`."""
 
-    # The last two are what each rank would import for itself.
+    # Without the last two in the fork server, each rank would import them for itself.
     required: Sequence[str] = (
         "hvdlab.kernel_ext.rank.program",
         "hvdlab.collectives.planes.shm.plane",
@@ -35,11 +35,11 @@ class PoolProgram(FrameworkPreloads):
         "pygments.lexers.python",
         "pygments.formatters.terminal256",
         "stack_data",
-        "hvdlab.kernel_ext.launchers.controller",
+        "hvdlab.kernel_ext.forkserver.controller",
     )
 
     def after_required(self) -> None:
-        """Prepare for what the user preloads.
+        """Prepare for the user's preloads.
 
         tqdm chooses between text and widget when it is imported, and frameworks read their environment then.
         """
@@ -49,7 +49,7 @@ class PoolProgram(FrameworkPreloads):
         prepare_progress_bars()
 
     def make_area(self) -> int:
-        """Memory for what a rank has written and not sent; as the protocol says."""
+        """Return the descriptor of memory for a rank's unsent output; see :class:`~hvdlab.launch.forkserver.program.ForkedProgram`."""
         return crash_ring.make_area()
 
     def read_area(self, area: int, stdout: bytes, stderr: bytes) -> bytes | None:
@@ -58,7 +58,7 @@ class PoolProgram(FrameworkPreloads):
         if found is None:
             return None
         texts = (
-            # What the rank had taken out of a pipe comes before what is still there.
+            # Text that the rank had read from a pipe comes before the rest in the pipe.
             (name, (found.unread[name] + raw).decode("utf-8", "replace"))
             for name, raw in (("stdout", stdout), ("stderr", stderr))
         )
@@ -66,14 +66,14 @@ class PoolProgram(FrameworkPreloads):
         return _encode(msgspec.structs.replace(found.left, rest=rest))
 
     def run_rank(self, argv: Sequence[str], pipes: StdPipes, area: int) -> int:
-        """Be a rank until the pool wants it to leave. Returns the exit code."""
+        """Run a rank until the pool orders it to leave. Returns the exit code."""
         from hvdlab.kernel_ext.rank.program import run
 
         return run(argv, pipes, area)
 
     def run_controller(self, argv: Sequence[str], channel: int) -> int:
-        """Be ipyparallel's controller, until the fork server is gone."""
-        from hvdlab.kernel_ext.launchers.controller import run_forked
+        """Run ipyparallel's controller until the fork server is gone. Returns the exit code."""
+        from hvdlab.kernel_ext.forkserver.controller import run_forked
 
         return run_forked(tuple(argv), channel)
 

@@ -1,59 +1,137 @@
-"""Assembly of a pool, and its end: processes, connections, and the part that hears of each event.
+"""Assembly of a pool, with the checks before it, and its end: processes, connections, routes of events between its parts.
 
-Processes are chosen by where the launcher starts ranks and whether the pool is kept.
+The place where the launcher starts ranks, and whether the pool is kept, decide which processes there are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from hvdlab.collectives import system
+from hvdlab.collectives import context, system
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, settings_from
-from hvdlab.collectives.errors import (
-    InvalidRequestError,
-    StartError,
-    format_ranks,
-)
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.variables import ABSENT_PLANES, PLANES
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
-from hvdlab.kernel_ext.launchers import names
-from hvdlab.kernel_ext.launchers.cluster import Companion
-from hvdlab.kernel_ext.launchers.foreign import PoolRequest
-from hvdlab.kernel_ext.launchers.joining import Joining
-from hvdlab.kernel_ext.notebook import checks, takeover
+from hvdlab.kernel_ext.notebook import takeover
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
+from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.elastic_admission import ElasticAdmission
-from hvdlab.kernel_ext.notebook.kept_pools import (
-    KeptPool,
-    LauncherKeptPool,
-    LocalKeptPool,
-    adopt_ranks,
-)
+from hvdlab.kernel_ext.notebook.ipyparallel import launchers
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import EngineRegistration, IpyparallelCluster
+from hvdlab.kernel_ext.notebook.ipyparallel.launchers import PoolRequest
+from hvdlab.kernel_ext.notebook.kept_pools import KeptPool, LauncherKeptPool, LocalKeptPool, adopt_ranks
 from hvdlab.kernel_ext.notebook.membership_history import MembershipHistory
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore, kept_limit
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import LEAVE_WITHIN, RankLifecycle
 from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import CrashOutput, SetOwner
 from hvdlab.kernel_ext.wire.channel import JOIN, JOINED
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry
+from hvdlab.launch.forkserver.children import REMEDIES, why_not
 from hvdlab.launch.forkserver.messages import Exited, FromServer
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.local import LocalStarter, check_loaded
 from hvdlab.launch.options import parse
 from hvdlab.launch.processes import last_lines, start_time
 from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
+
+
+def default_size() -> int:
+    """Return the number of usable cores, at least 2, so that there is a rank to communicate with."""
+    return max(2, len(os.sched_getaffinity(0)))
+
+
+def check_size(np: Any) -> int:
+    """Return ``np`` if it is a number of ranks that a pool can have. Raises ``InvalidRequestError`` if not."""
+    if isinstance(np, bool) or not isinstance(np, int):
+        raise InvalidRequestError(f"np={np!r} is no number of ranks; give a whole number, such as np=4.")
+    if np < 1:
+        raise InvalidRequestError(f"np={np}: a pool has at least one rank; pool.stop() ends all of them.")
+    if np > MOST_RANKS:
+        raise InvalidRequestError(f"np={np}: a pool has {MOST_RANKS} ranks at most.")
+    return np
+
+
+def open_standard_streams() -> None:
+    """Open `/dev/null` for each of stdin, stdout and stderr that is closed.
+
+    Otherwise the next sockets and pipes would get the numbers 0 to 2, and all children would use them as standard streams.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The system gives the lowest number that is free, which is this one; children inherit it.
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+
+
+def check_not_in_rank() -> None:
+    """Raise ``InvalidRequestError`` in a rank: each rank would start a pool of its own."""
+    if context.in_rank_of_pool():
+        raise InvalidRequestError(
+            "this is a rank, and each rank would start a pool of its own; run the cell (or Pool.start) in the notebook, "
+            "without %%hvd_run around it"
+        )
+
+
+def check_sees_ranks(what: str) -> None:
+    """Check that this process is a notebook's, which has the ranks, and not one of the ranks itself.
+
+    Args:
+        what: The call or magic that needs the ranks, for the error's text.
+
+    Raises:
+        InvalidRequestError: This is a rank.
+    """
+    if context.in_rank_of_pool():
+        raise InvalidRequestError(
+            f"{what}: this is a rank, which does not see the others; run it in the notebook's own process: in a cell "
+            "without %%hvd_run, or under %%local where cells run on the ranks"
+        )
+
+
+@contextmanager
+def limits_explained(what: str) -> Iterator[None]:
+    """Turn an error by a limit of this process or host into one sentence, which begins with ``what``.
+
+    Raises:
+        StartError: A file could not be opened, or a thread or process not be started, for such a limit.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REMEDIES or isinstance(error, HvdlabError):
+            raise
+        raise StartError(f"{what}: {why_not(error)}") from error
+    except RuntimeError as error:
+        if isinstance(error, HvdlabError) or "start new thread" not in str(error):
+            raise
+        raise StartError(f"{what}: {error}: {REMEDIES[errno.EAGAIN]}") from error
+
+
+def check_plane(plane: str) -> None:
+    """Raise ``InvalidRequestError`` for a data plane that does not exist."""
+    usable = [name for name in PLANES if name != "local"]
+    if plane not in usable:
+        why = ABSENT_PLANES.get(plane, f"there is no data plane {plane!r}")
+        raise InvalidRequestError(f"{why}; choose one of {', '.join(usable)}.")
 
 
 def address_for(hosts: Iterable[str]) -> str:
@@ -79,9 +157,11 @@ def processes_for(
     """Take the processes that were started ahead, or start them; with a new coordinator if ranks are far or the pool is kept.
 
     Args:
-        local: Ranks are forked here.
-        tcp_host: Where ranks of other hosts reach the coordinator; None if there are none.
+        local: Whether ranks are forked here.
+        tcp_host: Address by which ranks of other hosts reach the coordinator; None if there are none.
         keep: Whether the pool outlives this process.
+        warm: The processes that were started ahead; None if there are none.
+        deadline: Time limit for all of it.
 
     Raises:
         StartError: A process did not start in time; nothing is left behind.
@@ -91,7 +171,7 @@ def processes_for(
     processes = warm.take(deadline)
     if tcp_host is None and not keep:
         return processes
-    # A coordinator learns only when it is started that it needs a TLS port for other hosts, or that it outlives this process.
+    # Only at its start does a coordinator get its TLS port for other hosts, and the order to outlive this process.
     try:
         processes.client.close()
         processes.coordinator.close()
@@ -125,20 +205,24 @@ Jupyter interrupts a kernel before it asks it to shut down, some milliseconds la
 
 
 class PoolParts:
-    """The parts of a pool, connected. Made by :meth:`start` and :meth:`attach`.
+    """Parts of a pool, connected. Made by :meth:`start` and :meth:`attach`.
 
     Attributes:
         launcher, plane: The names that the caller of ``Pool.start`` gave.
-        launch: What starts the ranks, and what it can do.
+        launch: The launcher that starts the ranks, with its capabilities.
         client: The connection to the coordinator.
-        group: The ranks.
+        hosts: The hosts that the caller named, as text; empty for this host.
+        keeping: The pool's entry among kept pools; None if it ends with this process.
+        broken: The reason why the pool can't go on; empty while it can.
+        group: The life of each rank.
         runs: The cells.
-        transcripts: What the cells wrote.
+        transcripts: The output of the cells, on disk.
         companion: ipyparallel's controller, which has the same ranks as engines.
-        resumed: Cells of a kept pool that the process which had the pool before has left running.
-        joining: Which ranks are engines of ipyparallel.
-        newcomers: Ranks that were started after others and have learnt nothing from them.
-        history: When ranks came and went.
+        resumed: Cells of a kept pool that the pool's earlier owner has left running.
+        joining: Registration of ranks as engines of ipyparallel.
+        newcomers: Ranks that were started after others and lack their variables.
+        history: Record of the times at which ranks came and went.
+        rebuilder: Replaces a coordinator that has died.
         admission: Admits new ranks to the elastic cells that run.
         processes: The processes and the connection that the pool stands on.
     """
@@ -166,16 +250,12 @@ class PoolParts:
         #: Rank to the time at which its process was ready (``CLOCK_MONOTONIC``, ns).
         self._ready_ns: dict[int, int] = {}
         self._closed = False
-        self.joining = Joining(
-            lambda rank, request: self.runs.post(JOIN, request.encode(), [rank]), failed=self._could_not_join
-        )
+        self.joining = EngineRegistration(self)
         self.resumed: list[CellHandle] = []
         self.history = MembershipHistory()
         self.newcomers = UnsyncedRanks(self.history.announce)
         named = parse_hosts(hosts) if hosts else []
-        self.group = RankLifecycle(
-            processes.client, died=self._died, ready=self._is_ready, left=self._has_left, hosts=named
-        )
+        self.group = RankLifecycle(processes.client, self, hosts=named)
         # These files go with the coordinator's directory, which is removed at the pool's end, also if this process dies.
         self.transcripts = TranscriptStore(processes.coordinator.directory / "output", kept_limit(os.environ))
         self.runs = CellDispatcher(
@@ -186,9 +266,7 @@ class PoolParts:
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
             newcomers=self.newcomers,
         )
-        self.companion = Companion(
-            processes.fork_server, self.group.pids, self.joining.connected, lost=self.runs.notice
-        )
+        self.companion = IpyparallelCluster(processes.fork_server, self)
         self.admission = ElasticAdmission(
             processes.client, self.group, self.runs, self.newcomers, self.history
         )
@@ -203,8 +281,7 @@ class PoolParts:
             processes.client,
             self.group,
             self.runs,
-            give_up=self._break,
-            rebuilt=self._rebuilt,
+            self,
             near=launcher.forks,
         )
         if keeping is not None and not begun:
@@ -228,11 +305,11 @@ class PoolParts:
         deadline: Deadline,
         progress: Progress,
     ) -> PoolParts:
-        """Start everything, ranks included. Raises what ``Pool.start`` does, and has left nothing behind then."""
-        found = names.find(launcher)
+        """Start all processes, ranks included. Raises the errors of ``Pool.start``; nothing is left behind then."""
+        found = launchers.find(launcher)
         values = parse(found.name, found.options(), options) if options else {}
         found.check(size, hosts)
-        checks.check_plane(plane)
+        check_plane(plane)
         held: LauncherKeptPool | None = None
         if keep is not None:
             remedy = "start the pool without keep, or with the launcher `local` or `ray`."
@@ -293,15 +370,17 @@ class PoolParts:
         progress: Progress,
         show: takeover.Show | None = None,
     ) -> PoolParts:
-        """Take over a pool that was kept. Raises what ``Pool.attach`` does, and has left the pool as it was then."""
+        """Take over a pool that was kept. Raises the errors of ``Pool.attach``; the pool is then left as it was."""
         keeping: KeptPool = (
-            LocalKeptPool.claim(name) if launcher == names.LOCAL else LauncherKeptPool.claim(name, launcher)
+            LocalKeptPool.claim(name)
+            if launcher == launchers.LOCAL
+            else LauncherKeptPool.claim(name, launcher)
         )
         processes: PoolProcesses | None = None
         try:
             progress("finding the ranks")
             processes = keeping.connect(deadline)
-            self = cls(processes, names.find(launcher), keeping.plane, "", {}, keeping)
+            self = cls(processes, launchers.find(launcher), keeping.plane, "", {}, keeping)
         except BaseException:
             if processes is not None:
                 keeping.disconnect(processes)
@@ -325,23 +404,23 @@ class PoolParts:
                 self.runs.notice(
                     "the coordinator ended, and was replaced, before this notebook attached: collectives that were in flight then failed"
                 )
-            self.note_kept()
+            self.update_kept_entry()
             self.admission.record_arrivals("attach", self.group.pids())
             if without := {rank for cell in left if cell.order is not None for rank in cell.without}:
                 self.admission.admit_to_elastic_cells(sorted(without), deadline.remaining() or ANSWER_WITHIN)
         except BaseException:
-            self.leave()
+            self.detach()
             raise
         return self
 
     def _claim_output(self, ranks: Iterable[int]) -> None:
-        """Tell ranks that this process takes what they write; they need its id, since they outlive it."""
+        """Send ranks the id of this process, which takes their output from now on; they watch it, since they outlive it."""
         pid, near = os.getpid(), self.keeping is None or self.keeping.near
         self.runs.post(TO_RANK, encode(SetOwner(pid, start_time(pid), near)), tuple(ranks))
 
     @property
     def _coordinator_was_replaced(self) -> bool:
-        """Whether the coordinator died while no process had this pool."""
+        """Return whether the coordinator died while no process had this pool."""
         return self.keeping is not None and self.keeping.replaced(self.processes)
 
     def _request(self, options: Mapping[str, object]) -> PoolRequest:
@@ -368,7 +447,7 @@ class PoolParts:
             companion=self.companion,
         )
 
-    # -- what each part reports to the others ---------------------------------------------------------------------
+    # -- reports of one part to the others ------------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Handle the starter's report of a rank. Any thread."""
@@ -377,10 +456,10 @@ class PoolParts:
             return
         if isinstance(event, Ended) and event.left is not None:
             event = self._take_left(event, decode_left(event.left))
-        if not self.launch.forks:  # the fork server tells the controller about its own children
+        if not self.launch.forks:  # the fork server reports its own children to the controller by itself
             if isinstance(event, Ended):
                 self.companion.rank_gone(event.rank)
-                self.joining.gone(event.rank)
+                self.joining.remove(event.rank)
             else:
                 self.companion.ranks_changed()
         self.group.handle(event)
@@ -389,13 +468,13 @@ class PoolParts:
         if isinstance(self._starter, LocalStarter):
             self._starter.hear(event)
         if isinstance(event, Exited):
-            self.joining.gone(event.number)
-        self.companion.hear(event)
+            self.joining.remove(event.number)
+        self.companion.on_forkserver_event(event)
 
     def _take_left(self, event: Ended, left: CrashOutput) -> Ended:
-        """Show what a rank could not send before it ended, under its cell.
+        """Show output that a rank could not send before it ended, under its cell.
 
-        If no cell waits for it, what it wrote to its standard error is put among its last words instead.
+        If no cell waits for the rank, the unsent part of its standard error is added to the last lines of its end instead.
         """
         if self.runs.deliver_crash_output(event.rank, left):
             return event
@@ -403,21 +482,44 @@ class PoolParts:
         return replace(event, tail=last_lines(f"{event.tail}\n{unread}")) if unread else event
 
     def _joined(self, rank: int, answer: bytes) -> None:
-        if self.joining.answered(rank, answer.decode()):
+        if self.joining.resolve(rank, answer.decode()):
             self.companion.rank_joined(rank)
 
-    def _could_not_join(self, rank: int, why: str) -> None:
+    # -- for ipyparallel: ClusterOwner and RegisteringRanks ----------------------------------------------------------
+
+    def rank_pids(self) -> Mapping[int, int]:
+        """Return rank to process id of the ranks that live."""
+        return self.group.pids()
+
+    def set_controller(self, connection: str) -> None:
+        """Have ranks register with the controller of this connection information; with none if it is empty."""
+        self.joining.set_connection(connection)
+
+    def controller_lost(self, line: str) -> None:
+        """Show the user this line on a controller that has died."""
+        self.runs.notice(line)
+
+    def request_engine(self, rank: int, request: str) -> None:
+        """Send a rank the request to register with the controller."""
+        self.runs.post(JOIN, request.encode(), [rank])
+
+    def engine_failed(self, rank: int, why: str) -> None:
+        """Show the user that a rank could not register."""
         self.runs.notice(f"rank {rank} is out of reach for ipyparallel ({why}); cells run on it as before")
 
-    def _is_ready(self, rank: int) -> None:
+    # -- for the ranks' life and the recovery: LifecycleObserver and RecoveryObserver -------------------------------
+
+    def rank_ready(self, rank: int) -> None:
+        """Let ipyparallel and the views have a rank that takes cells from now on. Any thread."""
         if self.keeping is not None:
             self._claim_output([rank])
         self._ready_ns[rank] = time.monotonic_ns()
         self.joining.add([rank])
         self.history.announce()
 
-    def _died(self, rank: int, reason: str) -> None:
-        self.joining.gone(rank)
+    def rank_lost(self, rank: int, reason: str) -> None:
+        """End the part of a rank that was ready and is lost, in all cells, with all that is known of its end. Any thread."""
+        self.joining.remove(rank)
         member = self.group.members.get(rank)
         tail, detail = (member.tail, member.detail) if member is not None else ("", "")
         ready = self._ready_ns.pop(rank, None)
@@ -430,9 +532,9 @@ class PoolParts:
         if not self._closed:
             self.admission.record_end(what, rank, reason)
 
-    def _has_left(self, rank: int, died: str) -> None:
-        """End the rank's part in all cells: it has left, as the pool wanted, or died on the way to the commit at which it was to."""
-        self.joining.gone(rank)
+    def rank_left(self, rank: int, died: str) -> None:
+        """End the rank's part in all cells: it has left by the pool's order, or died before the commit at which it was to leave."""
+        self.joining.remove(rank)
         self._record_end("died" if died else "left", rank, died or "the pool was resized")
         self.runs.rank_died(rank, died or "it left the pool", left=not died)
 
@@ -440,32 +542,35 @@ class PoolParts:
         try:
             self.processes.fork_server.respawn()
         except StartError as error:
-            self._break(
+            self.recovery_failed(
                 f"the process that ranks are forked from ended ({reason}), and no other one starts: {error}"
             )
             return
-        self.note_kept()
+        self.update_kept_entry()
         self.runs.notice(
             f"the process that ranks are forked from ended ({reason.splitlines()[0].split(';')[0]}) and was replaced; "
             "the ranks and their variables are intact"
         )
 
-    def _rebuilt(self) -> None:
-        self.joining.ask_again()
-        self.note_kept()
+    def coordinator_restored(self) -> None:
+        """Repeat the requests to register, and record the coordinator's process: it can be another one. The recovery's thread."""
+        self.joining.resend_pending()
+        self.update_kept_entry()
 
-    def note_kept(self) -> None:
-        """Write down that a process, or the size, has changed, for the process that attaches to the kept pool later."""
+    def update_kept_entry(self) -> None:
+        """Record a change of a process, or of the size, for the process that attaches to the kept pool later."""
         if self.keeping is not None and not self._closed:
             self.keeping.update(self.processes, len(self.group.members.wanted))
 
     def _lost_hold(self, reason: str) -> None:
-        """The pool's launcher has given it to another process, or ended it."""
+        """Break the pool for this process: its launcher has given it to another process, or ended it."""
         assert self.keeping is not None
-        self.client.close()  # first: ranks that count as ended here are another notebook's, and the coordinator must not hear of it
-        self._break(f"the pool `{self.keeping.name}` is lost to this notebook: {reason}")
+        # First: ranks that count as ended here are another notebook's, and the coordinator must not get a report of that.
+        self.client.close()
+        self.recovery_failed(f"the pool `{self.keeping.name}` is lost to this notebook: {reason}")
 
-    def _break(self, reason: str) -> None:
+    def recovery_failed(self, reason: str) -> None:
+        """Give the pool up, for this reason. Any thread."""
         if not self._closed:
             self.broken = reason
             self.group.broken(reason)
@@ -502,15 +607,15 @@ class PoolParts:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Called when this process ends, drops the pool or detaches: the ranks of a kept pool stay, all else ends."""
+    def detach(self) -> None:
+        """Detach this process from the pool, since it ends, drops the pool or detaches: only the ranks of a kept pool stay."""
         if self.keeping is None:
             self.close()
         elif self._claim_end():
             self.rebuilder.close()
             self.companion.close(keep=self.keeping.near)
-            with contextlib.suppress(CoordinatorLostError):  # what keeps the pool tells its ranks
-                self.runs.leave()
+            with contextlib.suppress(CoordinatorLostError):  # then the keeper of the pool informs its ranks
+                self.runs.keep_cells_on_ranks()
                 self.runs.post(TO_RANK, encode(SetOwner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
             self.keeping.disconnect(self.processes)
@@ -531,9 +636,9 @@ class PoolParts:
             self.runs.rank_died(rank, reason)
 
     def close(self) -> None:
-        """End everything. Idempotent; does nothing in a forked child of the pool's process."""
+        """End ranks and processes. Idempotent; does nothing in a forked child of the pool's process."""
         if self.keeping is not None and self.keeping.lost:
-            self.leave()  # it is another notebook's
+            self.detach()  # it is another notebook's
             return
         if not self._claim_end():
             return
@@ -550,6 +655,6 @@ class PoolParts:
 
 
 def _stall_time() -> float | None:
-    """Return the seconds after which a line under a cell says what it waits for, by the coordinator's settings; None: never."""
+    """Return the seconds after which a line under a cell names the ranks that it waits for, by the settings; None: never."""
     launch = CoordinatorLaunch("", "", "", 0, **settings_from(os.environ))
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None

@@ -49,7 +49,7 @@ class WidgetStates:
         self._served = False
 
     def opened(self, comm: str, target: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
-        """A rank has opened a comm, perhaps a widget's."""
+        """Keep the state of a comm that a rank has opened, if it is a widget's."""
         if target != WIDGET:
             return
         with self._lock:
@@ -60,14 +60,14 @@ class WidgetStates:
             threading.Thread(target=self._serve, name="hvdlab-widgets", daemon=True).start()
 
     def message_passed(self, comm: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
-        """A rank or the page has sent the other a message: keep what it says of a widget's state."""
+        """Update a widget's state by a message between a rank and the page."""
         if data.get("method") in _UPDATES:
             with self._lock:
                 if (widget := self._widgets.get(comm)) is not None:
                     widget.update(data, buffers)
 
     def closed(self, comm: str) -> None:
-        """A comm is closed."""
+        """Forget the widget of a comm that is closed."""
         with self._lock:
             self._widgets.pop(comm, None)
 
@@ -122,7 +122,7 @@ class _Control:
 
 
 def _alone(comm: Any, message: dict[str, Any]) -> None:
-    """The handler of a kernel that has no widgets of its own."""
+    """Return the handler of a kernel that has no widgets of its own."""
 
     def asked(question: dict[str, Any]) -> None:
         if question["content"]["data"].get("method") == "request_states":
@@ -139,7 +139,7 @@ class CommRelay:
 
     Args:
         client: That connection.
-        here: Called when a rank opens a comm; returns ``write(stream, text)``, which later shows what the comm's callbacks
+        here: Called when a rank opens a comm; returns ``write(stream, text)``, which later shows text that the comm's callbacks
             print.
         states: Gets all messages that pass.
     """

@@ -1,10 +1,10 @@
-"""Puts back what has died beside the ranks: another coordinator takes over, with the world and the cells as they were.
+"""Recovery from the death of a coordinator: another one takes over, with the world and the cells as they were.
 
-A coordinator that lives, and to which only the connection was lost, stays. A rank that was cut off and has come back gets what it
-has missed.
+A coordinator that lives, and to which only the connection was lost, stays. A rank that was cut off and has come back gets the
+messages that it has missed.
 
-All of that is done by one thread, which sleeps until something has died. (The parts of the pool that have the fork server
-and ipyparallel's controller replace them themselves: that takes no waiting.)
+One thread does all of that; it sleeps until a process has died. (The parts of the pool that have the fork server and
+ipyparallel's controller replace them themselves: that takes no waiting.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.errors import InvalidRequestError, StartError
@@ -29,7 +30,9 @@ from hvdlab.launch.processes import open_process, readable, start_time
 from hvdlab.launch.starter import Ended
 
 RESPAWN_WITHIN = 20.0
+"""Seconds that a successor has to start."""
 RECONNECT_WITHIN = 40.0
+"""Seconds that it has to restore its world."""
 KILLED_WITHIN = 5.0
 """Seconds that a killed process has to end."""
 OFTEN = RESTARTS
@@ -39,17 +42,28 @@ LONGEST_PAUSE = 8.0
 """Seconds; ranks wait longer than that for a successor."""
 
 
+class RecoveryObserver(Protocol):
+    """Observer of a recovery. The recovery's thread calls it."""
+
+    def coordinator_restored(self) -> None:
+        """Take note of another connection to a coordinator: messages over the last one can be lost."""
+        ...
+
+    def recovery_failed(self, reason: str) -> None:
+        """Take note that the pool can't be restored."""
+        ...
+
+
 class CoordinatorRecovery:
-    """Watches the coordinator, and ranks that it takes for dead.
+    """Watch over the coordinator, and over ranks that it takes for dead.
 
     Args:
         coordinator: The coordinator's process.
         client: The connection to it.
         group: The ranks.
         runs: The cells.
-        give_up: Called with the reason if the pool can't be put back.
-        rebuilt: Called when there is another connection to a coordinator.
-        near: Whether the ranks are processes of this host: then nothing but a fault keeps one that lives from coming back at once.
+        observer: Gets the outcome.
+        near: Whether the ranks are processes of this host: then only a fault keeps one that lives from coming back at once.
     """
 
     def __init__(
@@ -58,9 +72,8 @@ class CoordinatorRecovery:
         client: Client,
         group: RankLifecycle,
         runs: CellDispatcher,
+        observer: RecoveryObserver,
         *,
-        give_up: Callable[[str], None],
-        rebuilt: Callable[[], None],
         near: bool = True,
     ) -> None:
         self._near = near
@@ -72,7 +85,7 @@ class CoordinatorRecovery:
             respawn_within=RESPAWN_WITHIN,
             reconnect_within=RECONNECT_WITHIN,
         )
-        self._give_up, self._rebuilt = give_up, rebuilt
+        self._observer = observer
         self._closing = threading.Event()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -92,8 +105,8 @@ class CoordinatorRecovery:
         self._closing.set()
         self._jobs.put(None)
 
-    def settle(self, timeout: float) -> bool:
-        """Wait until what is known to have died was put back; False if that takes longer than this many seconds."""
+    def await_recovered(self, timeout: float) -> bool:
+        """Wait until all known deaths are handled. Returns False if that takes longer than ``timeout`` seconds."""
         done = threading.Event()
         self._jobs.put(done.set)
         return done.wait(timeout)
@@ -106,7 +119,7 @@ class CoordinatorRecovery:
     # -- the client's thread --------------------------------------------------------------------------------------
 
     def _lost(self, reason: str) -> None:
-        self._runs.lost()
+        self._runs.connection_lost()
         self._jobs.put(lambda: self._rebuild(reason))
 
     def _look(self, membership: Membership) -> None:
@@ -119,7 +132,7 @@ class CoordinatorRecovery:
             self._jobs.put(lambda: self._schedule(CUT_OFF_WITHIN, lambda: self._end_cut_off(new)))
 
     def _came_back(self, rank: int, pid: int, seconds: float) -> None:
-        """A rank that the coordinator had given up is connected again."""
+        """Resend lost messages to a rank that the coordinator had given up, and that is connected again."""
         self._jobs.put(partial(self._take_back, rank, pid, seconds))
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -179,7 +192,7 @@ class CoordinatorRecovery:
                 self._fail(f"its coordinator ended ({how}), and no other one could take over: {error}")
                 return
             else:
-                self._rebuilt()
+                self._observer.coordinator_restored()
                 self._say(recovered, how, time.monotonic() - began)
 
     def _closed_in_pause(self, how: str) -> bool:
@@ -209,11 +222,11 @@ class CoordinatorRecovery:
 
     def _fail(self, reason: str) -> None:
         if not self._closing.is_set():
-            self._give_up(reason)
+            self._observer.recovery_failed(reason)
 
 
 def pause(deaths: int) -> float:
-    """Seconds until the next coordinator is started if so many others have died within the last minute."""
+    """Return the seconds until the next coordinator is started if so many others have died within the last minute."""
     return min(LONGEST_PAUSE, 2.0 ** (deaths - OFTEN)) if deaths >= OFTEN else 0.0
 
 

@@ -11,9 +11,9 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
+from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange, MembershipHistory
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.variables import transfer
 
 
@@ -49,7 +49,7 @@ class ElasticAdmission:
             ranks: The ranks.
         """
         self.record_arrivals(how, ranks)
-        self._newcomers.came(how, ranks, self._group.members.wanted)
+        self._newcomers.add(how, ranks, self._group.members.wanted)
 
     def record_arrivals(self, how: str, ranks: Iterable[int]) -> None:
         """Record that these ranks came, with their hosts and processes."""
@@ -106,7 +106,7 @@ class ElasticAdmission:
     def admit_to_elastic_cells(self, ranks: Sequence[int], patience: float) -> None:
         """Let these new ranks take part in the elastic cells that run: they first get the variables of the others.
 
-        If a rank can't take part, a line under the cell says so, and the others go on without it.
+        If a rank can't take part, a line under the cell reports it, and the others go on without it.
 
         Args:
             ranks: The new ranks; one that has ended since is left out.
@@ -136,7 +136,7 @@ class ElasticAdmission:
             source = waiting.pop(0)
             try:
                 near = self._group.ranks_on_this_host()
-                brought = transfer.bring_known(self._runs.questions, source, new, patience, near=near)
+                brought = transfer.bring_known(self._runs.requests, source, new, patience, near=near)
             except HvdlabError as error:
                 why = str(error)
                 if self._group.loss_reason(source):

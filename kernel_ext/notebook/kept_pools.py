@@ -2,6 +2,7 @@
 
 The processes of a :class:`LocalKeptPool` are on this host. Those of a :class:`LauncherKeptPool` are on a cluster (today: Ray): the
 launcher's keeper process, not this host's fork server, watches the coordinator while no notebook is attached.
+:func:`main` is the command ``hvdlab pools``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.collectives.system import host_key
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
-from hvdlab.kernel_ext.launchers.names import LOCAL
+from hvdlab.kernel_ext.notebook.ipyparallel.launchers import LOCAL
 from hvdlab.kernel_ext.notebook.prestart import PoolCoordinator, PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.rank_states import RanksAdopted
-from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
+from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process, table
 from hvdlab.kernel_ext.wire.cells import SetOwner
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry as launchers
@@ -89,7 +90,7 @@ class AttachedCoordinator:
         return describe_signal(-code) if code < 0 else f"exit status {code}"
 
     def respawn(self, timeout: float = 10) -> None:
-        """Kill what is left of this coordinator, and start a successor. Raises ``StartError``."""
+        """Kill the process of this coordinator, if it lives, and start a successor. Raises ``StartError``."""
         if self._successor is not None:
             self._successor.respawn(timeout)
             return
@@ -109,7 +110,7 @@ class AttachedCoordinator:
             self._listeners.close()
 
     def close(self) -> None:
-        """End the coordinator and remove what it may have left. Idempotent."""
+        """End the coordinator and remove the files that it has left. Idempotent."""
         if self._successor is not None:
             self._successor.close()
         elif self._listeners is not None:
@@ -141,22 +142,22 @@ class KeptPool(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that users know the pool by."""
+        """Return the name that users know the pool by."""
         ...
 
     @property
     def plane(self) -> str:
-        """The data plane that the user asked for."""
+        """Return the data plane that the user asked for."""
         ...
 
     @property
     def size(self) -> int:
-        """Number of ranks when this process began to use the pool, or as it was noted since."""
+        """Return the number of ranks when this process began to use the pool, or as it was noted since."""
         ...
 
     @property
     def ports(self) -> tuple[str, int]:
-        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        """Return ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
         ...
 
     @property
@@ -185,11 +186,11 @@ class KeptPool(Protocol):
         ...
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
+        """Report starts and ends of ranks to ``ranks`` from now on; call ``lost`` with the reason if this process loses the pool."""
         ...
 
     def update(self, processes: PoolProcesses, size: int) -> None:
-        """Note the pool's processes and the number of its ranks for the process that attaches later."""
+        """Record the pool's processes and the number of its ranks for the process that attaches later."""
         ...
 
     def disconnect(self, processes: PoolProcesses) -> None:
@@ -201,12 +202,12 @@ class KeptPool(Protocol):
         ...
 
     def forget(self) -> None:
-        """Note that the pool has ended."""
+        """End the keeping of the pool, which has ended: its entry, or the launcher's job, goes away."""
         ...
 
 
 def adopt_ranks(keeping: KeptPool, processes: PoolProcesses, group: RankLifecycle) -> None:
-    """Let the pool have the ranks that another process has started. Missing ones have ended while no process had the pool.
+    """Adopt the ranks that another process has started. Missing ones have ended while no process had the pool.
 
     Args:
         keeping: The kept pool.
@@ -237,7 +238,7 @@ class LocalKeptPool:
     """A :class:`KeptPool` of this host, by the registry's entry of it.
 
     Attributes:
-        kept: What the entry says.
+        kept: The entry.
     """
 
     near = True
@@ -254,17 +255,17 @@ class LocalKeptPool:
 
     @property
     def size(self) -> int:
-        """Number of ranks, as the entry says."""
+        """Return the number of ranks in the entry."""
         return self.kept.size
 
     @property
     def plane(self) -> str:
-        """The data plane that the user asked for."""
+        """Return the data plane that the user asked for."""
         return self.kept.plane
 
     @property
     def ports(self) -> tuple[str, int]:
-        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        """Return ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
         return self.kept.ports
 
     @classmethod
@@ -347,7 +348,7 @@ class LocalKeptPool:
         """Return ``None``: the launcher's own starter starts ranks, by the fork server."""
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Do nothing: the fork server's connection reports what happens to ranks."""
+        """Do nothing: the fork server's connection reports starts and ends of ranks."""
 
     def update(self, processes: PoolProcesses, size: int) -> None:
         """Write changed processes, or a changed size, into the entry."""
@@ -371,7 +372,7 @@ class LocalKeptPool:
 
 
 def _connect(kept: KeptPoolEntry, deadline: Deadline) -> Client:
-    """Return a client of a pool's coordinator, which knows its ranks: a successor of one that died hears from them first."""
+    """Return a client of a pool's coordinator, once that knows its ranks: a successor has to wait for their connections."""
     client = Client.connect(kept.address, kept.client_token, timeout=deadline.remaining() or 10)
     try:
         client.wait_for(lambda world: not world.restoring, deadline.remaining())
@@ -406,12 +407,12 @@ def stop_local(name: str) -> None:
 
 
 class LauncherKeptCoordinator:
-    """The coordinator of such a pool, which runs elsewhere. Attributes are those of ``CoordinatorProcess``.
+    """Coordinator of such a pool, which runs elsewhere. Attributes are those of ``CoordinatorProcess``.
 
     Args:
         job: The pool.
-        near: A coordinator of this host, which has no ranks: its directory takes what cells write, and is removed with it, also if this
-            process is killed.
+        near: A coordinator of this host, which has no ranks: its directory takes the output of cells, and is removed with it, also
+            if this process is killed.
     """
 
     pid = 0
@@ -495,7 +496,7 @@ class LauncherKeptPool:
 
     @property
     def ports(self) -> tuple[str, int]:
-        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        """Return ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
         return self.world.master_address, self.world.master_port
 
     @property
@@ -505,7 +506,7 @@ class LauncherKeptPool:
 
     @property
     def size(self) -> int:
-        """How many ranks it had when this process began to use it."""
+        """Return the number of ranks that it had when this process began to use it."""
         return self._job.access.size
 
     def living(self, processes: PoolProcesses) -> Mapping[int, int]:
@@ -548,7 +549,7 @@ class LauncherKeptPool:
         return self._job.starter()
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
-        """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
+        """Report starts and ends of ranks to ``ranks`` from now on; call ``lost`` with the reason if this process loses the pool."""
         self._job.follow(ranks, lost)
 
     def update(self, processes: PoolProcesses, size: int) -> None:
@@ -564,12 +565,12 @@ class LauncherKeptPool:
         self._job.let_go()
 
     def forget(self) -> None:
-        """It has ended."""
+        """End the launcher's job."""
         self._job.end()
 
 
 def this_process() -> Tenant:
-    """This process, as a keeper knows it."""
+    """Return this process, in the form in which a keeper stores the pool's owner."""
     pid = os.getpid()
     place = os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
     return Tenant(pid, start_time(pid), host_key(), place)
@@ -611,7 +612,7 @@ def launcher_of(name: str) -> str:
 
 
 def stop(name: str) -> None:
-    """End a kept pool that no process uses, whatever keeps it.
+    """End a kept pool that no process uses, on this host or with its launcher.
 
     Raises:
         InvalidRequestError: There is none of that name, or a process uses it.
@@ -622,3 +623,22 @@ def stop(name: str) -> None:
         stop_local(name)
     else:
         LauncherKeptPool.claim(name, launcher).forget()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``hvdlab pools``: list the kept pools, or end some. Returns the exit code.
+
+    Raises:
+        InvalidRequestError: The command can't be read, or there is no such pool, or a process uses it.
+    """
+    match list(arguments):
+        case []:
+            elsewhere, problems = kept_elsewhere()
+            print("\n".join([table(KeptPoolRegistry().all(), elsewhere), *problems]))
+        case ["stop", *names] if names:
+            for name in names:
+                stop(name)
+                print(f"the pool `{name}` has ended, with its ranks and their variables")
+        case _:
+            raise InvalidRequestError("write `hvdlab pools`, or `hvdlab pools stop NAME ...`")
+    return 0

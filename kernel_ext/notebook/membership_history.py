@@ -22,14 +22,14 @@ ALL = -1
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """Something that happened to a rank, or to the world.
+    """Change of a rank, or of the world.
 
     Attributes:
         rank: The rank's number; ``ALL`` for a new generation of the world.
         what: ``joined``, ``waits`` (until the others let it in), ``admitted``, ``died``, ``left``, or ``formed``.
-        why: What started it (``start``, ``attach``, ``resize``, ``repair``, ``restart``), the reason of its end, how long it
-            waited, or the ranks of the new generation.
-        host: Where it ran; empty if that is not known.
+        why: The call that started it (``start``, ``attach``, ``resize``, ``repair``, ``restart``), the reason of its end, how long
+            it waited, or the ranks of the new generation.
+        host: Its host; empty if that is not known.
         pid: Its process, or 0.
         when: Seconds since the epoch.
     """
@@ -43,7 +43,7 @@ class MembershipChange:
 
 
 class MembershipHistory:
-    """The last changes, oldest first. Any thread."""
+    """History of the last changes, oldest first. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class MembershipHistory:
         self.announce()
 
     def announce(self) -> None:
-        """Call the listeners. Also called for what is no change of the history but is shown with it, such as newcomers."""
+        """Call the listeners. Also called for changes beside the history that views show with it, such as newcomers."""
         with self._lock:
             listeners = tuple(self._listeners)
         for listener in listeners:
@@ -123,13 +123,13 @@ class ElasticState:
     """State of elastic training in a pool, from :meth:`hvdlab.kernel_ext.notebook.pool.Pool.elastic`.
 
     Attributes:
-        generation: How often the world was made anew, by a rank that came or went, or after a failure.
+        generation: Number of the world's generation; each rank that comes or goes, and each failure, begins a new one.
         cells: The elastic cells that run: their labels, how many ranks each may have, and the ranks that are in it.
         members: Rank to its state: ``ready``, ``waits to be let in``, ``starting``, ``leaves at the next commit``, or ``lost:`` and the reason.
-        awaited: Ranks that the pool wants and that are not ready.
+        awaited: Ranks of the pool that are not ready.
         arrivals: Rank to how and when it came.
         history: All that is remembered, oldest first.
-        newcomers: Ranks that came later than others and have nothing of what those know.
+        newcomers: Ranks that came later than others and lack their variables.
     """
 
     generation: int

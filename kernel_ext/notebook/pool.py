@@ -1,4 +1,4 @@
-"""The pool: ranks that stay alive between cells, and everything that a notebook or a script does with them."""
+"""Pool of ranks that stay alive between cells, with all operations of a notebook or a script on them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartErr
 from hvdlab.collectives.protocol.messages import Decision
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import LEAVES
-from hvdlab.kernel_ext.notebook import checks
+from hvdlab.kernel_ext.notebook import assembly
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, ImportDisplay
 from hvdlab.kernel_ext.notebook.cells.sink import Sinks
-from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.elastic import Bounds, SyncResult, sync_cell
 from hvdlab.kernel_ext.notebook.kept_pools import launcher_of
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState
 from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
@@ -36,7 +36,6 @@ from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks, native_stacks
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter, Prompter
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter, save_trace
-from hvdlab.kernel_ext.notebook.unsynced import SyncResult, sync_cell
 from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
 from hvdlab.kernel_ext.notebook.variables.overview import BUDGET, Overview, Ranks, TensorTable
@@ -77,7 +76,7 @@ if TYPE_CHECKING:
 LOOK_WITHIN = 7.0
 """Seconds that the pool waits for ranks that look at something; they give up by themselves before that."""
 ANSWER_WITHIN = 1.0
-"""Seconds that a rank has to answer; its control thread does, whatever the rank is doing."""
+"""Seconds that a rank has to answer; its control thread does, also while the rank runs a cell."""
 
 
 STORY_LINES = 4
@@ -107,14 +106,14 @@ class Pool:
 
     def __init__(self, parts: PoolParts) -> None:
         self._parts, self._group, self._runs = parts, parts.group, parts.runs
-        self._requests, self._admission = parts.runs.questions, parts.admission
+        self._requests, self._admission = parts.runs.requests, parts.admission
         self.launcher, self.plane = parts.launcher, parts.plane
         self.replaceable = Capability.SINGLE_RANKS in parts.launch.capabilities
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: TraceFileWriter | None = None
         # When this process exits, or the pool is garbage-collected, the ranks end, unless the pool is kept.
-        self._leave = weakref.finalize(self, parts.leave)
+        self._detach = weakref.finalize(self, parts.detach)
 
     @classmethod
     def start(
@@ -139,7 +138,7 @@ class Pool:
             plane: Data plane of the collectives, or ``auto``.
             hosts: ``a:4,b:4``, for launchers that start ranks on several hosts.
             launcher_options: Options that only this launcher has, as texts; one that it does not know is refused.
-            warm: What :meth:`hvdlab.kernel_ext.notebook.prestart.Prestart.begin` began; the pool takes it over, and closes it if
+            warm: Processes that :meth:`hvdlab.kernel_ext.notebook.prestart.Prestart.begin` began; the pool takes them over, and closes them if
                 this fails.
             keep: A name for the pool; with an empty text the pool chooses one. The ranks then outlive this process, until
                 :meth:`stop`, and another process finds them by :meth:`attach`. Only for the launchers ``local`` and ``ray``.
@@ -150,11 +149,11 @@ class Pool:
             InvalidRequestError: The arguments don't fit each other or this host; nothing was started.
             StartError: Something did not start, or not in time; nothing is left behind.
         """
-        checks.open_standard_streams()
+        assembly.open_standard_streams()
         try:
-            checks.check_not_in_rank()
-            size = checks.check_size(checks.default_size() if np is None else np)
-            with checks.limits_explained("the pool could not be started"):
+            assembly.check_not_in_rank()
+            size = assembly.check_size(assembly.default_size() if np is None else np)
+            with assembly.limits_explained("the pool could not be started"):
                 parts = PoolParts.start(
                     size,
                     launcher,
@@ -184,7 +183,7 @@ class Pool:
     ) -> Pool:
         """Go on with a pool that was started with ``keep``, by a process that has ended or called :meth:`detach`.
 
-        The ranks have all their variables. What they are running goes on.
+        The ranks have all their variables. Cells that they are running go on.
 
         Args:
             name: The pool's name; ``hvdlab pools`` on the command line lists them.
@@ -197,7 +196,7 @@ class Pool:
             on_progress: As for :meth:`start`.
 
         Raises:
-            InvalidRequestError: There is no pool of this name, or another process uses it; the text says which.
+            InvalidRequestError: There is no pool of this name, or another process uses it; the text names that process.
             StartError: The pool does not answer.
         """
         found = launcher or launcher_of(name)
@@ -261,7 +260,7 @@ class Pool:
     def news(self) -> list[str]:
         """Return sentences about events while no cell was running, such as a coordinator that was replaced.
 
-        What happens while cells run is shown under these cells. Each sentence is returned once.
+        Events while cells run are shown under these cells. Each sentence is returned once.
         """
         return [] if self._stopped else self._runs.take_notices()
 
@@ -452,7 +451,7 @@ class Pool:
         raise InvalidRequestError(f"there is no rank {missing[0]}; the pool has {format_ranks(ready)}.")
 
     def diff(self, name: str = "", ranks: Sequence[int] | None = None, *, special: str = "") -> Diff:
-        """Compare a variable or expression over ranks, once the cells that they run have ended.
+        """Compare a variable or expression over these ranks (by default all), after the cells that they are running.
 
         Ranks make the fingerprints and compare the elements; only the result comes to this process.
 
@@ -569,7 +568,7 @@ class Pool:
         chosen = self._chosen(ranks)
         stacks = self._ask(Stack, AskStack, chosen)
         silent = [rank for rank in chosen if rank not in stacks]
-        return RankLocations(stacks, self._runs.lookout.describe_processes(silent) if silent else None)
+        return RankLocations(stacks, self._runs.stack_probe.describe_processes(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
         """Return the names that the user has made on each rank, in that order, modules apart.
@@ -696,10 +695,10 @@ class Pool:
             timeout: Seconds after which the ranks are interrupted; None for no limit.
             want_value: Whether ranks send the value of the last expression.
             store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
-            file: What a frontend's debugger calls the cell that ``source`` is the end of.
-            prompter: Asks the user when a rank wants input (``input()``, a debugger), if this is the main thread; by
+            file: Name in a frontend's debugger of the cell that ``source`` is the end of.
+            prompter: Asks the user when a rank reads input (``input()``, a debugger), if this is the main thread; by
                 default where this process has its input.
-            late: Shows what the cell's threads and tasks write after its end, ``late(rank, chunks)``; called on a thread
+            late: Shows output of the cell's threads and tasks after its end, ``late(rank, chunks)``; called on a thread
                 of the pool's, and must not block. The output is kept in any case.
             elastic: The cell trains by an elastic function, and goes on while ranks are lost, replaced, added and let go,
                 as long as there are this many; it runs on all ranks.
@@ -800,7 +799,7 @@ class Pool:
         """
         handle = self._dispatch(request)
         try:
-            with checks.limits_explained("the cell could not be run in the background"):
+            with assembly.limits_explained("the cell could not be run in the background"):
                 handle.drive_in_background()
         except StartError:
             handle.interrupt()
@@ -840,7 +839,7 @@ class Pool:
     def resize(self, np: int, *, timeout: float = 60) -> None:
         """Change the number of ranks. Those that stay keep their process and variables.
 
-        While an elastic cell runs, ranks that are added get to know what the others know and take part in it, and ranks
+        While an elastic cell runs, ranks that are added get the others' variables and take part in it, and ranks
         that are too many leave at their next commit, so that no step is lost.
 
         Ranks are numbered from 0, so those with the highest numbers leave.
@@ -856,25 +855,25 @@ class Pool:
                 come to a commit by then: it leaves when it does, and only then the pool can be resized again.
         """
         self._check_running()
-        wanted = checks.check_size(np)
-        with self._changing, checks.limits_explained(f"the pool could not get {wanted} ranks"):
+        wanted = assembly.check_size(np)
+        with self._changing, assembly.limits_explained(f"the pool could not get {wanted} ranks"):
             self._parts.check_resizable(wanted)
             self._admission.check_size(wanted)
             self._parts.check_dropped(wanted)
             deadline, before = Deadline(timeout), self._group.ready()
             leaving = tuple(rank for rank in before if rank >= wanted) if self._runs.elastic() else ()
             if leaving:
-                self._runs.release(leaving)
+                self._runs.ranks_leave_at_commit(leaving)
             if leaving or self._group.members.let_go:  # an earlier call may not have waited long enough
                 staying = [rank for rank in self._group.members.wanted if rank < wanted]
                 try:
                     self._group.shrink_at_commit(staying, deadline)
                 finally:
-                    self._parts.note_kept()  # the ranks have been let go, also if they have not left in time
+                    self._parts.update_kept_entry()  # the ranks have been let go, also if they have not left in time
             self._group.set_ranks(range(wanted), deadline)
             new = [rank for rank in self._group.ready() if rank not in before]
             self._admission.ranks_added("resize", new)
-            self._parts.note_kept()
+            self._parts.update_kept_entry()
             self._admission.admit_to_elastic_cells(new, timeout)
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
@@ -944,12 +943,12 @@ class Pool:
         without: Collection[str] = (),
         timeout: float | None = None,
     ) -> SyncResult:
-        """Bring what one rank knows to others: modules are imported there, variables copied; those of that name are replaced.
+        """Copy one rank's variables and imported modules to others; variables of that name there are replaced.
 
-        Values travel from rank to rank as collectives do, once for all ranks together. What belongs together stays
-        so: an optimizer has the parameters of its model. A ``DistributedOptimizer`` reduces gradients again. Gradients
+        Values travel from rank to rank as collectives do, once for all ranks together. Objects that belong together
+        stay so: an optimizer has the parameters of its model. A ``DistributedOptimizer`` reduces gradients again. Gradients
         and states of random number generators stay behind; tensors come to the device of the same name. It runs as a
-        cell on all ranks, after what they run.
+        cell on all ranks, after the cells that they run.
 
         Args:
             ranks: The ranks that get it; by default :attr:`newcomers`.
@@ -958,7 +957,7 @@ class Pool:
             timeout: Seconds after which the copying is interrupted; None for no limit.
 
         Returns:
-            What was brought, and what could not be and why.
+            The names that were copied, and those that could not be, with the reasons.
 
         Raises:
             InvalidRequestError: No rank came later and none was named, or a rank of the pool is lost. Nothing was sent.
@@ -1030,7 +1029,7 @@ class Pool:
         """Complete the file that :meth:`start_timeline` began, and return it; None if there is none.
 
         Raises:
-            OSError: The disk failed; the file holds what was written before.
+            OSError: The disk failed; the file holds the events that were written before.
         """
         with self._changing:
             recording, self._timeline = self._timeline, None
@@ -1049,8 +1048,8 @@ class Pool:
         """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
 
         It has all that the ranks did before the call. ``docs/reference/trace.md`` has the columns. The newest million rows are
-        kept, from the first use on and with what the coordinator still has of the time before; ``table.attrs["dropped"]`` says
-        how many rows are missing.
+        kept, from the first use on and with the past events that the coordinator still has; ``table.attrs["dropped"]`` is the
+        number of rows that are missing.
 
         Args:
             arrow: Return a ``pyarrow.Table`` instead; ``table.schema.metadata`` has ``dropped`` then.
@@ -1100,7 +1099,7 @@ class Pool:
             try:
                 self.stop_timeline()
             finally:
-                self._leave.detach()
+                self._detach.detach()
                 self._parts.close()
 
     def detach(self) -> None:
@@ -1114,7 +1113,7 @@ class Pool:
                 "these ranks end with this process; only a pool that was started with keep= "
                 "(`%hvd_pool start --keep`) can be left to itself"
             )
-        self._runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
+        self._runs.drop_delayed_interrupts()  # before the lock, which may take longer than an interrupt is delayed
         with self._changing:
             if self._stopped:
                 return
@@ -1122,7 +1121,7 @@ class Pool:
             try:
                 self.stop_timeline()
             finally:
-                self._leave()
+                self._detach()
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
-from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import load_ipyparallel
 from hvdlab.launch.forkserver.client import ForkServer
 
 
@@ -25,37 +25,37 @@ class PoolCoordinator(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process on this host; 0 if it runs elsewhere."""
+        """Return its process on this host; 0 if it runs elsewhere."""
         ...
 
     @property
     def address(self) -> str:
-        """The address of this host's ranks and clients."""
+        """Return the address of this host's ranks and clients."""
         ...
 
     @property
     def tls_address(self) -> str | None:
-        """The address of other hosts' ranks; None if there is none."""
+        """Return the address of other hosts' ranks; None if there is none."""
         ...
 
     @property
     def certificate(self) -> str | None:
-        """The certificate of :attr:`tls_address`; None without one."""
+        """Return the certificate of :attr:`tls_address`; None without one."""
         ...
 
     @property
     def token(self) -> str:
-        """The secret that ranks connect with."""
+        """Return the secret that ranks connect with."""
         ...
 
     @property
     def client_token(self) -> str:
-        """The secret that clients connect with."""
+        """Return the secret that clients connect with."""
         ...
 
     @property
     def directory(self) -> Path:
-        """A directory of this host that goes with the coordinator."""
+        """Return a directory of this host that goes with the coordinator."""
         ...
 
     def ending(self) -> str:
@@ -118,7 +118,7 @@ class Prestart:
         """Start the fork server, and a thread that starts the rest; returns at once.
 
         Args:
-            preload: Whether the fork server imports what ranks share; it forks no ranks otherwise.
+            preload: Whether the fork server imports the modules that ranks share; it forks no ranks otherwise.
 
         Raises:
             StartError: The fork server could not be started.
@@ -149,7 +149,7 @@ class Prestart:
         raise StartError(f"the coordinator could not be started: {error or 'it was closed'}") from error
 
     def close(self) -> None:
-        """End what was started, unless a pool has taken it. Idempotent."""
+        """End the processes that were started, unless a pool has taken them. Idempotent."""
         atexit.unregister(self.close)
         with self._lock:
             if self._taken:
@@ -169,11 +169,11 @@ class Prestart:
                 coordinator.close()
                 raise
             self._processes = PoolProcesses(self._fork_server, coordinator, client)
-        except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread that wants the pool)
+        except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread that starts the pool)
             self._error = error
         finally:
             self._done.set()
-        # What the first cell and, later, the cluster will import: slow, and here it delays no cell. If an import fails, the
+        # The modules of the first cell and, later, of the cluster: slow, and here they delay no cell. If an import fails, the
         # code that needs the module gets the error; some (concurrent.futures) raise RuntimeError while the interpreter ends.
         with contextlib.suppress(ImportError, RuntimeError):
             importlib.import_module("hvdlab.kernel_ext.notebook.pool")

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 
@@ -39,7 +40,7 @@ from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.starter import Ended, Starter
 
 LEAVE_WITHIN = 3.0
-"""Seconds that a rank which the pool no longer wants has to leave; then it is killed."""
+"""Seconds that a rank has to leave after the pool's order; then it is killed."""
 
 CUT_OFF_WITHIN = 1.0
 """Seconds that the process of a rank whose connection has ended, or that was killed, gets to end as well."""
@@ -50,34 +51,44 @@ SHOWN_LINES = 20
 """Lines of a rank's standard error that the ``StartError`` shows if the rank could not be started."""
 
 
+class LifecycleObserver(Protocol):
+    """Observer of a pool's ranks. Any thread calls it; it must not block."""
+
+    def rank_ready(self, rank: int) -> None:
+        """Take note of a rank that takes cells from now on."""
+        ...
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        """Take note of the loss of a rank that was ready."""
+        ...
+
+    def rank_left(self, rank: int, died: str) -> None:
+        """Take note of a rank that has left by the pool's order; ``died`` is the reason if it died before it could, or empty."""
+        ...
+
+
 class RankLifecycle:
-    """The ranks of a pool.
+    """Life of a pool's ranks: carries out the effects of :class:`RankStates`, and waits for their results.
 
     Args:
         client: The connection to the coordinator.
-        died: Called with rank and reason when a rank that was ready is lost. Any thread; must not block.
-        ready: Called with a rank that became ready. Any thread; must not block.
-        left: Called with a rank that the pool no longer wanted and that has left, and how it died if it did not leave in order. Any
-            thread; must not block.
-        hosts: Those that ranks are given to, in this order; empty if only the launcher knows, or all are here.
+        observer: Gets each change of a rank.
+        hosts: The hosts that ranks are given to, in this order; empty if only the launcher knows, or all are here.
     """
 
     def __init__(
         self,
         client: Client,
+        observer: LifecycleObserver,
         *,
-        died: Callable[[int, str], None],
-        ready: Callable[[int], None],
-        left: Callable[[int, str], None] = lambda rank, died: None,
         hosts: Sequence[Host] = (),
     ) -> None:
-        self._client, self._hosts = client, hosts
-        self._died, self._ready, self._left = died, ready, left
+        self._client, self._observer, self._hosts = client, observer, hosts
         self._starter: Starter | None = None
         self._members = RankStates()
         self._changed = threading.Condition(threading.RLock())
         self._broken = ""
-        #: What the starter waits for before it can start ranks at all; while that is not empty, no time limit runs.
+        #: The event that the starter waits for before it can start ranks at all; while it is not empty, no time limit runs.
         self._waits_for = ""
         self._reasons: dict[tuple[int, int], str] = {}
         self._ending: set[int] = set()  # ranks that the user has restarted, until their processes have ended
@@ -91,7 +102,7 @@ class RankLifecycle:
 
     @property
     def members(self) -> RankStates:
-        """The state machine, read without the lock: two reads may see two states, as other threads change it meanwhile."""
+        """Return the state machine, read without the lock: two reads can see two states, as other threads change it meanwhile."""
         return self._members
 
     def ready(self) -> tuple[int, ...]:
@@ -121,7 +132,7 @@ class RankLifecycle:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Something happened to a rank. Any thread."""
+        """Handle an event of a rank, and carry out its effects. Any thread."""
         with self._changed:
             if isinstance(event, Ended) and (reason := self._reasons.pop((event.rank, event.pid), "")):
                 event = replace(event, reason=reason)
@@ -134,24 +145,25 @@ class RankLifecycle:
             self._changed.notify_all()
             for rank in self._members.ready:
                 if rank not in ready:
-                    self._ready(rank)
+                    self._observer.rank_ready(rank)
 
     def set_launch_wait(self, text: str) -> None:
-        """Note what has to come before ranks can be started; :meth:`set_ranks` waits for it without a limit.
+        """Set the event that must come before ranks can be started; :meth:`set_ranks` waits for it without a limit. Any thread.
 
-        An empty ``text`` says that it has come. Any thread.
+        Args:
+            text: The event, in words for the user; empty once it has come.
         """
         with self._changed:
             self._waits_for = text
             self._changed.notify_all()
 
     def set_exit_reason(self, rank: int, pid: int, reason: str) -> None:
-        """Note why this rank's process is about to end: its exit status won't say. Any thread."""
+        """Set the reason why this rank's process is about to end, which its exit status does not show. Any thread."""
         with self._changed:
             self._reasons[rank, pid] = reason
 
     def broken(self, reason: str) -> None:
-        """Count all ranks as ended, with this reason: what they depend on is gone. Any thread."""
+        """Count all ranks as ended, with this reason: a process that they depend on is gone. Any thread."""
         with self._changed:
             self._broken = self._broken or reason
             for rank, pid in self._members.living().items():
@@ -159,7 +171,7 @@ class RankLifecycle:
             self._changed.notify_all()
 
     def reconnected(self) -> None:
-        """There is another coordinator: send it again what may have been lost on the way to the old one. Any thread."""
+        """Send another coordinator the messages that can have been lost on the way to the old one. Any thread."""
         self.handle(Reconnected())
 
     def cut_off(self, membership: Membership) -> list[int]:
@@ -170,7 +182,7 @@ class RankLifecycle:
 
     def _perform(self, effect: Effect) -> None:
         assert self._starter is not None
-        # What is sent while there is no coordinator is lost; reconnected() sends it to the next one.
+        # Messages that are sent while there is no coordinator are lost; reconnected() sends them to the next one.
         with contextlib.suppress(CoordinatorLostError):
             match effect:
                 case ExpectRanks(ranks):
@@ -186,10 +198,10 @@ class RankLifecycle:
                 case AskReady(ranks):
                     self._client.post(WHO, b"", ranks)
                 case ReportRankLost(rank, pid, reason):
-                    self._died(rank, reason)
+                    self._observer.rank_lost(rank, reason)
                     self._client.rank_lost(rank, pid, reason)
                 case ReportRankLeft(rank, pid, died):
-                    self._left(rank, died)
+                    self._observer.rank_left(rank, died)
                     if died:
                         self._client.rank_lost(rank, pid, died)
                 case AwaitLeaving():
@@ -237,7 +249,7 @@ class RankLifecycle:
         """Make the pool consist of these ranks: start those that are missing, end those that are too many, and wait for both.
 
         If ranks can't be started yet, as in a batch system's queue, the time limit begins once they can; until then ``progress``
-        is called with what the starter waits for.
+        is called with the event that the starter waits for.
 
         Raises:
             StartError: A rank could not be started, or not in time. Those that were started by this call are ended
@@ -282,7 +294,7 @@ class RankLifecycle:
             return silent()
 
     def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
-        """Kill these ranks' processes and wait for their end; the ranks stay wanted and count as lost."""
+        """Kill these ranks' processes and wait for their end; the ranks count as lost, and stay members of the pool."""
         with self._changed:
             self._ending |= set(ranks) & set(self._members.living())
         self.kill(ranks)
@@ -345,9 +357,9 @@ class RankLifecycle:
         return f"{named} {what} within {deadline.seconds:g} s; give a longer timeout"
 
     def _wait_left(self, deadline: Deadline) -> None:
-        """Wait until ranks that are no longer wanted are gone; kill those that take too long.
+        """Wait until ranks that must leave are gone; kill those that take too long.
 
-        Those that leave at a commit may take as long as that takes.
+        Ranks that leave at a commit have no time limit.
         """
 
         def leaving() -> list[int]:

@@ -1,7 +1,7 @@
 """The ranks of a pool, from the order to start one to its end: a state machine without I/O.
 
-A rank is wanted or not, and *starting*, *ready*, *leaving* or *lost*. Ranks that stay are never touched by a change
-of the others. A lost rank keeps its number until it is replaced (*repair*) or no longer wanted.
+A rank belongs to the pool's size or not, and is *starting*, *ready*, *leaving* or *lost*. A change of some ranks never touches those
+that stay. A lost rank keeps its number until it is replaced (*repair*) or the pool is made smaller.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hvdlab.launch.processes import describe_exit
 from hvdlab.launch.starter import Ended, Started
 
 IN_ORDER = describe_exit(0, 0)
-"""How the process of a rank ends that has left in obedience to the coordinator's order."""
+"""Exit, in words, of a rank's process that has obeyed the coordinator's order to leave."""
 
 
 class RankPhase(StrEnum):
-    """Which part of its life a rank is in."""
+    """Phase of a rank's life."""
 
     STARTING = "starting"
     READY = "ready"
@@ -28,16 +28,16 @@ class RankPhase(StrEnum):
 
 @dataclass(slots=True)
 class RankRecord:
-    """One rank.
+    """Record of one rank.
 
     Attributes:
         rank: Its number.
-        pid: Its process, or 0 as long as it has none.
-        state: Which part of its life it is in.
+        pid: Its process id, or 0 as long as it has none.
+        state: Its phase.
         at_commit: Whether it leaves at the next commit of the elastic training, and is a rank of the world until then.
-        reason: Why it is lost; empty if it is not.
+        reason: The reason of its loss; empty if it is not lost.
         tail: The last lines of its standard error, if it is lost.
-        detail: What else the starter reported of its end, such as its peak memory.
+        detail: More that the starter reported of its end, such as its peak memory.
     """
 
     rank: int
@@ -49,14 +49,17 @@ class RankRecord:
     detail: str = ""
 
 
-# -- what happens -----------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizeSet:
-    """The caller wants the pool to consist of these ranks; with ``replace_lost`` lost ones among them are started again.
+    """Request of the caller that the pool consist of these ranks.
 
-    With ``at_commit`` the pool only shrinks: ranks that are not wanted any more leave at the next commit of the elastic training.
+    Attributes:
+        ranks: The ranks.
+        replace_lost: Whether lost ones among them are started again.
+        at_commit: Whether the pool only shrinks: all other ranks leave at the next commit of the elastic training.
     """
 
     ranks: tuple[int, ...]
@@ -66,9 +69,12 @@ class PoolSizeSet:
 
 @dataclass(frozen=True, slots=True)
 class RanksAdopted:
-    """The pool is made of these ranks, which another process has started; ``pids`` has those that live.
+    """Takeover of ranks that another process has started.
 
-    That process has let the ranks ``let_go`` go, which are not among the others; they have not come to a commit yet.
+    Attributes:
+        ranks: The ranks of the pool.
+        pids: Process ids of the ranks that live.
+        let_go: Further ranks, which that process has let go, and which have not come to a commit yet.
     """
 
     ranks: tuple[int, ...]
@@ -78,32 +84,32 @@ class RanksAdopted:
 
 @dataclass(frozen=True, slots=True)
 class AgentReady:
-    """The rank's agent has said that it takes mail."""
+    """Report that the rank's agent takes mail."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reconnected:
-    """There is another connection to the coordinator or to its successor: what was sent over the last one may be lost."""
+    """Report of another connection to the coordinator or to its successor: messages of the last connection may be lost."""
 
 
 Event = PoolSizeSet | RanksAdopted | Started | AgentReady | Ended | Reconnected
 
 
-# -- what to do -------------------------------------------------------------------------------------------------------
+# -- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectRanks:
-    """Tell the coordinator which ranks the world is made of."""
+    """Order to send the coordinator the ranks of the world."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnRanks:
-    """Start these ranks, in a pool of ``size``."""
+    """Order to start these ranks, in a pool of ``size``."""
 
     ranks: tuple[int, ...]
     size: int
@@ -111,14 +117,14 @@ class SpawnRanks:
 
 @dataclass(frozen=True, slots=True)
 class AwaitLeaving:
-    """:class:`ExpectRanks` has the coordinator tell this rank to leave; see that it does."""
+    """Order to see that this rank leaves: by :class:`ExpectRanks` the coordinator orders it to."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAtCommit:
-    """Tell the coordinator that these ranks leave at the next commit of the elastic training.
+    """Order to send the coordinator the ranks that leave at the next commit of the elastic training.
 
     An :class:`ExpectRanks` has them until they have left: one without them would send them away at once, in the middle of a step.
     """
@@ -128,7 +134,7 @@ class LeaveAtCommit:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """Tell these ranks, which stay, that the pool has ``size`` ranks now."""
+    """Order to send these ranks, which stay, the pool's new ``size``."""
 
     ranks: tuple[int, ...]
     size: int
@@ -136,14 +142,14 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class AskReady:
-    """Ask these ranks to say again that they take mail."""
+    """Order to ask these ranks to report again that they take mail."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRankLost:
-    """A rank that was ready is lost."""
+    """Report that a rank that was ready is lost."""
 
     rank: int
     pid: int
@@ -152,9 +158,11 @@ class ReportRankLost:
 
 @dataclass(frozen=True, slots=True)
 class ReportRankLeft:
-    """A rank that was to leave has left.
+    """Report that a rank that was to leave has left.
 
-    ``died`` says how, if it was to leave at a commit and did not come to that in order: what it did since its last commit is lost.
+    Attributes:
+        rank, pid: The rank and its process.
+        died: The reason of its end, if it was to leave at a commit and died before: its work since its last commit is lost.
     """
 
     rank: int
@@ -175,42 +183,44 @@ Effect = (
 
 
 class RankStates:
-    """All ranks of a pool that are wanted or still alive."""
+    """State of all ranks that belong to a pool's size or are still alive, as ``handle(event) -> [effect]``."""
 
     def __init__(self) -> None:
+        # Rank to its record; also ranks that leave, until their processes have ended.
         self._members: dict[int, RankRecord] = {}
+        # The pool's ranks as last set, ascending.
         self._wanted: tuple[int, ...] = ()
-        # Ranks that are wanted again while the process of that number is still leaving.
+        # Ranks that belong to the pool again while the process of that number is still leaving: they start after its end.
         self._again: set[int] = set()
 
     # -- queries --------------------------------------------------------------------------------------------------
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The ranks that the pool shall consist of, ascending."""
+        """Return the ranks that the pool was set to consist of, ascending."""
         return self._wanted
 
     def get(self, rank: int) -> RankRecord | None:
-        """Return a rank that is wanted or still alive."""
+        """Return the record of a rank that belongs to the pool, or is still alive; None for any other."""
         return self._members.get(rank)
 
     def in_state(self, *states: RankPhase) -> tuple[int, ...]:
-        """Return the wanted ranks in one of these states."""
+        """Return the pool's ranks in one of these phases."""
         return tuple(rank for rank in self._wanted if self._members[rank].state in states)
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """The wanted ranks that take cells."""
+        """Return the pool's ranks that take cells."""
         return self.in_state(RankPhase.READY)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The wanted ranks that have ended."""
+        """Return the pool's ranks that have ended."""
         return self.in_state(RankPhase.LOST)
 
     @property
     def let_go(self) -> tuple[int, ...]:
-        """Ranks that leave at the next commit and have not left yet."""
+        """Return the ranks that leave at the next commit and have not left yet."""
         return tuple(sorted(member.rank for member in self._members.values() if member.at_commit))
 
     def living(self) -> dict[int, int]:
@@ -228,6 +238,7 @@ class RankStates:
                 return self._found(event)
             case Started(rank, pid):
                 member = self._members.get(rank)
+                # A rank that is lost has no process, whatever report of its start comes late.
                 if member is not None and member.state is not RankPhase.LOST:
                     member.pid = pid
                 return []
@@ -252,7 +263,7 @@ class RankStates:
         return []
 
     def _world(self) -> list[Effect]:
-        """Tell the coordinator which ranks the world is made of, and which of them leave."""
+        """Return the effects that send the coordinator the ranks of the world, and those of them that leave."""
         going = self.let_go
         expected = tuple(sorted({*self._wanted, *going}))
         # A rank that has come to its commit already is no part of the world any more: LeaveAtCommit takes it out of it again.
@@ -296,6 +307,7 @@ class RankStates:
 
     def _ended(self, event: Ended) -> list[Effect]:
         member = self._members.get(event.rank)
+        # The end of an earlier process with this number is no end of the one that has it now.
         if member is None or (event.pid and member.pid not in (0, event.pid)):
             return []
         if member.state is RankPhase.LEAVING:
@@ -317,7 +329,7 @@ class RankStates:
         if again:
             self._again.discard(member.rank)
             self._members[member.rank] = RankRecord(member.rank)
-        # The coordinator has taken it out of the world. Its client has not: a successor would wait for it.
+        # The coordinator has taken it out of the world, our client has not: without this a successor would wait for the rank.
         world = self._world() if member.at_commit else []
         started: list[Effect] = [SpawnRanks((member.rank,), len(self._wanted))] if again else []
         return [gone, *world, *started]

@@ -41,7 +41,7 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Whether it runs; a process that has ended and not been waited for does not."""
+        """Return whether it runs; a process that has ended and not been waited for does not."""
         process = open_process(self.pid, self.started) if self.started else -1
         if process < 0:
             return False
@@ -86,7 +86,7 @@ class KeptPoolEntry(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Whether there is anything left to attach to.
+        """Return whether there is anything left to attach to.
 
         The owner replaces either process if it ends; if there is no owner, the fork server replaces the coordinator.
         """
@@ -94,17 +94,17 @@ class KeptPoolEntry(msgspec.Struct, frozen=True):
 
 
 class KeptPoolRegistry:
-    """The files of all kept pools.
+    """Registry of all kept pools, a file for each.
 
     Args:
-        directory: Where they lie; by default in the user's runtime directory, or as :mod:`hvdlab.collectives.system` says.
+        directory: The files' directory; by default in the user's runtime directory, or as :mod:`hvdlab.collectives.system` chooses.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or _default_directory()
 
     def all(self) -> list[KeptPoolEntry]:
-        """Return the pools that live, sorted by name. Removes what is left of others."""
+        """Return the pools that live, sorted by name. Removes the files of all others."""
         with self._locked() as there:
             found = self._read_all() if there else []
         if there and not found:
@@ -120,7 +120,7 @@ class KeptPoolRegistry:
         raise InvalidRequestError(none_there(name, [kept.name for kept in found]))
 
     def free_name(self, name: str) -> str:
-        """This name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
+        """Return this name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
         return free_name(name, {kept.name for kept in self.all()})
 
     def claim(self, name: str, place: str) -> KeptPoolEntry:
@@ -141,7 +141,7 @@ class KeptPoolRegistry:
             return kept
 
     def write(self, kept: KeptPoolEntry) -> None:
-        """Note a pool, or what has changed. Raises ``StartError`` if the file can't be written."""
+        """Write a pool's entry, new or changed. Raises ``StartError`` if the file can't be written."""
         try:
             for path in (self._directory.parent, self._directory):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -238,23 +238,23 @@ class KeptPoolRegistry:
 
 
 def _in_use(kept: KeptPoolEntry) -> str:
-    """Which process uses the pool, and what the user can do."""
+    """Return a sentence on the process that uses the pool, with a remedy."""
     if kept.owner.pid == os.getpid():
         return f"the pool `{kept.name}` is in use by this very process"
     return in_use(kept.name, user_of(kept))
 
 
 def user_of(kept: KeptPoolEntry) -> str:
-    """Which process uses the pool, in a few words."""
+    """Return the process that uses the pool, in a few words."""
     return f"process {kept.owner.pid} in {visible(kept.place, _LONGEST)}" if kept.owner.lives else "nobody"
 
 
 def table(pools: Sequence[KeptPoolEntry], elsewhere: Sequence[KeptJob] = ()) -> str:
-    """Pools, for users to read.
+    """Return a table of kept pools, for users to read.
 
     Args:
-        pools: Those that are kept on this host.
-        elsewhere: Those that their launchers keep. If there are any, a column says which launcher has which pool.
+        pools: Pools that are kept on this host.
+        elsewhere: Pools that their launchers keep. If there are any, a column names the launcher of each pool.
     """
     if not pools and not elsewhere:
         return "no pool is kept; `%hvd_pool start --keep NAME` in a notebook starts one"
@@ -293,7 +293,7 @@ def _default_directory() -> Path:
 
 
 def _check_private(directory: Path) -> None:
-    """Raise ``StartError`` if other users could read or replace what lies there."""
+    """Raise ``StartError`` if other users could read or replace files there."""
     for path in (directory, directory.parent):
         if not system.is_private(path):
             raise StartError(

@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.wire.channel import Payload, RankReply, RankRequest
@@ -23,21 +23,36 @@ class _Question:
     answers: dict[int, RankReply] = field(default_factory=dict)
 
 
+class RankMail(Protocol):
+    """Mail to ranks. Does not block, and does nothing while there is no coordinator."""
+
+    def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
+        """Send mail to these ranks."""
+        ...
+
+
+class RankDirectory(Protocol):
+    """Directory of a pool's ranks."""
+
+    def loss_reason(self, rank: int) -> str:
+        """Return the reason why a rank takes no cells any more; empty if it lives."""
+        ...
+
+    def local_pid(self, rank: int) -> int | None:
+        """Return the process of a rank on this host; None if it runs elsewhere."""
+        ...
+
+
 class RankRequests:
-    """Sends payloads that carry a ticket, and waits for the ranks' answers.
+    """Requests to ranks: each carries a ticket, by which the ranks' answers are matched.
 
     Args:
-        post: ``post(topic, body, ranks)``.
-        gone: Whether a rank is lost; if one is lost later, the caller calls :meth:`rank_died`.
+        mail: Sends the requests.
+        ranks: Knows which ranks are lost; if one is lost later, the caller calls :meth:`rank_died`. None if all live.
     """
 
-    def __init__(
-        self,
-        post: Callable[[str, bytes, Sequence[int]], None],
-        *,
-        gone: Callable[[int], bool] = lambda rank: False,
-    ) -> None:
-        self._post, self._gone = post, gone
+    def __init__(self, mail: RankMail, ranks: RankDirectory | None = None) -> None:
+        self._mail, self._ranks = mail, ranks
         # From a random number on: a rank may still have questions of the process that had the pool before.
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._changed = threading.Condition()
@@ -70,9 +85,9 @@ class RankRequests:
         with self._changed:
             self._open[ticket] = question
         try:
-            self._post(TO_RANK, question.body, tuple(ranks))
+            self._mail.post(TO_RANK, question.body, tuple(ranks))
             with self._changed:
-                question.waiting.difference_update([rank for rank in question.waiting if self._gone(rank)])
+                question.waiting.difference_update([rank for rank in question.waiting if self._is_lost(rank)])
                 self._changed.wait_for(lambda: not question.waiting, deadline.remaining())
                 return dict(question.answers)
         finally:
@@ -92,10 +107,10 @@ class RankRequests:
 
     def send(self, payload: Payload, ranks: Sequence[int]) -> None:
         """Send a payload that needs no answer, and may get lost."""
-        self._post(TO_RANK, encode(payload), tuple(ranks))
+        self._mail.post(TO_RANK, encode(payload), tuple(ranks))
 
     def resolve(self, rank: int, answer: RankReply) -> None:
-        """An answer came. Any thread; late ones are dropped."""
+        """Take an answer. Any thread; late ones are dropped."""
         if (take := self._followed.get(answer.ticket)) is not None:
             take(rank, answer)
             return
@@ -112,7 +127,7 @@ class RankRequests:
             unanswered = [(question.body, tuple(question.waiting)) for question in self._open.values()]
         for body, ranks in unanswered:
             if ranks:
-                self._post(TO_RANK, body, ranks)
+                self._mail.post(TO_RANK, body, ranks)
 
     def rank_died(self, rank: int) -> None:
         """Wait no longer for answers of this rank. Any thread."""
@@ -120,3 +135,6 @@ class RankRequests:
             for question in self._open.values():
                 question.waiting.discard(rank)
             self._changed.notify_all()
+
+    def _is_lost(self, rank: int) -> bool:
+        return self._ranks is not None and bool(self._ranks.loss_reason(rank))

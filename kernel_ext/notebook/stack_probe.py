@@ -25,7 +25,7 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.notebook.output.crash import called
 from hvdlab.kernel_ext.notebook.output.stack_text import short_path
-from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankMail, RankRequests
 from hvdlab.kernel_ext.wire.channel import RankReply
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.kernel_ext.wire.stack_dump import NAME, SIGNAL
@@ -35,52 +35,47 @@ ELSEWHERE = "it does not answer"
 
 
 class StackProbe:
-    """Asks the ranks of one pool where they are, and looks at their processes.
+    """Probe of the ranks of one pool: asks them for their stacks, and looks at their processes.
 
     Args:
-        post: ``post(topic, body, ranks)``; must not block.
-        questions: Hands out tickets, and answers.
-        local_pid: The process of a rank on this host, or None.
+        mail: Sends the requests for stacks.
+        requests: Hands out tickets, and answers.
+        ranks: Knows the processes of ranks on this host.
     """
 
-    def __init__(
-        self,
-        post: Callable[[str, bytes, Sequence[int]], None],
-        questions: RankRequests,
-        local_pid: Callable[[int], int | None],
-    ) -> None:
-        self._post, self.questions, self._local_pid = post, questions, local_pid
+    def __init__(self, mail: RankMail, requests: RankRequests, ranks: RankDirectory) -> None:
+        self._mail, self.requests, self._ranks = mail, requests, ranks
         self._processes = Processes()
 
     def watch(self, feed: Callable[[Event], None]) -> CellProbe:
-        """Return the lookout of one cell; ``feed`` takes what is found, as events."""
+        """Return the probe of one cell; ``feed`` takes the findings, as events."""
         return CellProbe(self, feed)
 
     def ask(self, ticket: int, ranks: Sequence[int]) -> None:
-        self._post(TO_RANK, encode(AskStack(ticket)), ranks)
+        self._mail.post(TO_RANK, encode(AskStack(ticket)), ranks)
 
     def describe_processes(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return rank to what keeps it from answering. Any thread; takes a moment."""
-        pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
-        return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.look_at(pids)}
+        """Return rank to the reason why it does not answer. Any thread; takes a moment."""
+        pids = {rank: pid for rank in ranks if (pid := self._ranks.local_pid(rank)) is not None}
+        return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.describe(pids)}
 
     def halted(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return those of these ranks that can't answer since their process is stopped, with a text that says so. Any thread."""
-        pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
+        """Return those of these ranks that can't answer since their process is stopped, each with a text on that. Any thread."""
+        pids = {rank: pid for rank in ranks if (pid := self._ranks.local_pid(rank)) is not None}
         return {rank: text for rank, pid in pids.items() if (text := halted(pid))}
 
 
 class CellProbe:
-    """The questions of one cell. Any thread."""
+    """Probe on behalf of one cell. Any thread."""
 
-    def __init__(self, lookout: StackProbe, feed: Callable[[Event], None]) -> None:
-        self._lookout, self._feed = lookout, feed
-        self._ticket = lookout.questions.subscribe(self._answered)
+    def __init__(self, probe: StackProbe, feed: Callable[[Event], None]) -> None:
+        self._probe, self._feed = probe, feed
+        self._ticket = probe.requests.subscribe(self._answered)
 
     def request_stacks(self, ranks: Sequence[int]) -> None:
-        """Ask ranks where they are: :class:`StackArrived` brings each answer, :class:`ProcessSeen` why a rank can't answer."""
-        self._lookout.ask(self._ticket, ranks)
-        for rank, text in self._lookout.halted(ranks).items():
+        """Ask ranks for their stacks: :class:`StackArrived` has each answer, :class:`ProcessSeen` the reason why there is none."""
+        self._probe.ask(self._ticket, ranks)
+        for rank, text in self._probe.halted(ranks).items():
             self._feed(ProcessSeen(rank, text))
 
     def probe_processes(self, ranks: Sequence[int]) -> None:
@@ -88,12 +83,12 @@ class CellProbe:
         threading.Thread(target=self._look, args=(tuple(ranks),), name="hvdlab-look", daemon=True).start()
 
     def _look(self, ranks: Sequence[int]) -> None:
-        for rank, text in self._lookout.describe_processes(ranks).items():
+        for rank, text in self._probe.describe_processes(ranks).items():
             self._feed(ProcessSeen(rank, text))
 
     def close(self) -> None:
         """Take no more answers."""
-        self._lookout.questions.unsubscribe(self._ticket)
+        self._probe.requests.unsubscribe(self._ticket)
 
     def _answered(self, rank: int, answer: RankReply) -> None:
         if isinstance(answer, Stack):
@@ -118,13 +113,13 @@ class Processes:
     def __init__(self) -> None:
         self._dumped: dict[int, tuple[float, str]] = {}  # process to the time and result of its last dump
 
-    def look_at(self, pids: Mapping[int, int]) -> dict[int, str]:
+    def describe(self, pids: Mapping[int, int]) -> dict[int, str]:
         """Return why ranks do not answer, as it reads after ``rank 2: ``. Takes :data:`DUMP_WITHIN` seconds at most.
 
         Args:
             pids: Rank to its process.
         """
-        found = {rank: look_at_state(pid) for rank, pid in pids.items()}
+        found = {rank: describe_state(pid) for rank, pid in pids.items()}
         busy = {rank: pids[rank] for rank, state in found.items() if not state}
         for rank, place in self._places(busy).items():
             found[rank] = f"{place}; {BUSY}" if place else BUSY
@@ -150,7 +145,7 @@ def halted(pid: int, proc: Path = _PROC) -> str:
     return "its process has ended" if state in ("", "Z", "X") else ""
 
 
-def look_at_state(pid: int, proc: Path = _PROC) -> str:
+def describe_state(pid: int, proc: Path = _PROC) -> str:
     """Return the reason why a process does not run; empty if it does."""
     if process_state(pid, proc) == "D":
         return f"waits for a device or file system{_waits_in(pid, proc)}"
@@ -158,7 +153,7 @@ def look_at_state(pid: int, proc: Path = _PROC) -> str:
 
 
 def _waits_in(pid: int, proc: Path) -> str:
-    """Return the kernel function that the process waits in, in parentheses; empty if the kernel does not say."""
+    """Return the kernel function that the process waits in, in parentheses; empty if that can't be read."""
     try:
         name = (proc / f"{pid}/wchan").read_text()
     except OSError:
@@ -203,7 +198,7 @@ def _find_file(pid: int) -> int:
 PY_SPY_WITHIN = 30.0
 """Seconds that py-spy has for a process; to read a large library's symbols takes some."""
 
-# Parts of the file names of frames outside of the cell: of the interpreter's start, and of what runs a cell.
+# Parts of the file names of frames outside of the cell: of the interpreter's start, and of the code that runs a cell.
 _HIDDEN = ("ipykernel", "IPython/", "asyncio/", "runpy.py", "hvdlab/kernel_ext/", "tornado/")
 
 

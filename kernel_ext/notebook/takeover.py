@@ -13,10 +13,10 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, PoolNe
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.sink import Sinks
+from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.requests import RankRequests
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, RetainedCells, RunCell
 from hvdlab.launch.processes import started_at
 
@@ -26,17 +26,17 @@ SLOW_WITHIN = 15.0
 """Seconds more for ranks that are not stopped: cells that a rank does not name are lost, and much mail may precede its answer."""
 STOPPED = ("T", "t")
 INTERRUPTED = "was interrupted when its notebook ended"
-"""What the next notebook reads of a cell that ended by the interrupt which Jupyter sends before it shuts a kernel down."""
+"""Text in the next notebook for a cell that ended by the interrupt which Jupyter sends before it shuts a kernel down."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrphanedCell:
-    """A cell whose end no process of the pool's has seen.
+    """Cell whose end no process of the pool's has seen.
 
     Attributes:
         cell, label: Its id, and the name that users know it by, such as ``[7]``.
-        parts: What each rank has of it.
-        without: Ranks that have nothing of it. An elastic cell runs on all ranks: these came later, and were not sent it yet.
+        parts: Rank to the part of it that the rank retains.
+        without: Ranks that have no part of it. An elastic cell runs on all ranks: these came later, and were not sent it yet.
     """
 
     cell: str
@@ -46,17 +46,17 @@ class OrphanedCell:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that have something of the cell."""
+        """Return the ranks that have a part of the cell."""
         return tuple(self.parts)
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Ranks that have not ended the cell."""
+        """Return the ranks that have not ended the cell."""
         return tuple(rank for rank, part in self.parts.items() if part.running)
 
     @property
     def interrupted(self) -> bool:
-        """Whether the end of its notebook has interrupted it on a rank: no notebook has seen that end."""
+        """Return whether the end of its notebook has interrupted it on a rank: no notebook has seen that end."""
         return any(part.interrupted for part in self.parts.values())
 
     @property
@@ -66,12 +66,12 @@ class OrphanedCell:
 
     @property
     def joined(self) -> tuple[int, ...]:
-        """Ranks that were sent the cell, which is elastic, while others ran it."""
+        """Return the ranks that were sent the cell, which is elastic, while others ran it."""
         return tuple(rank for rank, part in self.parts.items() if part.order is not None and part.order.joins)
 
     @property
     def missing(self) -> str:
-        """A sentence about output that was too much to be kept; empty if there is none."""
+        """Return a sentence about output that was too much to be kept; empty if there is none."""
         lost = {rank: part.dropped for rank, part in self.parts.items() if part.dropped}
         if not lost:
             return ""
@@ -82,7 +82,9 @@ class OrphanedCell:
 Show = Callable[[OrphanedCell], Sinks]
 
 
-def find(questions: RankRequests, pids: Mapping[int, int]) -> tuple[list[OrphanedCell], tuple[str, ...]]:
+def find_orphans(
+    questions: RankRequests, pids: Mapping[int, int]
+) -> tuple[list[OrphanedCell], tuple[str, ...]]:
     """Ask these ranks, whose processes are on this host, for their cells, in the order in which the first rank has them.
 
     Returns:
@@ -128,7 +130,7 @@ def resume_cells(
         The cells, and a handle for each.
     """
     pids = group.pids()
-    left, interrupted = find(runs.questions, pids)
+    left, interrupted = find_orphans(runs.requests, pids)
     for cell in left:  # also those that are not resumed: their ranks are shown as running them
         if cell.label:
             # A cell of this notebook may have the same number.
@@ -141,18 +143,20 @@ def resume_cells(
     came = {rank for cell in left if cell.order is not None for rank in (*cell.joined, *cell.without)}
     newcomers.restore({rank: started_at(pids[rank]) for rank in came})
     leaving = group.members.let_go
-    handles = [go_on(cell, runs, transcripts, None if show is None else show(cell), leaving) for cell in left]
+    handles = [
+        resume_cell(cell, runs, transcripts, None if show is None else show(cell), leaving) for cell in left
+    ]
     return left, handles
 
 
-def go_on(
+def resume_cell(
     left: OrphanedCell,
     runs: CellDispatcher,
     transcripts: TranscriptStore,
     sinks: Sinks,
     leaving: tuple[int, ...] = (),
 ) -> CellHandle:
-    """Take such a cell over. What ranks have of it comes with the next :meth:`CellDispatcher.resync`.
+    """Take such a cell over. The ranks' output of it comes with the next :meth:`CellDispatcher.resync`.
 
     Args:
         leaving: Ranks that leave at the next commit of elastic training.

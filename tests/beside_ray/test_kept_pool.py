@@ -16,9 +16,9 @@ import ray
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere, this_process
+from hvdlab.kernel_ext.notebook.kept_pools import main as pools_command
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
-from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.launch.tenancy import LeaseRefused
 from hvdlab.ray.pool_actor import NAMESPACE
 from hvdlab.ray.strategy import create_placement_group
@@ -141,7 +141,7 @@ def test_a_pool_that_is_let_go_can_be_attached_to_again_and_changed() -> None:
         deadline = Deadline(PATIENCE)
         while 1 not in pool.lost:
             assert not deadline.expired
-            PoolProbe(pool).recovery.settle(10)
+            PoolProbe(pool).recovery.await_recovered(10)
         assert pool.lost[1].startswith("killed by SIGKILL")
         assert pool.repair() == (1,)
         pool.detach()
@@ -164,7 +164,7 @@ def test_a_rank_that_ends_while_no_notebook_is_there_is_named_with_its_reason() 
     with Pool.attach("mine", timeout=PATIENCE) as pool:
         while 1 not in pool.lost:
             assert not deadline.expired
-            PoolProbe(pool).recovery.settle(10)
+            PoolProbe(pool).recovery.await_recovered(10)
         assert "killed by SIGKILL" in pool.lost[1]
         assert pool.pull("mine", [0]) == {0: pids[0]}
 
@@ -234,7 +234,7 @@ def test_a_notebook_that_has_lost_the_pool_says_so_and_leaves_the_ranks_alone() 
     deadline = Deadline(PATIENCE)
     while not pool.broken:
         assert not deadline.expired
-        PoolProbe(pool).recovery.settle(10)
+        PoolProbe(pool).recovery.await_recovered(10)
     with pytest.raises(StartError, match=r"the pool `mine` is lost to this notebook: .*attach mine"):
         pool.run("1")
     pool.stop()

@@ -17,7 +17,7 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver import children
 from hvdlab.launch.forkserver.client import ForkServer
-from hvdlab.launch.forkserver.messages import Engine, Exited, Fork, ForkFailed, Signal, ToServer
+from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed, ReportEngine, Signal, ToServer
 from patience import PATIENCE
 from protocol_fuzz import make, run
 
@@ -90,7 +90,7 @@ def test_a_fork_that_fails_leaves_no_descriptor_and_says_what_to_do(
 
 @pytest.mark.parametrize(
     "request_",
-    [Signal(0, 999), Signal(0, 1 << 62), Signal(0, -3, group=True), Engine(1 << 62, joined=True)],
+    [Signal(0, 999), Signal(0, 1 << 62), Signal(0, -3, group=True), ReportEngine(1 << 62, joined=True)],
     ids=str,
 )
 def test_a_request_that_makes_no_sense_leaves_the_ranks_alone(ranks: ForkedRanks, request_: ToServer) -> None:
@@ -119,7 +119,7 @@ def test_whatever_is_asked_the_fork_server_goes_on(ranks: ForkedRanks) -> None:
     loaded(ranks.warm)
 
     def one(chance: random.Random) -> None:
-        ranks.warm.send(make(chance.choice((Signal, Engine)), chance, tame=chance.random() < 0.5))
+        ranks.warm.send(make(chance.choice((Signal, ReportEngine)), chance, tame=chance.random() < 0.5))
 
     ranks.fork([2])
     ranks.run(2, "x = 5")

@@ -142,7 +142,7 @@ def test_reports_of_ranks_that_an_agent_does_not_have_are_logged_and_the_others_
     starter.start((0,), 1)
     (far,) = reach.connected
     far.report(
-        wire.Output(7, 1, b"x"),
+        wire.RankOutput(7, 1, b"x"),
         wire.ResultPiece(7, b"x"),
         wire.RankExited(7, 0, 0),
         wire.RankStarted(8, 1),

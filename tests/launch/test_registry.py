@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext.launchers import names
+from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.launch import registry
 from hvdlab.launch.starter import Capabilities, Capability
 from popen_launcher import offer
@@ -25,15 +25,15 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_launchers_are_found_by_entry_point() -> None:
     assert {"local", "ssh", "popen", "broken"} <= set(registry.names())
-    assert {"local", "mpi", "slurm", "popen"} <= set(names.known())
+    assert {"local", "mpi", "slurm", "popen"} <= set(launchers.launcher_names())
     with pytest.raises(
         InvalidRequestError, match=r"no launcher 'sl'; choose one of local, mpi, ssh, .*popen"
     ):
-        names.find("sl")
+        launchers.find("sl")
     with pytest.raises(
         StartError, match=r"`broken` \(no_such_module:Launcher\) can't be used: ModuleNotFoundError"
     ):
-        names.find("broken")
+        launchers.find("broken")
 
 
 def test_value_that_an_option_cannot_have_is_refused() -> None:

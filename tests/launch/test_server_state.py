@@ -12,7 +12,6 @@ from hvdlab.launch.forkserver.messages import (
     Adopt,
     Children,
     ControllerUp,
-    Engine,
     Exited,
     Fork,
     Forked,
@@ -21,6 +20,7 @@ from hvdlab.launch.forkserver.messages import (
     Keep,
     Kept,
     Loaded,
+    ReportEngine,
     Shutdown,
     Signal,
     ToServer,
@@ -108,9 +108,9 @@ def test_adopted_orphans_are_nobodys_news() -> None:
 def test_the_controller_hears_of_ranks_that_end() -> None:
     state = with_children(0, CONTROLLER)
     assert TellController(0, False) in state.handle(ended(0), 0.0)
-    assert state.handle(PoolRequested(Engine(5, True)), 0.0) == [TellController(5, True)]
+    assert state.handle(PoolRequested(ReportEngine(5, True)), 0.0) == [TellController(5, True)]
     state.handle(ended(CONTROLLER), 0.0)
-    assert state.handle(PoolRequested(Engine(5, False)), 0.0) == []
+    assert state.handle(PoolRequested(ReportEngine(5, False)), 0.0) == []
 
 
 def test_the_controller_s_word_is_passed_on() -> None:

@@ -14,7 +14,7 @@ import pytest
 from IPython.core.error import UsageError
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
+from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults
 from hvdlab.magics.notebook_pool import Interrupted, NotebookPool
 from magics_fakes import FakePool, Notebook
 

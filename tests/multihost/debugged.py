@@ -52,7 +52,7 @@ class FarDebugger:
         self._seq += 1
         seq = self._seq
         request = {"type": "request", "seq": seq, "command": command, "arguments": arguments}
-        self._session.say(self._rank, json.dumps(request).encode())
+        self._session.send(self._rank, json.dumps(request).encode())
         return self.wait(lambda one: one["type"] == "response" and one["request_seq"] == seq)
 
     def wait(self, wanted: Callable[[Json], bool]) -> Json:

@@ -283,11 +283,14 @@ def test_those_that_wait_for_the_world_do_without_one_that_can_not_be_started() 
     done = [
         x
         for x in job(e.Unstartable((1,), "no route to b"))
-        if isinstance(x, e.ReportRankLost | e.SetExpectedRanks)
+        if isinstance(x, e.ReportRankDeath | e.SetExpectedRanks)
     ]
-    assert done == [e.SetExpectedRanks((0, 2)), e.ReportRankLost(1, "no route to b")]  # it may have connected
-    done = [x for x in job.end(2, ExitStatus(1)) if isinstance(x, e.ReportRankLost | e.SetExpectedRanks)]
-    assert done[:2] == [e.SetExpectedRanks((0,)), e.ReportRankLost(2, "exit code 1")]
+    assert done == [
+        e.SetExpectedRanks((0, 2)),
+        e.ReportRankDeath(1, "no route to b"),
+    ]  # it may have connected
+    done = [x for x in job.end(2, ExitStatus(1)) if isinstance(x, e.ReportRankDeath | e.SetExpectedRanks)]
+    assert done[:2] == [e.SetExpectedRanks((0,)), e.ReportRankDeath(2, "exit code 1")]
 
 
 def test_one_that_was_let_go_and_can_not_be_started_is_waited_for_no_more() -> None:

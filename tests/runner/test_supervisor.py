@@ -484,7 +484,7 @@ def test_what_was_given_up_and_starts_after_all_is_killed() -> None:
     script = unstarted("a", "b", min_ranks=1)
     script.wait()
     assert script.tell(e.Spawned(1, 101)) == [e.SendSignal((1,), signal.SIGKILL)]
-    assert script.tell(e.ProcessEnded(1, KILLED)) == [e.ReportRankLost(1, "killed by SIGKILL")]
+    assert script.tell(e.ProcessEnded(1, KILLED)) == [e.ReportRankDeath(1, "killed by SIGKILL")]
     assert not script.of(e.RestartRank)
     assert script.tell(e.ProcessEnded(0, OK))[-1] == e.Finish(0)
 
@@ -546,7 +546,7 @@ def test_of_hosts_that_come_and_go_one_whose_rank_does_not_join_is_put_aside() -
         e.HostUnusable("b", "rank 1 did not come to hvd.init()"),
     ]
     script.tell(e.Formed())
-    assert script.tell(e.ProcessEnded(1, KILLED)) == [e.ReportRankLost(1, "killed by SIGKILL")]
+    assert script.tell(e.ProcessEnded(1, KILLED)) == [e.ReportRankDeath(1, "killed by SIGKILL")]
     assert e.StartOn({1: "b"}) in script.tell(e.Hosts({"a": 1, "b": 1}))
 
 

@@ -17,7 +17,7 @@ from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.torch.c10d.store import KeeperAnswer, KeeperRequest, StoreLink, StoreState
-from hvdlab.torch.c10d.world import World
+from hvdlab.torch.c10d.world import C10dWorld
 from patience import HOUR, PATIENCE
 from ranks import RankGone, Ranks
 
@@ -96,7 +96,7 @@ def _used() -> None:
     dist.init_process_group("hvdlab")
     rank, size = dist.get_rank(), dist.get_world_size()
     default: Any = dist.distributed_c10d._get_default_store()
-    former = context.companion(World).store
+    former = context.companion(C10dWorld).store
     assert former is not None
     prefixed: Any = dist.distributed_c10d.PrefixStore("prefix", default)
     for name, store in (("direct", default), ("prefix", prefixed)):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OutputArrived:
-    """A rank wrote; ``total`` counts all bytes of this cell so far."""
+    """Output of a rank; ``total`` counts all bytes of this cell so far."""
 
     rank: int
     chunks: tuple[Chunk, ...]
@@ -29,7 +29,7 @@ class OutputArrived:
 
 @dataclass(frozen=True, slots=True)
 class DoneArrived:
-    """The cell ended on a rank."""
+    """Report of a rank that the cell has ended on it."""
 
     rank: int
     done: CellDone
@@ -37,10 +37,15 @@ class DoneArrived:
 
 @dataclass(frozen=True, slots=True)
 class RankDied:
-    """A rank is gone. ``reason`` reads after the rank's name, such as ``killed by SIGKILL``.
+    """End of a rank.
 
-    ``when`` is ``time.monotonic_ns()`` at which the death was seen, ``tail`` the end of its standard error that was left
-    unread, ``detail`` what else is known, such as its peak memory. ``left`` says that it has left as the pool wanted.
+    Attributes:
+        rank: The rank.
+        reason: The reason, which reads after the rank's name, such as ``killed by SIGKILL``.
+        when: ``time.monotonic_ns()`` when this process learned of the end.
+        tail: The end of its standard error that was left unread.
+        detail: More about its end, such as its peak memory.
+        left: Whether it has left by the pool's order.
     """
 
     rank: int
@@ -53,21 +58,21 @@ class RankDied:
 
 @dataclass(frozen=True, slots=True)
 class RanksJoined:
-    """The pool has sent the cell to these ranks as well, which came later. Only of elastic cells."""
+    """Report that the pool has sent the cell to these ranks as well, which came later. Only of elastic cells."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RanksReleased:
-    """These ranks leave at the next commit of the elastic training. Only of elastic cells."""
+    """Report that these ranks leave at the next commit of the elastic training. Only of elastic cells."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """Another process has begun the elastic cell, and this one goes on with it.
+    """Takeover of an elastic cell that another process has begun.
 
     Attributes:
         leaving: Ranks that leave at the next commit.
@@ -78,7 +83,7 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class InterruptRequested:
-    """The user wants the cell to end.
+    """Interrupt of the cell by the user.
 
     Attributes:
         delay: Seconds until the ranks are interrupted, unless :class:`PoolReleased` comes before.
@@ -89,31 +94,31 @@ class InterruptRequested:
 
 @dataclass(frozen=True, slots=True)
 class PoolReleased:
-    """This process lets go of its ranks, which go on: delayed interrupts were not the user's, and are dropped."""
+    """Detachment of this process from its ranks, which go on: delayed interrupts were not the user's, and are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineReached:
-    """:attr:`CellState.deadline` was reached."""
+    """Passing of :attr:`CellState.deadline`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolNews:
-    """Something happened to the pool that the user should read under the cell, in one line."""
+    """Line about the pool that the user should read under the cell."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStalled:
-    """The coordinator says that a collective has been waiting for long; it may be another cell's."""
+    """Report of the coordinator that a collective has been waiting for long; it may be another cell's."""
 
     stall: Stall
 
 
 @dataclass(frozen=True, slots=True)
 class StackArrived:
-    """A rank answered :class:`AskStacks`."""
+    """Answer of a rank to :class:`AskStacks`."""
 
     rank: int
     stack: Stack
@@ -129,7 +134,7 @@ class ProcessSeen:
 
 @dataclass(frozen=True, slots=True)
 class PromptAsked:
-    """A rank asks the user."""
+    """Question of a rank to the user."""
 
     rank: int
     request: PromptRequest
@@ -137,7 +142,7 @@ class PromptAsked:
 
 @dataclass(frozen=True, slots=True)
 class PromptCancelled:
-    """A rank does not wait for the answer to this question any more."""
+    """Withdrawal of a rank's question: it does not wait for the answer any more."""
 
     rank: int
     number: int
@@ -145,7 +150,7 @@ class PromptCancelled:
 
 @dataclass(frozen=True, slots=True)
 class AtPrompts:
-    """These ranks wait for the user now, and no others do."""
+    """All ranks that wait for the user now."""
 
     ranks: tuple[int, ...]
 
@@ -174,7 +179,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give these chunks to the sink."""
+    """Order to give these chunks to the sink."""
 
     rank: int
     chunks: tuple[Chunk, ...]
@@ -182,7 +187,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class SendAcknowledge:
-    """Tell the rank that ``taken`` bytes of its output were taken, so that it may write on."""
+    """Order to acknowledge ``taken`` bytes of the rank's output, so that the rank can write on."""
 
     rank: int
     taken: int
@@ -190,21 +195,21 @@ class SendAcknowledge:
 
 @dataclass(frozen=True, slots=True)
 class InterruptCell:
-    """Raise KeyboardInterrupt on these ranks."""
+    """Order to raise KeyboardInterrupt on these ranks."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RankBegan:
-    """Tell the sink that this rank writes from now on; it may have ended before."""
+    """Notice to the sink that this rank writes from now on; it may have ended before."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """Tell the sink that nothing more comes from this rank; ``done`` is None if it died or was given up."""
+    """Notice to the sink that this rank's output is complete; ``done`` is None if the rank died or was given up."""
 
     rank: int
     done: CellDone | None
@@ -212,7 +217,7 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Show the user one line; ``warning`` if it tells of something that went wrong."""
+    """Order to show the user one line; ``warning`` if it reports a failure."""
 
     text: str
     warning: bool = False
@@ -220,23 +225,23 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class AskStacks:
-    """Ask these ranks where they are. They may belong to another cell, and :class:`ProcessSeen` may be the answer."""
+    """Order to ask these ranks for their stacks. A rank can belong to another cell, and :class:`ProcessSeen` be the answer."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LookAt:
-    """Look at the processes of these ranks, which do not answer."""
+    """Order to look at the processes of these ranks, which do not answer."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShowStatus:
-    """Show what the cell waits for, in place of what was shown before; nothing if ``text`` is empty.
+    """Order to show the cell's waiting ranks in place of the last such text; an empty ``text`` removes it.
 
-    ``final`` is True if it will not change any more, unless the cell waits for something else later.
+    ``final`` is True if the text stays as it is for as long as the cell waits for the same.
     """
 
     text: str
@@ -245,7 +250,7 @@ class ShowStatus:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The run is over; no effect follows."""
+    """End of the run; no effect follows."""
 
     results: CellResults
 

@@ -50,9 +50,8 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import (
 from hvdlab.kernel_ext.notebook.cells.probe_round import ANSWER_WITHIN, SEEN_WITHIN, ProbeRound
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath, one_line
 from hvdlab.kernel_ext.notebook.cells.stall_report import StallReport
-from hvdlab.kernel_ext.notebook.elastic import Bounds, Participants
+from hvdlab.kernel_ext.notebook.elastic import Bounds, Participants, UnsyncedRank
 from hvdlab.kernel_ext.notebook.output.stack_text import grouped
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRank
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Display
 
 PATIENCE = 1.7
@@ -95,7 +94,7 @@ class CellInterrupts:
         return min(limits, default=None)
 
     def stop(self, running: Collection[int], now: float, because: str = "") -> list[Effect]:
-        """Interrupt the ranks that have not ended the cell; ``because`` says why, unless the user asked for it."""
+        """Interrupt the ranks that have not ended the cell; ``because`` has the reason, unless the user asked for it."""
         self._because = because
         self.stopped |= set(running)
         if self._name_at is None and self._give_up_at is None:
@@ -103,14 +102,14 @@ class CellInterrupts:
         return [InterruptCell(tuple(sorted(running)))]
 
     def time_is_up(self, running: Collection[int], now: float) -> list[Effect]:
-        """The cell's time limit was reached: interrupt, and in the end give up without another interrupt by the user."""
+        """Interrupt at the cell's time limit, and in the end give up without another interrupt by the user."""
         self._give_up_at = now + AFTER_TIMEOUT
         effects = self.stop(running, now)
         self._ask_at, self._name_at = now + PATIENCE - ASK_BEFORE, now + PATIENCE
         return effects
 
     def requested(self, running: Collection[int], now: float) -> list[Effect]:
-        """The user wants the cell to end."""
+        """Handle the user's interrupt of the cell."""
         self.requests += 1
         if self.requests == 1 and not self._named:
             return self.stop(running, now)
@@ -138,7 +137,7 @@ class CellInterrupts:
         return effects
 
     def _unanswered(self, running: Collection[int]) -> str:
-        """Names the ranks that have not answered; from then on the next interrupt gives them up."""
+        """Name the ranks that have not answered; from then on the next interrupt gives them up."""
         self._named = True
         late = tuple(sorted(running))
         said = f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} not answered the interrupt"
@@ -153,7 +152,7 @@ GRACE = 0.5
 """Seconds between a failure and the interrupt of the ranks that still run."""
 
 ANNOUNCE = 0.5
-"""Seconds after a death until a line says so while the others go on; if the run ends before, its report says it."""
+"""Seconds after a death until a line reports it while the others go on; if the run ends before, its report has it."""
 
 ACK_BYTES = 1 << 20
 """Output taken from a rank between two credits."""
@@ -244,7 +243,7 @@ class CellState:
             ):  # the report leaves these deaths out
                 effects += self._announce()
             results = self._results()
-            # What the cell waited for stands before the end of the output.
+            # The line about waiting ranks stands before the end of the output.
             effects = [*self._stalls.close(results.ok, now), *effects, Finished(results)]
         return effects
 
@@ -338,7 +337,7 @@ class CellState:
         return effects
 
     def _announce(self) -> list[Effect]:
-        """Say which ranks have died, and that too few are left."""
+        """Report the ranks that have died, and that too few are left."""
         self._announce_at = None
         effects: list[Effect] = [Note(death.line, warning=True) for death in self._unannounced]
         self._unannounced.clear()
@@ -397,7 +396,7 @@ class CellState:
         return effects
 
     def _look(self, now: float) -> list[Effect]:
-        """Do what is due about where ranks are: for the round of questions, the stalls and the interrupts."""
+        """Pass the time on to the three that ask where ranks are: the probe round, the stalls and the interrupts."""
         effects: list[Effect] = []
         if self._places.deadline is not None and now >= self._places.deadline:
             over, effects = self._places.time()
@@ -434,7 +433,7 @@ class CellState:
 
     @_on.register
     def _at_prompts(self, event: AtPrompts, now: float) -> list[Effect]:
-        """While a user answers, no clock of the cell runs but those of an interrupt."""
+        """Stop the clocks of the cell, apart from those of an interrupt, while a user answers."""
         if event.ranks and self._asking_since is None:
             self._asking_since = now
         elif not event.ranks and self._asking_since is not None:

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -35,12 +34,11 @@ from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink, Sinks
-from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
-from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import (
     NO_NOTEBOOK,
     Acknowledge,
@@ -75,10 +73,10 @@ class CellRequest:
         want_value: Whether ranks send the value of the last expression.
         store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
         file: The name in a frontend's debugger of the cell that ``source`` is the end of.
-        prompter: Asks the user when a rank wants input (``input()``, a debugger), if the main thread drives the cell.
+        prompter: Asks the user when a rank reads input (``input()``, a debugger), if the main thread drives the cell.
         late: Shows output of the cell's threads and tasks after its end, ``late(rank, chunks)``; called on a thread of the
             pool's, and must not block. The output is kept in any case.
-        elastic: How many ranks an elastic cell may have; None if the cell is not elastic. See :meth:`Pool.run`.
+        elastic: Limits of the number of ranks of an elastic cell; None if it is not elastic. See :meth:`Pool.run`.
     """
 
     source: str
@@ -96,7 +94,7 @@ class CellRequest:
     elastic: Bounds | None = None
 
     def order(self, cell: str) -> RunCell:
-        """Return the message that ranks are sent.
+        """Return the message that orders ranks to run the cell.
 
         Args:
             cell: The id of the cell.
@@ -121,12 +119,19 @@ class MessageFate(Enum):
     TAKE = auto()
     DROP = auto()
     ASK = auto()
-    """Drop it, and have the rank retransmit: what comes before it is missing."""
+    """Drop it, and have the rank retransmit: messages before it are missing."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A rank's part of the cell: bytes received and taken, whether the rank was asked to retransmit, whether it has ended."""
+    """Progress of a rank's part of the cell.
+
+    Attributes:
+        received: Bytes of output that have come.
+        taken: Bytes of output that the sink has taken.
+        asked: Whether the rank was asked to retransmit, and nothing in order has come since.
+        ended: Whether nothing more is expected.
+    """
 
     received: int = 0
     taken: int = 0
@@ -135,20 +140,25 @@ class _Part:
 
 
 class ReceiveWindow:
-    """The messages of one cell. No I/O, and no lock."""
+    """Window over the messages of one cell: accepts each once and in order. No I/O, and no lock."""
 
     def __init__(self, ranks: Iterable[int], before: Mapping[int, int] | None = None) -> None:
-        """``before``: rank to the bytes of its output that came, or were lost, before this object was made."""
+        """Expect these ranks' parts.
+
+        Args:
+            ranks: The ranks that have the cell.
+            before: Rank to the bytes of its output that came, or were lost, before this object was made.
+        """
         known = before or {}
         self._parts = {rank: _Part(known.get(rank, 0), known.get(rank, 0)) for rank in ranks}
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """These ranks get the cell as well. One that had it before is a new process, so its count begins anew."""
+        """Expect parts of these ranks, too. A rank that had the cell before is a new process: its count begins from zero."""
         self._parts.update({rank: _Part() for rank in ranks})
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ranks whose part has not ended."""
+        """Return the ranks whose part has not ended."""
         return tuple(rank for rank, part in self._parts.items() if not part.ended)
 
     def output(self, rank: int, message: Output) -> MessageFate:
@@ -172,9 +182,9 @@ class ReceiveWindow:
         return MessageFate.TAKE
 
     def left(self, rank: int, left: CrashOutput) -> tuple[int, CrashOutput] | None:
-        """A rank has died and left this output. Returns how many bytes before it are missing, and the part that has not come.
+        """Take the output that a dead rank has left. Returns the number of bytes missing before it, and its part that had not come.
 
-        None if the end of its cell has come. From then on what is still on its way from the rank counts as a repetition.
+        Returns None if the end of its cell has come. From then on messages still on their way from the rank are repetitions.
         """
         part = self._parts.get(rank)
         if part is None or part.ended:
@@ -191,11 +201,11 @@ class ReceiveWindow:
             part.ended = True
 
     def taken(self, rank: int, taken: int) -> None:
-        """The sink has taken this many bytes of a rank's output."""
+        """Record that the sink has taken this many bytes of a rank's output."""
         self._parts[rank].taken = taken
 
     def asking(self, rank: int) -> tuple[int, int] | None:
-        """Return the bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
+        """Return the bytes received and taken, for the request to send all that follows; None if its part has ended."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return None
@@ -215,14 +225,14 @@ REPEAT_WITHIN = 1.0
 
 @dataclass(slots=True)
 class _DispatchedCell:
-    """A cell that is running.
+    """Cell that is running.
 
     Attributes:
-        order: The message that ranks were sent; without the source if another process sent it and the cell is not elastic.
-        arrivals: What has come from the ranks.
-        handle: Takes what has come, and is what the caller waits on.
-        watch: Asks ranks where they are.
-        elastic: How many ranks the cell may have, if ranks may come and go.
+        order: The message to the ranks; without the source if another process sent it and the cell is not elastic.
+        arrivals: Accepts each message of the ranks once and in order.
+        handle: Takes the accepted messages as events; the caller waits on it.
+        watch: Asks ranks for their stacks.
+        elastic: Limits of the number of ranks, if they can come and go while the cell runs.
         joined: Ranks that were sent the cell while others ran it.
         unknown: Whether another process sent the cell and its source is not known here, so that it can't be sent again.
     """
@@ -234,7 +244,7 @@ class _DispatchedCell:
     elastic: Bounds | None = None
     joined: set[int] = field(default_factory=set)
     unknown: bool = False
-    # Mail arrives on the client's thread, the news of a rank's end on the starter's: both feed arrivals and handle.
+    # Mail arrives on the client's thread, the report of a rank's end on the starter's: both feed arrivals and handle, in one order.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def orders(self, ranks: Sequence[int]) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
@@ -245,31 +255,45 @@ class _DispatchedCell:
             yield self.order, others
 
 
-class RankDirectory(Protocol):
-    """Directory of a pool's ranks, as far as :class:`CellDispatcher` uses it."""
+@dataclass(frozen=True, slots=True)
+class _DispatchedLink:
+    """:class:`CellLink` of a cell that a dispatcher has sent."""
 
-    def loss_reason(self, rank: int) -> str:
-        """Return the reason why a rank takes no cells any more; empty if it lives."""
-        ...
+    dispatcher: CellDispatcher
+    cell: str
+    arrivals: ReceiveWindow
+    watch: CellProbe
 
-    def local_pid(self, rank: int) -> int | None:
-        """Return the process of a rank on this host; None if it runs elsewhere."""
-        ...
+    def acknowledge(self, rank: int, taken: int) -> None:
+        self.arrivals.taken(rank, taken)
+        self.dispatcher.post(TO_RANK, encode(Acknowledge(self.cell, taken)), [rank])
+
+    def interrupt(self, ranks: tuple[int, ...]) -> None:
+        self.dispatcher.interrupt(ranks)
+
+    def request_stacks(self, ranks: tuple[int, ...]) -> None:
+        self.watch.request_stacks(ranks)
+
+    def probe_processes(self, ranks: tuple[int, ...]) -> None:
+        self.watch.probe_processes(ranks)
+
+    def finished(self, results: CellResults) -> None:
+        self.dispatcher.finish(self.cell, results)
 
 
 class CellDispatcher:
-    """Dispatches cells and gives each what comes from the ranks.
+    """Dispatcher of cells to ranks, and of the ranks' messages to the cells.
 
-    Mail may be lost with a coordinator. Between :meth:`lost` and :meth:`resync` no cell is sent; :meth:`resync` has the
-    ranks send again what is missing, and sends them again what they may have missed.
+    Mail can be lost with a coordinator. Between :meth:`connection_lost` and :meth:`resync` no cell is sent. :meth:`resync` has ranks
+    retransmit missing messages, and sends once more the messages that ranks have perhaps not got.
 
     Args:
         client: The connection to the coordinator.
         ranks: The ranks.
-        transcripts: Takes what ranks write after the end of a cell.
-        stall_time: Seconds after which a line under a cell says what it waits for; None: never.
+        transcripts: Takes output of ranks after the end of a cell.
+        stall_time: Seconds after which a line under a cell names the ranks that it waits for; None: never.
         replaceable: Whether single ranks can be started again.
-        newcomers: The ranks that came later than others and have nothing of what those know.
+        newcomers: The ranks that came later than others and lack their variables.
 
     Attributes:
         interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted, for cells that begin from then on.
@@ -293,35 +317,37 @@ class CellDispatcher:
         self._client = client
         self._ranks, self._transcripts = ranks, transcripts
         self._lock = threading.Lock()
-        self._runs: dict[str, _DispatchedCell] = {}
+        self._runs: dict[str, _DispatchedCell] = {}  # cell's id to the cell, until its run is over
         self._order = threading.Lock()  # held while cells are sent, so that all ranks get them in one order
-        self._connected = True
-        self._leaving = False
-        self._lost_at = 0.0
+        self._connected = (
+            True  # False between `connection_lost` and `resync`: cells are then sent by `resync`
+        )
+        self._leaving = False  # whether another process takes the cells over
+        self._lost_at = 0.0  # time.monotonic() of the last loss of a coordinator
         self._notices: list[str] = []  # lines that no cell has shown
-        self._silent = False
+        self._silent = False  # whether the pool is about to end, and lines are dropped
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time, self._replaceable = stall_time, replaceable
         self._abandoned: dict[int, tuple[str, str]] = {}
         self.first_to_fail: int | None = None
-        self.questions = RankRequests(self.post, gone=lambda rank: bool(ranks.loss_reason(rank)))
-        self.lookout = StackProbe(self.post, self.questions, ranks.local_pid)
+        self.requests = RankRequests(self, ranks)
+        self.stack_probe = StackProbe(self, self.requests, ranks)
         client.on_mail(TO_POOL, self._take)
         client.on_stall(self._stalled)
 
     @property
     def active(self) -> bool:
-        """Whether a cell is running."""
+        """Return whether a cell is running."""
         return bool(self._runs)
 
     @property
     def abandoned(self) -> dict[int, tuple[str, str]]:
-        """Rank to the cell (id and label) that it did not end after an interrupt, and may still be in."""
+        """Return each rank that did not end a cell after an interrupt, with that cell (id and label); it may still be in it."""
         with self._lock:
             return dict(self._abandoned)
 
     def no_longer_abandoned(self, rank: int, cell: str) -> None:
-        """Note that a rank has left a cell that was given up."""
+        """Record that a rank has left a cell that was given up."""
         with self._lock:
             if self._abandoned.get(rank, ("", ""))[0] == cell:
                 del self._abandoned[rank]
@@ -340,7 +366,7 @@ class CellDispatcher:
             with self._order:
                 self._send(run)
         except BaseException:
-            self._finished(cell, None)
+            self.finish(cell, None)
             raise
         self._tell_dead(run)
         return run.handle
@@ -356,13 +382,13 @@ class CellDispatcher:
         joined: Collection[int] = (),
         leaving: tuple[int, ...] = (),
     ) -> CellHandle:
-        """Go on with a cell that another process has sent; the next :meth:`resync` has the ranks send what they have.
+        """Go on with a cell that another process has sent; the next :meth:`resync` has the ranks send its output.
 
         Args:
             before: Rank to the bytes of its output that will not come, for the ranks that have the cell.
-            order: The message that ranks were sent, if the cell is elastic: ranks can then join and leave it as before.
-            joined: Ranks that were sent it while others ran it. They count as newcomers until they have said that they entered
-                it, which those that have will say again.
+            order: The message to the ranks, if the cell is elastic: ranks can then join and leave it as before.
+            joined: Ranks that were sent it while others ran it. They count as newcomers until they have reported that they entered
+                it; those that have will report it again.
             leaving: Ranks that leave at the next commit.
         """
         elastic = Bounds(order.at_least, order.at_most) if order is not None else None
@@ -378,8 +404,8 @@ class CellDispatcher:
         self._tell_dead(run)
         return run.handle
 
-    def leave(self) -> None:
-        """From now on don't tell ranks that a cell is settled: the next process may still want what they have of it."""
+    def keep_cells_on_ranks(self) -> None:
+        """Let ranks retain the output of each cell from now on, also after its end: the next process may still ask for it."""
         self._leaving = True
 
     def _begin(
@@ -391,7 +417,7 @@ class CellDispatcher:
         sink: OutputSink,
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
-        watch = self.lookout.watch(lambda event: handle.feed(event))
+        watch = self.stack_probe.watch(lambda event: handle.feed(event))
         handle = CellHandle(
             CellState(
                 cell,
@@ -405,11 +431,7 @@ class CellDispatcher:
                 elastic=request.elastic,
             ),
             sink,
-            credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
-            interrupt=self.interrupt,
-            ask=watch.request_stacks,
-            look=watch.probe_processes,
-            finished=lambda results: self._finished(cell, results),
+            _DispatchedLink(self, cell, arrivals, watch),
             desk=PromptDesk(request.prompter, self._reply),
             interrupt_delay=self.interrupt_delay,
         )
@@ -419,7 +441,7 @@ class CellDispatcher:
         return run
 
     def elastic(self) -> dict[str, tuple[Bounds, tuple[int, ...]]]:
-        """Return the elastic cells that run: how many ranks each may have, and the ranks that have not ended it."""
+        """Return the elastic cells that run: the limits of each one's number of ranks, and the ranks that have not ended it."""
         with self._lock:
             return {
                 cell: (run.elastic, run.arrivals.waiting)
@@ -433,7 +455,7 @@ class CellDispatcher:
             return run.order.label if (run := self._runs.get(cell)) is not None else ""
 
     def join(self, cell: str, ranks: tuple[int, ...]) -> bool:
-        """Send an elastic cell to ranks that came later and were brought what the others know.
+        """Send an elastic cell to ranks that came later and have got the others' variables.
 
         From then on the coordinator lets these ranks in, at the others' next commit. Returns False if the cell has ended.
         """
@@ -442,7 +464,7 @@ class CellDispatcher:
                 run = self._runs.get(cell)
                 if run is None or not run.arrivals.waiting:
                     return False
-                # _finished() removes the cell under the same lock, so newcomers hear of its end after this.
+                # finish() removes the cell under the same lock, so newcomers learn of its end after this.
                 self._newcomers.join(cell, ranks)
                 with run.lock:
                     run.arrivals.begin(ranks)
@@ -452,8 +474,8 @@ class CellDispatcher:
         self._tell_dead(run, ranks)
         return True
 
-    def release(self, ranks: tuple[int, ...]) -> None:
-        """Tell elastic cells that these ranks leave at the next commit. Called before the coordinator tells the ranks."""
+    def ranks_leave_at_commit(self, ranks: tuple[int, ...]) -> None:
+        """Report to elastic cells that these ranks leave at the next commit. Call it before the coordinator sends it to the ranks."""
         with self._lock:
             handles = [run.handle for run in self._runs.values() if run.elastic is not None]
         for handle in handles:
@@ -461,25 +483,25 @@ class CellDispatcher:
 
     def _tell_dead(self, run: _DispatchedCell, ranks: Sequence[int] | None = None) -> None:
         for rank in run.handle.ranks if ranks is None else ranks:
-            if reason := self._ranks.loss_reason(rank):  # it died between the caller's look and now
+            if reason := self._ranks.loss_reason(rank):  # it died after the caller had chosen it
                 run.arrivals.died(rank)
                 run.handle.feed(RankDied(rank, reason, time.monotonic_ns()))
 
     def interrupt(self, ranks: Sequence[int]) -> None:
-        """Interrupt what these ranks run; if the coordinator is lost, as soon as there is another. Any thread."""
+        """Interrupt the cells of these ranks; if the coordinator is lost, as soon as there is another. Any thread."""
         self._interrupted.update(dict.fromkeys(ranks, time.monotonic()))
         with contextlib.suppress(CoordinatorLostError):
             self._client.interrupt(ranks)
 
-    def release_pool(self) -> None:
-        """Drop the interrupts that are delayed: this process lets go of the ranks, and their cells go on. Any thread."""
+    def drop_delayed_interrupts(self) -> None:
+        """Drop the interrupts that are delayed: this process detaches from the ranks, and their cells go on. Any thread."""
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
         for handle in handles:
             handle.feed(PoolReleased())
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
-        """Send mail of a kind that :meth:`resync` sends again: it may be lost with a coordinator. Any thread."""
+        """Send mail of a kind that :meth:`resync` sends again: it can be lost with a coordinator. Any thread."""
         with contextlib.suppress(CoordinatorLostError):
             self._client.post(topic, body, ranks)
 
@@ -488,7 +510,7 @@ class CellDispatcher:
         with self._lock:
             if self._silent:
                 return
-            # Under the lock: a run that is taken out of these has the line by then, and gives back what it has not shown.
+            # Under the lock: a run that is taken out of these has the line by then, and gives back the lines that it has not shown.
             for run in self._runs.values():
                 run.handle.feed(PoolNews(text))
             if not self._runs:
@@ -511,9 +533,14 @@ class CellDispatcher:
     def rank_died(
         self, rank: int, reason: str, tail: str = "", detail: str = "", *, left: bool = False
     ) -> None:
-        """A rank is lost; ``tail`` is the end of its standard error, ``detail`` what else is known. Any thread.
+        """End a rank's part in all cells. Any thread.
 
-        With ``left`` it has left as the pool wanted.
+        Args:
+            rank: The rank.
+            reason: The reason of its end, which reads after its name.
+            tail: The end of its standard error.
+            detail: More about its end.
+            left: Whether it has left by the pool's order.
         """
         when = time.monotonic_ns()
         with self._lock:
@@ -524,10 +551,10 @@ class CellDispatcher:
                 with run.lock:
                     run.arrivals.died(rank)
                     run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
-        self.questions.rank_died(rank)
+        self.requests.rank_died(rank)
 
     def deliver_crash_output(self, rank: int, left: CrashOutput) -> bool:
-        """A rank has ended and left output that it may not have sent; :meth:`rank_died` follows. Any thread.
+        """Show output that a rank has left when it ended, and has perhaps not sent; :meth:`rank_died` follows. Any thread.
 
         Returns whether a running cell waits for this output, and thus shows it.
         """
@@ -549,7 +576,7 @@ class CellDispatcher:
         return True
 
     def _stalled(self, stall: Stall) -> None:
-        """A collective has been waiting for long. The client's thread."""
+        """Pass the report of a collective that has been waiting for long to the cells. The client's thread."""
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
         for handle in handles:
@@ -557,8 +584,8 @@ class CellDispatcher:
 
     # -- another coordinator --------------------------------------------------------------------------------------
 
-    def lost(self) -> None:
-        """The coordinator is lost. The client's thread; does not block."""
+    def connection_lost(self) -> None:
+        """Stop sending cells, as the coordinator is lost. The client's thread; does not block."""
         self._connected = False
         self._lost_at = time.monotonic()
 
@@ -568,11 +595,11 @@ class CellDispatcher:
             return {cell: waiting for cell, run in self._runs.items() if (waiting := run.arrivals.waiting)}
 
     def resync(self, ranks: Sequence[int], running: Mapping[str, Collection[int]]) -> None:
-        """Over a new connection, send these ranks what they may have missed, and have them send what is missing here.
+        """Make up for messages that were lost with a connection: send these ranks theirs, and have them retransmit ours.
 
         Args:
-            ranks: Those that are connected.
-            running: Cell to the ranks on which the coordinator takes it to run, for the cells that it knows of.
+            ranks: The ranks that are connected.
+            running: For each cell that the coordinator knows of, the ranks on which it counts as running.
 
         Raises:
             CoordinatorLostError: The new connection is lost as well.
@@ -586,10 +613,10 @@ class CellDispatcher:
             for rank in ranks:
                 self._ask_again(rank)
             self._connected = True
-        self.questions.resend_pending()
+        self.requests.resend_pending()
 
     def rank_reconnected(self, rank: int) -> None:
-        """A rank that was cut off has connected again: send it what it may have missed, and have it send what is missing here.
+        """Make up for messages that were lost between a rank and here: the rank was cut off, and has connected again.
 
         A cell that the others have begun meanwhile it runs by itself: the coordinator lets it in when they have ended theirs.
 
@@ -599,20 +626,20 @@ class CellDispatcher:
         with self._order:
             with self._lock:
                 runs = [run for run in self._runs.values() if rank in run.arrivals.waiting]
-            # The rank itself tells the coordinator that it begins a cell; of one that it has ended the coordinator must not hear again.
+            # Without `cell_started`: the rank itself reports to the coordinator that it begins a cell, and a cell that the rank has
+            # ended must not count as begun again.
             for run in runs if self._connected else ():
                 for order, ranks in () if run.unknown else run.orders((rank,)):
                     self._client.post(TO_RANK, encode(order), ranks)
             self._ask_again(rank)
-        self.questions.resend_pending()
+        self.requests.resend_pending()
 
     def _send_again(self, run: _DispatchedCell, running: Mapping[str, Collection[int]]) -> None:
         """Send a cell once more; ranks that have it already, or have ended it, ignore that."""
         if waiting := run.arrivals.waiting:
             known = running.get(run.order.cell, ())
-            if new := [
-                rank for rank in waiting if rank not in known
-            ]:  # of a cell that it knows some may have joined
+            # Of a cell that the coordinator knows, some ranks can have joined since.
+            if new := [rank for rank in waiting if rank not in known]:
                 self._client.cell_started(run.order.cell, new, label=run.order.label)
             if not run.unknown:
                 for order, ranks in run.orders(waiting):
@@ -629,7 +656,7 @@ class CellDispatcher:
             self._client.interrupt(again)
 
     def _ask_again(self, rank: int) -> None:
-        """Ask a rank to retransmit what is missing of its cells' messages."""
+        """Ask a rank to retransmit the missing messages of its cells."""
         with self._lock:
             cells = [
                 (cell, *found)
@@ -653,15 +680,17 @@ class CellDispatcher:
             for order, those in run.orders(ranks):
                 self._client.post(TO_RANK, encode(order), those)
 
-    def _credit(self, cell: str, arrivals: ReceiveWindow, rank: int, taken: int) -> None:
-        arrivals.taken(rank, taken)
-        self.post(TO_RANK, encode(Acknowledge(cell, taken)), [rank])
-
     def credit_late(self, rank: int, late: Late) -> None:
         """Let a rank write more, as its output after the end of a cell was shown. Any thread."""
         self.post(TO_RANK, encode(AcknowledgeLate(late.total)), [rank])
 
-    def _finished(self, cell: str, results: CellResults | None) -> None:
+    def finish(self, cell: str, results: CellResults | None) -> None:
+        """Forget a cell whose run is over, and let its ranks discard it. The driving thread.
+
+        Args:
+            cell: The cell's id.
+            results: Its results; None if it could not be sent.
+        """
         with self._lock:
             run = self._runs.pop(cell, None)
             if run is not None and results is not None:
@@ -687,9 +716,9 @@ class CellDispatcher:
         try:
             payload = decode_to_pool(body)
         except ProtocolError:
-            return  # not from our agent: a user's code may send anything under any topic
+            return  # not from our agent: a user's code can send anything under any topic
         if isinstance(payload, RankReply):
-            self.questions.resolve(rank, payload)
+            self.requests.resolve(rank, payload)
         else:
             self._mail.call(self, payload, rank)
 
@@ -730,7 +759,8 @@ class CellDispatcher:
                 event = DoneArrived(rank, payload)
             if verdict is MessageFate.TAKE:
                 if isinstance(payload, CellDone):
-                    self._interrupted.pop(rank, None)  # it was for this cell, not for the next
+                    # The interrupt was for this cell: `_interrupt_again` must not hit the next one.
+                    self._interrupted.pop(rank, None)
                 run.handle.feed(event)
         if verdict is MessageFate.ASK:
             with contextlib.suppress(CoordinatorLostError):

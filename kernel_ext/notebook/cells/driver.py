@@ -10,10 +10,11 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
+from typing import Protocol
 
 from hvdlab.collectives.text import visible_lines
 from hvdlab.collectives.time_limits import Deadline
@@ -54,32 +55,48 @@ _BATCH = 256
 """Events taken between two ticks of the sink."""
 
 
+class CellLink(Protocol):
+    """Link of a run to its ranks, and to the dispatcher that began it. The driving thread calls it; only `finished` may block."""
+
+    def acknowledge(self, rank: int, taken: int) -> None:
+        """Send a rank the acknowledgement of ``taken`` bytes of its output, so that it can write on."""
+        ...
+
+    def interrupt(self, ranks: tuple[int, ...]) -> None:
+        """Raise KeyboardInterrupt on these ranks."""
+        ...
+
+    def request_stacks(self, ranks: tuple[int, ...]) -> None:
+        """Ask these ranks for their stacks, which come as :class:`StackArrived`."""
+        ...
+
+    def probe_processes(self, ranks: tuple[int, ...]) -> None:
+        """Look at the processes of these ranks; the findings come as :class:`ProcessSeen`."""
+        ...
+
+    def finished(self, results: CellResults) -> None:
+        """Take the results; called once, before :meth:`CellHandle.wait` returns."""
+        ...
+
+
 class CellHandle:
-    """A run that was dispatched.
+    """Handle of a run that was dispatched.
 
     Args:
         run: Its state machine.
         sink: Takes the output; called from the driving thread only. It must not raise but keep the exception as its ``failure``,
             which :meth:`wait` raises: a run that stopped in the middle would never end.
-        credit: ``credit(rank, taken)`` sends a Credit to a rank. Must not block.
-        interrupt: ``interrupt(ranks)`` raises KeyboardInterrupt on ranks. Must not block.
-        ask: ``ask(ranks)`` has ranks tell where they are, as :class:`StackArrived`. Must not block.
-        look: ``look(ranks)`` looks at ranks' processes, for :class:`ProcessSeen`. Must not block.
-        finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
+        link: Reaches the ranks.
         interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted.
-        desk: Where ranks ask the user; by default none that asks gets an answer.
+        desk: Asks the user for ranks; by default no rank gets an answer.
     """
 
     def __init__(
         self,
         run: CellState,
         sink: OutputSink,
+        link: CellLink,
         *,
-        credit: Callable[[int, int], None],
-        interrupt: Callable[[tuple[int, ...]], None],
-        ask: Callable[[tuple[int, ...]], None] | None = None,
-        look: Callable[[tuple[int, ...]], None] | None = None,
-        finished: Callable[[CellResults], None] | None = None,
         desk: PromptDesk | None = None,
         interrupt_delay: float = 0.0,
     ) -> None:
@@ -89,8 +106,7 @@ class CellHandle:
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
         self._run, self._sink = run, sink
-        self._ask, self._look = ask or _nobody, look or _nobody
-        self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
+        self._link = link
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver
         self._held: list[SendAcknowledge] = []
         #: Lines that came behind the event that ended the run, when it had nothing more to show.
@@ -102,7 +118,7 @@ class CellHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the run is over and all its output was written."""
+        """Return whether the run is over and all its output was written."""
         return self._ended.is_set()
 
     def feed(self, event: Event) -> None:
@@ -115,7 +131,7 @@ class CellHandle:
                 self._desk.withdraw(rank, number)
 
     def join(self, ranks: tuple[int, ...]) -> None:
-        """These ranks are about to get the cell as well. Any thread; the cell must be elastic."""
+        """Expect these ranks, which are about to get the cell as well. Any thread; the cell must be elastic."""
         self.ranks = tuple(sorted({*self.ranks, *ranks}))
         self.feed(RanksJoined(ranks))
 
@@ -126,11 +142,11 @@ class CellHandle:
     def wait(self, timeout: float | None = None) -> CellResults:
         """Wait for the end, driving the run if no other thread does.
 
-        Ctrl-C (or a notebook's stop button) interrupts the ranks, not the wait; ``results.interrupted`` says so.
+        Ctrl-C (or a notebook's stop button) interrupts the ranks, not the wait; ``results.interrupted`` is True then.
 
         Raises:
             TimeoutError: The run is not over after ``timeout`` seconds; it goes on.
-            Exception: What the sink raised. The run is over nevertheless, and :attr:`results` has its results.
+            Exception: The sink's exception. The run is over nevertheless, and :attr:`results` has its results.
         """
         deadline = Deadline(timeout)
         with self._sigint():
@@ -160,7 +176,7 @@ class CellHandle:
             raise
 
     def take_undelivered_notices(self) -> list[str]:
-        """Lines that have come too late to be shown under the cell. To be called in ``finished``, once no more of them can come."""
+        """Return lines that have come too late to be shown under the cell. Call it in :meth:`CellLink.finished`: no more can come then."""
         lines, self._untold = self._untold, []
         with suppress(Empty):
             while True:
@@ -175,14 +191,14 @@ class CellHandle:
         while not self._ended.is_set():
             if self._run.finished and self._sink_at is None:
                 self._finish()
-            elif (question := self._desk.due(time.monotonic())) is not None:
+            elif (question := self._desk.next_prompt(time.monotonic())) is not None:
                 self._ask_user(question)
                 self._step(time.monotonic())  # handle what came meanwhile before the next question
             elif not self._step(self._desk.deadline, until) and _passed(until):
                 return
 
     def _step(self, *limits: float | None) -> bool:
-        """Wait for the next event, at most until these times, and do what is due. Returns whether anything was."""
+        """Wait for the next event, at most until these times, and handle it. Returns whether there was one, or a time limit."""
         event = self._next_event(*limits)
         now = time.monotonic()
         if event is not None:
@@ -203,7 +219,7 @@ class CellHandle:
             return None
 
     def _drain(self, now: float) -> bool:
-        """Take what has queued up meanwhile, so that a burst is written in few pieces. Returns whether anything had."""
+        """Handle the events that have queued up meanwhile, so that a burst is written in few pieces. Returns whether there were any."""
         taken = False
         for _ in range(_BATCH):
             try:
@@ -222,11 +238,11 @@ class CellHandle:
             self._perform(effect)
         match event:
             case PromptAsked(rank, request):
-                self._desk.asked(rank, request, now)
+                self._desk.prompt_asked(rank, request, now)
             case PromptCancelled(rank, number):
-                self._desk.unasked(rank, number)
+                self._desk.prompt_withdrawn(rank, number)
             case RankDied(rank) | DoneArrived(rank):
-                self._desk.gone(rank)
+                self._desk.rank_gone(rank)
             case InterruptRequested():
                 self._desk.interrupted()
                 self._sink.hurry()
@@ -256,7 +272,7 @@ class CellHandle:
             self._take(AtPrompts(self._at_prompts), time.monotonic())
 
     def _meanwhile(self) -> AbstractContextManager[None]:
-        return drive_meanwhile(self._step, lambda: self._events.put(None), self._desk.break_off)
+        return drive_meanwhile(self._step, lambda: self._events.put(None), self._desk.cancel_current)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -265,7 +281,7 @@ class CellHandle:
             case SendAcknowledge():
                 self._held.append(effect)
             case InterruptCell(ranks):
-                self._interrupt(ranks)
+                self._link.interrupt(ranks)
             case RankBegan(rank):
                 self._sink.began(rank)
             case RankEnded(rank, done):
@@ -273,9 +289,9 @@ class CellHandle:
             case Note(text, warning):
                 self._sink.note(visible_lines(text), warning=warning)
             case AskStacks(ranks):
-                self._ask(ranks)
+                self._link.request_stacks(ranks)
             case LookAt(ranks):
-                self._look(ranks)
+                self._link.probe_processes(ranks)
             case ShowStatus(text, final):
                 self._sink.status(visible_lines(text), final=final)
             case Finished(results):
@@ -286,14 +302,13 @@ class CellHandle:
         if self._held and self._sink.backlog() <= BACKLOG:
             held, self._held = self._held, []
             for credit in held:
-                self._credit(credit.rank, credit.taken)
+                self._link.acknowledge(credit.rank, credit.taken)
 
     def _finish(self) -> None:
         assert self.results is not None
         try:
             self._sink.finished(self.results)
-            if self._on_finished is not None:
-                self._on_finished(self.results)
+            self._link.finished(self.results)
         finally:
             self._ended.set()
 
@@ -320,7 +335,3 @@ def _passed(until: float | None) -> bool:
 
 def _no_reply(rank: int, reply: PromptReply) -> None:
     """Drop the reply: the rank that asked gets no answer."""
-
-
-def _nobody(ranks: tuple[int, ...]) -> None:
-    """Ask no rank, for a run that was given no ``ask`` or no ``look``."""

@@ -47,7 +47,7 @@ class CellInterrupted(KeyboardInterrupt):
 
 
 def failure_of(results: CellResults, *, colours: bool = True) -> CellFailed | CellInterrupted | None:
-    """Return the exception to raise for these results, or None if all is well; ``colours`` is for what IPython shows."""
+    """Return the exception to raise for these results, or None if all is well; ``colours`` is for the text that IPython shows."""
     cause = results.root_cause
     if cause is None:
         return None

@@ -19,7 +19,7 @@ class ProbeRound:
     """One round of questions after the other. No I/O.
 
     Attributes:
-        answers: What ranks answered in this round.
+        answers: Answers of ranks in this round.
         deadline: When the round goes on by itself; None if it is over.
     """
 
@@ -33,7 +33,7 @@ class ProbeRound:
         self._looking = False
 
     def ask(self, ranks: Iterable[int], now: float) -> list[Effect]:
-        """Begin a round. What is known from the last one is forgotten, but for looks at ranks that did not answer."""
+        """Begin a round. The last round's findings are forgotten, except those about processes of silent ranks."""
         self._asked = frozenset(ranks)
         self.answers = {}
         self._seen_now = set()
@@ -44,7 +44,7 @@ class ProbeRound:
 
     @property
     def running(self) -> bool:
-        """Whether a round is under way."""
+        """Return whether a round is under way."""
         return self.deadline is not None
 
     def answered(self, rank: int, stack: Stack) -> bool:
@@ -66,7 +66,7 @@ class ProbeRound:
         return self._all_known()
 
     def time(self) -> tuple[bool, list[Effect]]:
-        """The deadline was reached. Returns whether the round is over, and the effects to carry out."""
+        """Handle the deadline. Returns whether the round is over, and the effects to carry out."""
         assert self.deadline is not None
         silent = tuple(sorted(self._asked - set(self.answers) - self._seen_now))
         if self._looking or not silent:
@@ -77,7 +77,7 @@ class ProbeRound:
         return False, [LookAt(silent)]
 
     def gone(self, rank: int) -> None:
-        """Nothing comes from this rank any more."""
+        """Expect nothing from this rank any more."""
         self._asked -= {rank}
         self._seen.pop(rank, None)
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol, overload
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.text import visible, visible_lines
+from hvdlab.kernel_ext.notebook.elastic import UnsyncedRank
 from hvdlab.kernel_ext.notebook.output.crash import crash_lines
 from hvdlab.kernel_ext.notebook.output.values import ValueNotSent, html_of, text_of
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRank
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display
 
 _WAITED = re.compile(r"ranks? [\d,-]+ waited; ")
@@ -30,7 +30,7 @@ _MODULE_BY_NAME = ("cloudpickle.cloudpickle", "subimport")
 class RankDeath:
     """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.wire.cells.CellError`.
 
-    ``tail`` has the last lines of its standard error that were left unread, such as a crash report, ``detail`` what else is
+    ``tail`` has the last lines of its standard error that were left unread, such as a crash report, ``detail`` more that is
     known, such as its peak memory.
     """
 
@@ -42,7 +42,7 @@ class RankDeath:
 
     @property
     def line(self) -> str:
-        """All that fits in one line."""
+        """Return the text in one line, as much as fits."""
         return f"rank {self.rank} died: {self.reason}" + (f"; {self.detail}" if self.detail else "")
 
 
@@ -54,7 +54,7 @@ class RootCause:
         ranks: The ranks it happened on (several if they failed alike).
         ename: Class of the error; ``RankDied`` for a death.
         evalue: Its text.
-        traceback: Coloured lines; for a death, what is known of where it was.
+        traceback: Coloured lines; for a death, the place where the rank was, as far as it is known.
         blameless: The text is a sentence about all of them, and none of these ranks is to blame: they were stopped.
         shown: Those of the ranks that the traceback holds for, if not for all.
     """
@@ -208,12 +208,12 @@ class CellResults(Sequence[Any]):
 
     @property
     def ok(self) -> bool:
-        """Whether the cell ended without error on every rank."""
+        """Return whether the cell ended without error on every rank."""
         return not (self.errors or self.deaths or self.interrupted or self.timed_out or self.unanswered)
 
     @property
     def root_cause(self) -> RootCause | None:
-        """The failure that came first and that no other rank caused; None if all is well."""
+        """Return the failure that came first and that no other rank caused; None if all is well."""
         own = {r: e for r, e in self.errors.items() if not e.aborted and not self._made_by_us(r, e)}
         first = min(own, key=lambda r: (own[r].when, r), default=None)
         death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)
@@ -295,12 +295,12 @@ class CellResults(Sequence[Any]):
 
     @property
     def has_values(self) -> bool:
-        """Whether the last expression gave something other than None on some rank."""
+        """Return whether the last expression gave something other than None on some rank."""
         return any(done.has_value for done in self._done.values())
 
     @property
     def has_live_values(self) -> bool:
-        """Whether a rank's value is shown by something of the frontend's, such as a widget's view."""
+        """Return whether a rank's value is shown by something of the frontend's, such as a widget's view."""
         return any(
             kind.startswith("application/vnd.") for shown in self._shown.values() for kind in shown.data
         )
@@ -391,7 +391,7 @@ class CellResults(Sequence[Any]):
 
     @property
     def as_one(self) -> bool:
-        """Whether the results are shown as the one value that all ranks agree on."""
+        """Return whether the results are shown as the one value that all ranks agree on."""
         return self.plain and [ranks for ranks, _ in self.groups()] == [self.ranks]
 
     def __repr__(self) -> str:
@@ -404,7 +404,7 @@ class CellResults(Sequence[Any]):
         return html_of(self.groups() + self._failures(), unsent=self._unsent())
 
     def _failures(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-        """Return the ranks that failed alike, with a line that says how, in the form of :meth:`groups`."""
+        """Return the ranks that failed alike, with a line on their error, in the form of :meth:`groups`."""
         ranks_by_line: dict[str, list[int]] = {}
         for rank in self.ranks:
             if rank in self.errors:

@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.notebook.cells.probe_round import ProbeRound
 from hvdlab.kernel_ext.notebook.output.stack_text import collective_of, grouped, waits_in
 
 REFRESH = 1.0
-"""Seconds between two updates of what is shown."""
+"""Seconds between two updates of the text."""
 MOST_WAITS = 3
 """Groups of collectives that get a line each; a line counts the others."""
 
@@ -66,7 +66,7 @@ class StallReport:
         cell: Id of the cell.
         ranks: Its ranks.
         places: Asks the ranks; its owner calls :meth:`placed` at the end of a round.
-        every: Seconds after which something has taken long; with None nothing is shown but what the coordinator reports.
+        every: Seconds after which a wait counts as long; with None only the coordinator's reports are shown.
         now: When the cell began.
     """
 
@@ -111,25 +111,25 @@ class StallReport:
         return [] if self._places.running else self._ask(now)
 
     def rank_ended(self, rank: int, now: float) -> None:
-        """A rank's part of the cell has ended."""
+        """Take the end of a rank's part of the cell."""
         self._ended.append(rank)
         if self._ended_at is None:
             self._ended_at = now
 
     def joined(self, ranks: Collection[int]) -> None:
-        """These ranks run the cell from now on, too."""
+        """Add ranks that run the cell from now on, too."""
         self._ranks = tuple(sorted({*self._ranks, *ranks}))
         self._ended = [rank for rank in self._ended if rank not in ranks]
 
     def time(self, running: Collection[int], now: float) -> list[Effect]:
-        """The deadline was reached; ``running`` are the ranks that have not ended the cell."""
+        """Handle the deadline; ``running`` are the ranks that have not ended the cell."""
         self._refresh_at = None
         if self._quiet or not (self._waits or running):
             return []
         return self._ask(now, running)
 
     def placed(self, running: Collection[int], now: float) -> list[Effect]:
-        """A round of questions is over."""
+        """Take the end of a round of questions."""
         if self._quiet:
             return []
         for key, wait in list(self._waits.items()):
@@ -155,7 +155,7 @@ class StallReport:
         return []
 
     def put_off(self, seconds: float, now: float) -> None:
-        """These seconds do not count: the user was answering a rank."""
+        """Shift the deadlines by these seconds, in which the user was answering a rank."""
         if self._ended_at is not None:
             self._ended_at += seconds
         for wait in self._waits.values():
@@ -164,7 +164,7 @@ class StallReport:
             self._refresh_at = now + (REFRESH if self._waits else self._every)
 
     def hush(self) -> None:
-        """The user has interrupted the cell: what is shown stays as it is until :meth:`close`."""
+        """Leave the text as it is until :meth:`close`, as the user has interrupted the cell."""
         self._quiet, self._refresh_at = True, None
 
     def close(self, ok: bool, now: float) -> list[Effect]:
@@ -217,7 +217,7 @@ class StallReport:
                 wait.missing = silent
 
     def _is_over(self, wait: _OverdueCollective) -> bool:
-        """Take what the ranks said. True if one of those that waited has gone on."""
+        """Take the ranks' answers. Returns whether one of those that waited has gone on."""
         for rank, stack in self._places.answers.items():
             seconds = waits_in(stack.pending, wait.kind, wait.name)
             if rank in wait.missing and seconds is not None and not wait.executing:

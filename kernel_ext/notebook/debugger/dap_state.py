@@ -1,4 +1,4 @@
-"""Events and effects of a :class:`~hvdlab.kernel_ext.notebook.debugger.multiplexer.Multiplexer`, and numbers that its frontend can tell apart.
+"""Events and effects of a :class:`~hvdlab.kernel_ext.notebook.debugger.multiplexer.Multiplexer`, and numbers unique for its frontend.
 
 Every rank counts its own threads, frames and variables from one.
 """
@@ -63,14 +63,14 @@ class RankGone:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """The frontend has waited long enough: answer with what there is."""
+    """Passing of a request's time limit: answer with the replies that have come."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reminded:
-    """The time that :class:`Remind` asked for has passed."""
+    """Passing of the time that :class:`Remind` asked for."""
 
 
 Event = Requested | LocalReplied | SetDebuggedRanks | RankOpened | RankSaid | RankGone | Expired | Reminded
@@ -78,7 +78,7 @@ Event = Requested | LocalReplied | SetDebuggedRanks | RankOpened | RankSaid | Ra
 
 @dataclass(frozen=True, slots=True)
 class AskLocal:
-    """Let the kernel's own debugger answer this."""
+    """Order to have the kernel's own debugger answer this request."""
 
     key: int
     request: Json
@@ -86,14 +86,14 @@ class AskLocal:
 
 @dataclass(frozen=True, slots=True)
 class OpenRank:
-    """Have this rank start its debug server."""
+    """Order to have this rank start its debug server."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class CloseRank:
-    """Have this rank end its session: what is stopped goes on."""
+    """Order to have this rank end its session: its stopped threads go on."""
 
     rank: int
 
@@ -140,7 +140,7 @@ class Numbers:
         self._given: dict[tuple[int, int], int] = {}
         self._meant: dict[int, tuple[int, int]] = {}
 
-    def give(self, rank: int, number: int) -> int:
+    def assign(self, rank: int, number: int) -> int:
         """Return the number that a frontend gets for a rank's own one; the same each time."""
         pair = (rank, number)
         given = self._given.get(pair)
@@ -149,11 +149,11 @@ class Numbers:
             self._meant[given] = pair
         return given
 
-    def meant(self, given: object) -> tuple[int, int] | None:
+    def resolve(self, given: object) -> tuple[int, int] | None:
         """Return the rank and its own number that a frontend means; None if the number is not from here, or was dropped."""
         return self._meant.get(given) if isinstance(given, int) else None
 
-    def issued(self, given: object) -> bool:
+    def is_assigned(self, given: object) -> bool:
         """Return whether this number was ever given, even if it was dropped since."""
         return isinstance(given, int) and given >= FIRST
 

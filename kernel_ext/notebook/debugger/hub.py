@@ -64,7 +64,7 @@ _making = threading.Lock()
 
 
 def connections_of(client: Client) -> DebugConnections:
-    """Return the one desk of a pool."""
+    """Return the pool's debug connections, one object for each client."""
     with _making:
         desk = _desks.get(client)
         if desk is None:
@@ -73,7 +73,7 @@ def connections_of(client: Client) -> DebugConnections:
 
 
 class DebugConnections:
-    """Hands mail of debug servers to the sessions that it is for."""
+    """Debug connections of a pool: pass mail of debug servers on to the session that it belongs to."""
 
     def __init__(self, client: Client) -> None:
         self._post = weakref.WeakMethod(client.post)
@@ -121,7 +121,7 @@ def lost_ranks(before: Mapping[int, int], now: Mapping[int, int]) -> list[int]:
 
 
 class DebugSession:
-    """One frontend's dealings with any number of ranks. Any thread."""
+    """Session of one frontend with any number of ranks. Any thread."""
 
     def __init__(
         self, desk: DebugConnections, number: int, heard: Heard, gone: Callable[[int, str], None]
@@ -133,12 +133,12 @@ class DebugSession:
         """Have the rank's debug server listen; it answers with :class:`~hvdlab.kernel_ext.wire.debug.DebugOpened`."""
         self._send(OpenDebug(self.number), rank)
 
-    def say(self, rank: int, message: bytes) -> None:
+    def send(self, rank: int, message: bytes) -> None:
         """Send a message of the Debug Adapter Protocol to the rank's debug server."""
         self._send(DebugMessage(self.number, message), rank)
 
     def leave(self, rank: int) -> None:
-        """End the session of this rank: what is stopped goes on."""
+        """End the session of this rank: its stopped threads go on."""
         self._send(CloseDebug(self.number), rank)
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ class DebugHub:
 
     @property
     def on(self) -> bool:
-        """Whether a frontend has switched the debugger on. Any thread."""
+        """Return whether a frontend has switched the debugger on. Any thread."""
         return self._mux is not None and self._mux.on
 
     # -- main thread ----------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ class DebugHub:
     async def _connect(self, request: Json) -> Json:
         """Switch the kernel's own debugger on.
 
-        ipykernel connects to debugpy anew each time. The first bytes over a connection may be lost, if debugpy has not quite
-        given the one before up, and ipykernel would wait for the answer for ever, with every later request behind it.
+        ipykernel opens a new connection to debugpy each time. Its first bytes can be lost, if debugpy has not quite closed the
+        last connection, and ipykernel would wait for the answer for ever, with every later request behind it.
         """
         for _ in range(CONNECT_ATTEMPTS):
             answer = asyncio.ensure_future(self._ask_kernel(dict(request)))
@@ -364,7 +364,7 @@ class DebugHub:
         elif isinstance(effect, CloseRank):
             session.leave(effect.rank)
         else:
-            session.say(effect.rank, json.dumps(effect.message).encode())
+            session.send(effect.rank, json.dumps(effect.message).encode())
 
     def _ranks(self) -> tuple[int, ...]:
         pool = self._pool()

@@ -58,7 +58,7 @@ _EMPTY: Mapping[str, Json] = {
     "completions": {"targets": []},
     "richInspectVariables": {"data": {}, "metadata": {}},
 }
-"""What frontends expect in an answer, also in one that reports a failure."""
+"""Fields that frontends expect in an answer, also in one that reports a failure."""
 
 Place = tuple[str, int, str]
 Take = Callable[[Json], list[Effect]]
@@ -152,27 +152,27 @@ class Multiplexer:
 
     @property
     def on(self) -> bool:
-        """Whether the frontend has attached."""
+        """Return whether the frontend has attached."""
         return self._on
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Ranks whose debug servers are not ready yet. Any thread."""
+        """Return the ranks whose debug servers are not ready yet. Any thread."""
         # A copy, made in one go: the main thread asks while the loop adds ranks.
         return tuple(rank for rank, one in list(self._ranks.items()) if not one.ready)
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Ranks that are debugged, or soon will be."""
+        """Return the ranks that are debugged, or soon will be."""
         return tuple(self._ranks)
 
     @property
     def left_out(self) -> dict[int, str]:
-        """Ranks that can't be debugged, and why."""
+        """Return the ranks that can't be debugged, with the reasons."""
         return dict(self._refused)
 
     def adopt(self, breakpoints: Mapping[str, list[Json]]) -> None:
-        """The frontend has attached already, and set these breakpoints, by file."""
+        """Go on for a frontend that has attached already, and has set these breakpoints, by file."""
         self._on = True
         self._initialize = {
             "adapterID": "",
@@ -214,7 +214,7 @@ class Multiplexer:
         return [OpenRank(rank) for rank in new]
 
     def _opened(self, rank: int) -> list[Effect]:
-        """Send a rank that has just come what the others have got before."""
+        """Send a rank that has just come the requests that the others have got before."""
         if rank not in self._ranks:
             return [CloseRank(rank)]
         effects: list[Effect] = []
@@ -241,7 +241,7 @@ class Multiplexer:
         return self._answered_by(rank, {"success": True})
 
     def _refuse(self, rank: int, reason: str) -> list[Effect]:
-        """A rank can't take part; what runs there does not stop."""
+        """Report that a rank can't take part: its code does not stop."""
         if self._refused.get(rank) == reason or rank not in self._ranks:
             return []
         self._refused[rank] = reason
@@ -303,7 +303,7 @@ class Multiplexer:
                 # The kernel's own debugger would answer only once it has stopped and goes on, and no other request before.
                 return [self._answer_unasked(key, request)]
             if thread is None:
-                gone = self._threads.issued(arguments.get("threadId"))
+                gone = self._threads.is_assigned(arguments.get("threadId"))
                 return [self._failed(key, request, "that rank has not stopped")] if gone else []
             if command == "stackTrace":
                 return self._stacks(key, request, thread)
@@ -313,18 +313,18 @@ class Multiplexer:
         return []
 
     def _answer_unasked(self, key: int, request: Json) -> ReplyToFrontend:
-        """The answer when neither the kernel nor a rank has stopped: a button was pressed too late, or twice."""
+        """Return the answer if neither the kernel nor a rank has stopped: a button was pressed too late, or twice."""
         body: dict[str, Json] = {"stackTrace": {"stackFrames": []}, "continue": {"allThreadsContinued": True}}
         return self._response(key, request, body.get(request["command"], {}))
 
     def _thread(self, event: Requested) -> tuple[int, int] | None:
-        """Return the rank's thread that is meant. JupyterLab says 1 when it means the one that it shows."""
+        """Return the rank and thread that a request is for. JupyterLab sends 1 for the thread that it shows."""
         arguments, command = event.request.get("arguments") or {}, event.request.get("command")
         number = arguments.get("threadId")
         # JupyterLab may also name the thread that has stopped first, whichever frame is selected.
         exact = self._knows_threads or arguments.get("singleThread") or command in _BY_THREAD
-        if self._threads.issued(number):
-            meant = self._threads.meant(number)
+        if self._threads.is_assigned(number):
+            meant = self._threads.resolve(number)
             if meant is not None and meant[1] in self._ranks[meant[0]].stopped and exact:
                 return meant
             if self._knows_threads or not self.stopped:
@@ -373,7 +373,9 @@ class Multiplexer:
 
     def _stopped_threads(self) -> list[int]:
         return [
-            self._threads.give(rank, thread) for rank in self.stopped for thread in self._ranks[rank].stopped
+            self._threads.assign(rank, thread)
+            for rank in self.stopped
+            for thread in self._ranks[rank].stopped
         ]
 
     def _list_threads(self, key: int, request: Json) -> list[Effect]:
@@ -384,7 +386,7 @@ class Multiplexer:
             threads = list((got.get(LOCAL, {}).get("body") or {}).get("threads", ()))
             for rank in sorted(set(got) - {LOCAL}):
                 for thread in (got[rank].get("body") or {}).get("threads", ()):
-                    number = self._threads.give(rank, thread["id"])
+                    number = self._threads.assign(rank, thread["id"])
                     threads.append({"id": number, "name": f"rank {rank}: {thread['name']}"})
             return [self._response(key, request, {"threads": threads})]
 
@@ -450,14 +452,14 @@ class Multiplexer:
         return effects
 
     def _step_over(self) -> list[Effect]:
-        """The selected rank has stepped, or takes long: publish the events of the others that were held back."""
+        """Publish the events of other ranks that were held back: the selected rank has stepped, or takes long."""
         self._stepping = None
         held, self._held = self._held, []
         events = [self._event("stopped", body) for rank, body in held if rank in self.stopped]
         return list(events) or self._show_again()
 
     def _beside(self, thread: tuple[int, int]) -> list[tuple[int, int]]:
-        """This thread, and those of other ranks that are known to have stopped at the same line."""
+        """Return this thread, and those of other ranks that are known to have stopped at the same line."""
         place = self._ranks[thread[0]].stopped[thread[1]]
         return [thread] + [
             (rank, number)
@@ -468,7 +470,7 @@ class Multiplexer:
 
     def _pause(self, event: Requested) -> list[Effect]:
         key, request = event.key, event.request
-        meant = self._threads.meant((request.get("arguments") or {}).get("threadId"))
+        meant = self._threads.resolve((request.get("arguments") or {}).get("threadId"))
         if meant is None and (event.local_stopped or not self._talking()):
             return []
         pausing = [meant] if meant is not None else [(r, self._ranks[r].main) for r in self._talking()]
@@ -504,7 +506,7 @@ class Multiplexer:
         one.stopped[body.get("threadId", one.main)] = None
         stopped = {key: value for key, value in body.items() if key != "hitBreakpointIds"}
         stopped |= {
-            "threadId": self._threads.give(rank, body.get("threadId", one.main)),
+            "threadId": self._threads.assign(rank, body.get("threadId", one.main)),
             "allThreadsStopped": False,
             "description": f"rank {rank}: {body.get('description') or body.get('reason', 'stopped')}",
         }
@@ -536,7 +538,7 @@ class Multiplexer:
         return effects
 
     def _continued(self, rank: int, thread: int) -> Effect:
-        number = self._threads.give(rank, thread)
+        number = self._threads.assign(rank, thread)
         return self._event("continued", {"threadId": number, "allThreadsContinued": False})
 
     def _show_again(self) -> list[Effect]:
@@ -545,7 +547,7 @@ class Multiplexer:
         if self._knows_threads or self._stepping is not None or not staying:
             return []
         rank = self._selected if self._selected in staying else staying[0]
-        number = self._threads.give(rank, next(iter(self._ranks[rank].stopped)))
+        number = self._threads.assign(rank, next(iter(self._ranks[rank].stopped)))
         body = {
             "reason": "pause",
             "threadId": number,
@@ -576,7 +578,7 @@ class Multiplexer:
         return [self._response(key, request, self._sent_scope)]
 
     def _tell_scope(self) -> list[Effect]:
-        """Tell a frontend that has asked what has changed; not while ranks have only begun a step."""
+        """Send a changed scope to a frontend that has asked for it once; not while ranks have only begun a step."""
         if (
             self._sent_scope is None
             or self._stepping is not None
@@ -596,9 +598,9 @@ class Multiplexer:
     def _by_number(self, key: int, request: Json, name: str, numbers: Numbers) -> list[Effect]:
         arguments = request.get("arguments") or {}
         number = arguments.get(name)
-        if not numbers.issued(number):
+        if not numbers.is_assigned(number):
             return []
-        meant = numbers.meant(number)
+        meant = numbers.resolve(number)
         if meant is None:
             return [self._failed(key, request, "that rank goes on")]
         rank, own = meant
@@ -638,7 +640,7 @@ class Multiplexer:
             if name in body:
                 body[name] = [self._renumbered(rank, one) for one in body[name]]
         if body.get("variablesReference"):
-            body["variablesReference"] = self._variables.give(rank, body["variablesReference"])
+            body["variablesReference"] = self._variables.assign(rank, body["variablesReference"])
         return body
 
     def _copy(self, key: int, request: Json, rank: int, frame: int) -> list[Effect]:
@@ -700,7 +702,11 @@ class Multiplexer:
             one.stopped[thread] = (paths[0], frames[0].get("line", 0), frames[0].get("name", ""))
         name = "{}" if self._knows_threads else f"rank {rank}: {{}}"
         return [
-            {**frame, "id": self._frames.give(rank, frame["id"]), "name": name.format(frame.get("name", ""))}
+            {
+                **frame,
+                "id": self._frames.assign(rank, frame["id"]),
+                "name": name.format(frame.get("name", "")),
+            }
             for frame in frames
         ]
 
@@ -708,7 +714,7 @@ class Multiplexer:
 
     @property
     def stopped(self) -> tuple[int, ...]:
-        """Ranks that have stopped."""
+        """Return the ranks that have stopped."""
         return tuple(sorted(rank for rank, one in self._ranks.items() if one.stopped))
 
     def _talking(self) -> list[int]:

@@ -7,8 +7,8 @@ import re
 from hvdlab.collectives.errors import compact_ranks, format_ranks
 from hvdlab.collectives.text import visible, visible_coloured
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, RootCause, one_line
+from hvdlab.kernel_ext.notebook.elastic import why_unknown
 from hvdlab.kernel_ext.notebook.output.stack_text import grouped
-from hvdlab.kernel_ext.notebook.unsynced import why_unknown
 from hvdlab.kernel_ext.wire.cells import CellError
 
 # Bold, and not red: notebooks show errors on red, and on dark red in their dark themes.

@@ -33,8 +33,8 @@ class Prompter(Protocol):
     """Asks the user for a line.
 
     Attributes:
-        shows_beside: Whether the question leaves room for the cell's output, and for a line that says which ranks are at a
-            prompt. A terminal's does not: output would tear what the user has typed so far.
+        shows_beside: Whether the question leaves room for the cell's output, and for a line that names the ranks at a prompt.
+            A terminal's does not: output would tear the line that the user is typing.
     """
 
     shows_beside: bool
@@ -98,52 +98,52 @@ class PromptDesk:
 
     @property
     def asking(self) -> bool:
-        """Whether the user is being asked."""
+        """Return whether the user is being asked."""
         return self._asking is not None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that wait for an answer."""
+        """Return the ranks that wait for an answer."""
         return self._queue.ranks
 
     @property
     def deadline(self) -> float | None:
-        """When to call :meth:`due` again."""
+        """Return the time at which to call :meth:`next_prompt` again."""
         return self._queue.deadline
 
-    # -- what happens; the driving thread -------------------------------------------------------------------------
+    # -- events; the driving thread -------------------------------------------------------------------------------
 
-    def asked(self, rank: int, request: PromptRequest, now: float) -> None:
-        """A rank asks."""
-        self._send(self._queue.asked(rank, request, now))
+    def prompt_asked(self, rank: int, request: PromptRequest, now: float) -> None:
+        """Take a rank's question."""
+        self._send(self._queue.prompt_asked(rank, request, now))
         if self._refusal or not (self.asking or threading.current_thread() is threading.main_thread()):
             self._refuse(self._refusal or IN_BACKGROUND, now)
 
-    def unasked(self, rank: int, number: int) -> None:
-        """A rank has gone on without an answer."""
-        self._queue.unasked(rank, number)
+    def prompt_withdrawn(self, rank: int, number: int) -> None:
+        """Drop a question: the rank has gone on without an answer."""
+        self._queue.prompt_withdrawn(rank, number)
         self.withdraw(rank, number)
 
-    def gone(self, rank: int) -> None:
-        """A rank has ended the cell, or died."""
-        self._queue.gone(rank)
+    def rank_gone(self, rank: int) -> None:
+        """Drop the questions of a rank that has ended the cell, or died."""
+        self._queue.rank_gone(rank)
         self.withdraw(rank)
 
     def interrupted(self) -> None:
-        """The ranks are interrupted: those that ask will leave their prompts."""
+        """Drop all questions: the ranks are interrupted, and leave their prompts."""
         self._queue.clear()
-        self.break_off()
+        self.cancel_current()
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def withdraw(self, rank: int, number: int | None = None) -> None:
-        """The rank does not wait for an answer (to this question) any more: do not wait for the user either."""
+        """Stop waiting for the user if the rank does not wait for an answer (to this question) any more."""
         asking = self._asking
         if asking is not None and asking.rank == rank and number in (None, asking.request.number):
-            self.break_off()
+            self.cancel_current()
 
-    def break_off(self) -> None:
-        """Do not wait for the user any more, whichever rank asks."""
+    def cancel_current(self) -> None:
+        """Stop waiting for the user, whichever rank asks."""
         with self._lock:
             if self._asking is None or self._withdrawn:
                 return
@@ -154,12 +154,12 @@ class PromptDesk:
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
-    def due(self, now: float) -> Question | None:
+    def next_prompt(self, now: float) -> Question | None:
         """Return the question to ask the user now, if any."""
-        return self._queue.due(now)
+        return self._queue.next_prompt(now)
 
     def status(self) -> str:
-        """Which ranks are at a prompt, in words; empty if none is."""
+        """Return the ranks at a prompt, in words; empty if there are none."""
         return self._queue.status()
 
     def ask(self, question: Question, meanwhile: Meanwhile = nullcontext) -> str:
@@ -167,10 +167,10 @@ class PromptDesk:
 
         Args:
             meanwhile: Entered while the user is asked. Within it other threads may call everything but this and
-                :meth:`due`.
+                :meth:`next_prompt`.
 
         Raises:
-            KeyboardInterrupt: The user wants the cell to end.
+            KeyboardInterrupt: The user has interrupted the cell.
         """
         assert self._prompter is not None
         line, error = "", ""
@@ -201,7 +201,7 @@ class PromptDesk:
         return reply
 
     def refuse(self, sentence: str) -> None:
-        """Answer these and all later questions with this sentence, which says why the user can't be asked."""
+        """Answer these and all later questions with this sentence, the reason why the user can't be asked."""
         self._refusal = sentence
         self._refuse(sentence, time.monotonic())
 
@@ -215,7 +215,7 @@ class PromptDesk:
 
     @contextmanager
     def _breakable(self) -> Iterator[None]:
-        """While the user is asked, let Ctrl-C raise KeyboardInterrupt, and :meth:`break_off` break the wait."""
+        """While the user is asked, let Ctrl-C raise KeyboardInterrupt, and :meth:`cancel_current` break the wait."""
         before = signal.getsignal(signal.SIGINT)
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -250,7 +250,7 @@ def drive_meanwhile(
     It has the calling thread's context variables, in which a kernel keeps the request that output belongs to.
 
     Args:
-        step: Waits for what happens next, and does what is due then.
+        step: Waits for the next event, and handles it.
         wake: Makes a ``step`` that waits return. Any thread.
         failed: Called, on the other thread, when a step raised; its error is raised when the block is left.
     """

@@ -43,7 +43,7 @@ def understand(line: str, rank: int, waiting: Collection[int], alike: Collection
     """Return the meaning of a typed line.
 
     Args:
-        line: What the user typed.
+        line: The line.
         rank: The rank whose prompt was shown.
         waiting: All ranks that are at a prompt.
         alike: Those of them whose prompt is of the same kind; ``all:`` means these.
@@ -105,7 +105,7 @@ class PromptQueue:
     """The questions of one cell.
 
     Attributes:
-        deadline: When to look at :meth:`due` again, though nothing has happened.
+        deadline: When to look at :meth:`next_prompt` again, though nothing has happened.
     """
 
     def __init__(self) -> None:
@@ -116,10 +116,10 @@ class PromptQueue:
         self._gather_until = 0.0
         self._current: int | None = None
 
-    # -- what happens ---------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
-    def asked(self, rank: int, request: PromptRequest, now: float) -> list[Answer]:
-        """A rank asks, perhaps again. Returns the answer if it has one already."""
+    def prompt_asked(self, rank: int, request: PromptRequest, now: float) -> list[Answer]:
+        """Queue a rank's question, perhaps a repetition. Returns the answer if there is one already."""
         known = self._answered.get((rank, request.number))
         if known is not None:
             return [Answer(rank, known)]
@@ -131,26 +131,26 @@ class PromptQueue:
             self._gather_until = now if awaited and not self._expected else now + GATHER
         return []
 
-    def unasked(self, rank: int, number: int) -> None:
-        """A rank has gone on without an answer."""
+    def prompt_withdrawn(self, rank: int, number: int) -> None:
+        """Drop a question: the rank has gone on without an answer."""
         self._waiting.pop((rank, number), None)
 
-    def gone(self, rank: int) -> None:
-        """A rank has ended the cell, or died."""
+    def rank_gone(self, rank: int) -> None:
+        """Drop the questions of a rank that has ended the cell, or died."""
         self._expected.discard(rank)
         for key in [key for key in self._waiting if key[0] == rank]:
             del self._waiting[key]
 
     def clear(self) -> None:
-        """The cell was interrupted: no question counts any more."""
+        """Drop all questions, as the cell was interrupted."""
         self._waiting.clear()
         self._expected.clear()
 
-    # -- what to do -----------------------------------------------------------------------------------------------
+    # -- the next question ----------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that wait for an answer."""
+        """Return the ranks that wait for an answer."""
         return tuple(sorted({rank for rank, _ in self._waiting}))
 
     @property
@@ -159,8 +159,8 @@ class PromptQueue:
             return None
         return max(self._gather_until, self._expected_until if self._expected else 0.0)
 
-    def due(self, now: float) -> Question | None:
-        """Return the question to ask the user now, if any: of the rank that got the last answer, else of the lowest rank."""
+    def next_prompt(self, now: float) -> Question | None:
+        """Return the question to ask the user now, if any: of the rank that got the last answer, or of the lowest rank."""
         if not self._waiting or now < self._gather_until or (self._expected and now < self._expected_until):
             return None
         rank = self._current if self._current in self.ranks else self.ranks[0]
@@ -176,7 +176,7 @@ class PromptQueue:
         return f"[rank {question.rank}]{also} {question.request.prompt}"
 
     def status(self) -> str:
-        """Which ranks are at a prompt, in words; empty if none is."""
+        """Return the ranks at a prompt, in words; empty if there are none."""
         if not self._waiting:
             return ""
         return f"{format_ranks(self.ranks)} {'is' if len(self.ranks) == 1 else 'are'} at a prompt"
@@ -195,7 +195,7 @@ class PromptQueue:
         )
 
     def answered(self, question: Question, line: str, now: float) -> tuple[list[Answer], str]:
-        """The user has typed a line at this question. Returns the answers for ranks, and a text for the user."""
+        """Take the user's line at this question. Returns the answers for ranks, and a text for the user."""
         rank, request = question.rank, question.request
         if request.number not in {number for one, number in self._waiting if one == rank}:
             return [], ""

@@ -52,15 +52,15 @@ class ValueGroup:
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One part of a value in which some ranks differ from most.
+    """Part of a value in which some ranks differ from most.
 
     Attributes:
-        path: Where the part is in the value, such as ``.fc.weight``.
+        path: Place of the part in the value, such as ``.fc.weight``.
         ranks: The ranks that differ.
         reference: The ranks that they are compared with: the largest group that agrees.
-        what: In what they differ: ``values`` (of an array), ``value``, ``type``, ``dtype``, ``shape``, ``device``,
+        what: The kinds of difference: ``values`` (of an array), ``value``, ``type``, ``dtype``, ``shape``, ``device``,
             ``requires_grad``, ``missing`` (these ranks do not have it), ``only there`` (the others do not have it).
-        leaf, expected: What these ranks and the others have; None if nothing.
+        leaf, expected: The part on these ranks, and on the others; None where there is none.
         count: Elements that differ, bit by bit; 1 of a long text.
         first: Index of the first of them, or number of the first character that differs.
         here, there: Its value on these ranks, and on the others.
@@ -87,7 +87,7 @@ class DiffRow:
 
     @property
     def comparable(self) -> bool:
-        """Whether there are elements, or characters of long texts, to be compared one by one."""
+        """Return whether there are elements, or characters of long texts, to be compared one by one."""
         a, b = self.leaf, self.expected
         if a is None or b is None or (a.kind, a.dtype) != (b.kind, b.dtype):
             return False
@@ -97,13 +97,13 @@ class DiffRow:
 
     @property
     def is_text(self) -> bool:
-        """Whether ``first`` is the number of a character of a long text, and ``here`` and ``there`` what follows from it on."""
+        """Return whether ``first`` is the number of a character of a long text, from which on ``here`` and ``there`` have the text."""
         return self.leaf is not None and self.leaf.kind == "value"
 
     def with_elements(
         self, found: Difference, odd: tuple[int, int], expected_odd: tuple[int, int]
     ) -> DiffRow:
-        """Return a copy of this row with what the comparison of the elements found."""
+        """Return a copy of this row with the result of the comparison of the elements."""
         shape = self.leaf.shape if self.leaf is not None else ()
         index = tuple(int(n) for n in np.unravel_index(found.first, shape)) if found.count and shape else None
         if self.is_text and found.count:
@@ -140,12 +140,12 @@ def larger(a: Difference, b: Difference, element: int) -> Difference:
 
 @dataclass(frozen=True)
 class Diff:
-    """A value compared over ranks.
+    """Result of comparing a value over ranks.
 
     Attributes:
-        name: The expression, or what else was compared.
-        groups: Groups of ranks that agree, the largest first; ranks where the value can't be had come last.
-        rows: What differs, in the order in which it is in the value.
+        name: The expression, or the special subject (``rng``, ``environment``).
+        groups: Groups of ranks that agree, the largest first; ranks whose value can't be read come last.
+        rows: The differing parts, in their order in the value.
     """
 
     name: str
@@ -154,21 +154,21 @@ class Diff:
 
     @property
     def agree(self) -> bool:
-        """Whether all ranks have the same value. False, too, where a part of it could not be compared: see ``whole``."""
+        """Return whether all ranks have the same value. False, too, where a part of it could not be compared: see ``whole``."""
         return len(self.groups) == 1 and not self.groups[0].found.error and self.whole
 
     @property
     def whole(self) -> bool:
-        """Whether all parts of the value could be compared; if not, there may be differences that were not found."""
+        """Return whether all parts of the value could be compared; if not, there may be differences that were not found."""
         return not any(group.found.unknown or group.found.left_out for group in self.groups)
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """The ranks that differ from most."""
+        """Return the ranks that differ from most."""
         return tuple(sorted(rank for group in self.groups[1:] for rank in group.ranks))
 
     def headline(self) -> str:
-        """One sentence: which ranks agree, and which differ."""
+        """Return one sentence: which ranks agree, and which differ."""
         first, *rest = self.groups
         if first.found.error:
             return f"{self.name}: no rank has it"
@@ -193,7 +193,7 @@ class Diff:
         return f"{head} agree ({_size(first.found)}); {differ}"
 
     def notes(self) -> list[str]:
-        """Lines about errors, about parts that were not compared, and about rows that are not shown."""
+        """Return lines about errors, about parts that were not compared, and about rows that are not shown."""
         found = [f"{format_ranks(g.ranks)}: {g.found.error}" for g in self.groups if g.found.error]
         most = max((group.found for group in self.groups), key=lambda found: found.unknown)
         if most.unknown:
@@ -464,7 +464,7 @@ class _Comparison:
                 self._leaves[rank][path] = number, with_host_digest(leaf, blocks)
 
     def _look_at(self, path: str) -> None:
-        """Add a row for each group of ranks that has something else here than most."""
+        """Add a row for each group of ranks whose part at ``path`` is another than that of most ranks."""
         alike: dict[object, list[ValueGroup]] = {}
         for group in self._groups:
             place = self._leaves[group.ranks[0]].get(path)
@@ -603,7 +603,7 @@ def _batches(blocks: Mapping[Range, object], limit: Callable[[], int]) -> Iterat
 
 
 def _what(here: Leaf | None, there: Leaf | None) -> tuple[str, ...]:
-    """In what two leaves differ."""
+    """Return the kinds of difference between two leaves."""
     if here is None or there is None:
         return ("missing" if here is None else "only there",)
     found = []

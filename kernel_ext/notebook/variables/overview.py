@@ -27,7 +27,7 @@ _MARK = "font-weight: bold; box-shadow: inset 3px 0 #d97706; padding-left: 8px"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Text; ``marked`` is what the reader should see first."""
+    """Cell of a table; the reader should see a ``marked`` one first."""
 
     text: str
     marked: bool = False
@@ -113,13 +113,13 @@ class Overview:
 
     @property
     def differing(self) -> list[str]:
-        """The variables that are not the same on all ranks."""
+        """Return the variables that are not the same on all ranks."""
         return [
             name for name, kinds in self._by_name().items() if len(kinds) > 1 or not self._everywhere(kinds)
         ]
 
     def _by_name(self) -> dict[str, dict[Variable, list[int]]]:
-        """Name to what it is and on which ranks, the most frequent first."""
+        """Return each name with its kinds of value, the most frequent first, and the ranks of each."""
         found: dict[str, dict[Variable, list[int]]] = {}
         for rank, answer in sorted(self.ranks.items()):
             for variable in answer.variables:
@@ -158,7 +158,7 @@ class Overview:
         return table
 
     def notes(self) -> list[str]:
-        """Lines about ranks that run a cell, failed or did not answer, and about variables that are not shown."""
+        """Return lines about ranks that run a cell, failed or did not answer, and about variables that are not shown."""
         busy = [rank for rank, answer in self.ranks.items() if answer.cell]
         failed = {rank: answer.error for rank, answer in self.ranks.items() if answer.error}
         notes = (

@@ -1,6 +1,6 @@
 """Variables between the pool and its ranks: small ones in one message, large ones in pieces.
 
-A large value is in this process once, whatever its size: its arrays are received where they stay.
+A large value is in this process only once: its arrays are received at their final place.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _fetch_all(
     near: Collection[int],
     patience: float | None,
 ) -> dict[int, list[bytearray]]:
-    # Unpickling makes one more copy of what is in the pickle itself.
+    # Unpickling makes one more copy of the data in the pickle itself.
     needs = [sum(found) + found[0] for found in sizes.values()]
     total, room = sum(needs), available_memory()
     if total + IN_FLIGHT > room:
@@ -295,14 +295,14 @@ class Brought:
 def bring_known(
     questions: RankRequests, source: int, ranks: Sequence[int], patience: float, *, near: Collection[int] = ()
 ) -> Brought:
-    """Bring what ``source`` knows, while it may be running a cell, to ranks that run none, by way of this process.
+    """Send a snapshot of ``source``'s variables, which can be running a cell, to ranks that run none, by way of this process.
 
     Args:
-        patience: Seconds that a rank has for each answer, and to give or take each piece.
-        near: The ranks whose memory this process can look into, and that can look into its own.
+        patience: Seconds that a rank has for each answer, and to send or receive each piece.
+        near: The ranks whose memory this process can read, and that can read its own.
 
     Raises:
-        HvdlabError: ``source`` gave nothing, so that no rank got anything; the text says why.
+        HvdlabError: There is no snapshot, so that no rank got one; the text has the reason.
     """
     known = questions.ask(TakeSnapshot, [source], Deadline(patience)).get(source)
     if isinstance(known, Acked):

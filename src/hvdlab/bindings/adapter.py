@@ -20,7 +20,7 @@ from hvdlab.collectives.types import DType, OpKind
 T = TypeVar("T")
 
 
-class Adapter(Protocol[T]):
+class FrameworkAdapter(Protocol[T]):
     """Adapter of a framework's tensors, as far as collectives use them.
 
     All functions are called on the thread that submits or waits, but for :meth:`empty` and :meth:`host_view`, which
@@ -98,7 +98,7 @@ class Adapter(Protocol[T]):
 class DeviceMemory(Protocol[T]):
     """Device memory of a framework: its tensors on devices, for process sets that have a data plane for these.
 
-    For a framework without it, tensors on devices are staged through the host. The rules of :class:`Adapter` for threads
+    For a framework without it, tensors on devices are staged through the host. The rules of :class:`FrameworkAdapter` for threads
     and errors hold here, too; work of the device that a tensor depends on need not be done when a function returns.
     """
 
@@ -152,7 +152,7 @@ class HostMemory(Generic[T]):
 
     __slots__ = ("empty", "empty_like", "is_direct", "stage", "view")
 
-    def __init__(self, adapter: Adapter[T]) -> None:
+    def __init__(self, adapter: FrameworkAdapter[T]) -> None:
         self.is_direct = adapter.is_direct
         self.view = adapter.host_view
         self.stage = adapter.stage

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from hvdlab.bindings.adapter import Adapter
+from hvdlab.bindings.adapter import FrameworkAdapter
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.types import OpKind, ReduceOp
@@ -118,7 +118,7 @@ def broadcasting(root_rank: int, process_set: int) -> Operation:
 
 
 def scattering(
-    adapter: Adapter[T],
+    adapter: FrameworkAdapter[T],
     tensors: Sequence[Any],
     op: ReduceOp | int,
     prescale_factor: float,
@@ -137,18 +137,18 @@ def scattering(
     )
 
 
-def exchanging(adapter: Adapter[T], tensor: Any, splits: Any, process_set: int) -> Operation:
+def exchanging(adapter: FrameworkAdapter[T], tensor: Any, splits: Any, process_set: int) -> Operation:
     """Return the operation of an alltoall; raises ``InvalidRequestError`` for a 0-d tensor, or splits that are no counts."""
     _refuse_scalars(adapter, (tensor,), OpKind.ALLTOALL)
     return Operation(OpKind.ALLTOALL, process_set=process_set, splits=row_counts(splits))
 
 
-def _refuse_scalars(adapter: Adapter[T], tensors: Sequence[Any], kind: OpKind) -> None:
+def _refuse_scalars(adapter: FrameworkAdapter[T], tensors: Sequence[Any], kind: OpKind) -> None:
     if any(adapter.is_tensor(tensor) and not adapter.shape(tensor) for tensor in tensors):
         raise InvalidRequestError(f"{kind.label} splits dimension 0, which a 0-d tensor does not have.")
 
 
-def tensor_list(adapter: Adapter[T], tensors: Iterable[Any]) -> list[Any]:
+def tensor_list(adapter: FrameworkAdapter[T], tensors: Iterable[Any]) -> list[Any]:
     """Return the tensors of a grouped collective; one tensor, which could be iterated over as well, is refused."""
     if adapter.is_tensor(tensors):
         raise InvalidRequestError("A grouped collective takes a list of tensors, not one tensor.")

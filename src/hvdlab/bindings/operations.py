@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hvdlab.bindings.adapter import Adapter, DeviceMemory, HostMemory
+from hvdlab.bindings.adapter import DeviceMemory, FrameworkAdapter, HostMemory
 from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Part, delivered, every, only
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.requests import Request, Result
@@ -57,7 +57,7 @@ class Binding(Generic[T]):
         devices: The same for tensors on devices; with ``None`` these are staged through the host.
     """
 
-    def __init__(self, adapter: Adapter[T], devices: DeviceMemory[T] | None = None) -> None:
+    def __init__(self, adapter: FrameworkAdapter[T], devices: DeviceMemory[T] | None = None) -> None:
         self.adapter = adapter
         self._host = HostMemory(adapter)
         self._devices = devices

@@ -27,7 +27,7 @@ _DTYPES: dict[Any, DType | None] = {}
 
 
 class MXNetAdapter:
-    """Adapter of MXNet's arrays; see :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of MXNet's arrays; see :class:`hvdlab.bindings.adapter.FrameworkAdapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> NDArray:
         if not isinstance(value, mx.nd.NDArray):

@@ -20,7 +20,7 @@ AnyArray: TypeAlias = Any
 
 
 class NumpyAdapter:
-    """Adapter of arrays; see :class:`hvdlab.bindings.adapter.Adapter`. Buffers, DLPack objects, numbers and lists are tensors, too."""
+    """Adapter of arrays; see :class:`hvdlab.bindings.adapter.FrameworkAdapter`. Buffers, DLPack objects, numbers and lists are tensors, too."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> AnyArray:
         array = as_array(value)

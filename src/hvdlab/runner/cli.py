@@ -44,8 +44,8 @@ WRONG_CALL = 2
 """Exit code for wrong arguments, as argparse has it."""
 COMMANDS = {
     "trace check": "hvdlab.collectives.tracing.check",
-    "trace": "hvdlab.kernel_ext.trace_command",
-    "pools": "hvdlab.kernel_ext.pools_command",
+    "trace": "hvdlab.kernel_ext.notebook.trace_file",
+    "pools": "hvdlab.kernel_ext.notebook.kept_pools",
     "check-gpus": "hvdlab.runner.check_gpus",
 }
 """Modules with a command of other packages: a function ``main`` from arguments to an exit code.

@@ -189,7 +189,7 @@ class FailureReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportRankLost:
+class ReportRankDeath:
     """Effect: report to the coordinator how a rank's process ended."""
 
     rank: int
@@ -254,7 +254,7 @@ Effect = (
     SendSignal
     | Say
     | FailureReport
-    | ReportRankLost
+    | ReportRankDeath
     | RestartRank
     | StartOn
     | ReleaseRanks

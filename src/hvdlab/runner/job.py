@@ -318,7 +318,7 @@ class JobRun:
                 if hangs and isinstance(self._starter, PlacingStarter):
                     self._starter.give_up(host)
                 self._enter(HostFailed(host, reason))
-            case e.ReportRankLost() | e.SetExpectedRanks() | e.ReleaseRanks():
+            case e.ReportRankDeath() | e.SetExpectedRanks() | e.ReleaseRanks():
                 self._tell(effect)
 
     def _respawn(self, rank: int) -> None:
@@ -330,7 +330,7 @@ class JobRun:
             self._running.discard(rank)
             self._news.post(e.Unstartable((rank,), str(error)))
 
-    def _tell(self, effect: e.ReportRankLost | e.SetExpectedRanks | e.ReleaseRanks) -> None:
+    def _tell(self, effect: e.ReportRankDeath | e.SetExpectedRanks | e.ReleaseRanks) -> None:
         """Send the effect to the coordinator. If that is gone, the keeper sees to it."""
         assert self._client is not None
         with contextlib.suppress(ConnectionError):

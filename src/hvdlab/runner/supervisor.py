@@ -300,7 +300,7 @@ class Supervisor:
         if self._start_by is not None and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
         if state.abandoned:  # the others know already that it does not come
-            self._effects.append(e.ReportRankLost(rank, str(outcome)))
+            self._effects.append(e.ReportRankDeath(rank, str(outcome)))
             self._end_late()
             self._grow(now)
             return
@@ -309,7 +309,7 @@ class Supervisor:
                 e.SetExpectedRanks(self.expected)
             )  # otherwise ranks that wait for it would fail at the report of its end
         self._effects.append(
-            e.ReportRankLost(rank, str(outcome) if not outcome.ok else "its program has ended")
+            e.ReportRankDeath(rank, str(outcome) if not outcome.ok else "its program has ended")
         )
         if state.releasing and self.phase is JobPhase.RUNNING:
             self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.SetExpectedRanks(self.expected)]
@@ -417,11 +417,11 @@ class Supervisor:
                 for rank in failed:
                     self.ranks[rank].outcome = ExitStatus(1, text=text)
                 # Those that have never joined are no members that have died: ranks that wait for them need not fail.
-                self._effects += [e.ReportRankLost(rank, text) for rank in failed if self.ranks[rank].joined]
+                self._effects += [e.ReportRankDeath(rank, text) for rank in failed if self.ranks[rank].joined]
                 self._effects.append(e.SetExpectedRanks(self.expected))
                 # But they may have connected, and the connection of such a one would keep out the process that is started in its place.
                 self._effects += [
-                    e.ReportRankLost(rank, text) for rank in failed if not self.ranks[rank].joined
+                    e.ReportRankDeath(rank, text) for rank in failed if not self.ranks[rank].joined
                 ]
                 self._grow(now)
                 # Those that were let go meanwhile have ended with them, and otherwise the others would wait for them for ever.

@@ -38,7 +38,7 @@ class _Memory:
 
 
 class TensorFlowAdapter:
-    """Adapter of TensorFlow's tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of TensorFlow's tensors; see :class:`hvdlab.bindings.adapter.FrameworkAdapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> Any:
         return as_tensor(value, kind)

@@ -254,7 +254,7 @@ class KernelTensor:
 
 
 class KernelAdapter:
-    """Adapter of kernels' tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of kernels' tensors; see :class:`hvdlab.bindings.adapter.FrameworkAdapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> KernelTensor:
         tensor: KernelTensor = value

@@ -42,7 +42,7 @@ _BITS = np.dtype(np.uint16)
 
 
 class TorchAdapter:
-    """Adapter of torch's tensors; see :class:`hvdlab.bindings.adapter.Adapter`."""
+    """Adapter of torch's tensors; see :class:`hvdlab.bindings.adapter.FrameworkAdapter`."""
 
     def check(self, value: Any, kind: OpKind, in_place: bool) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import loopback_hosts
-from hvdlab.kernel_ext.launchers import names
+from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.launch import mpi
 from hvdlab.launch.starter import Launcher
 from popen_launcher import offer
@@ -49,7 +49,7 @@ class Site:
             from hvdlab.spark.launcher import SparkLauncher
 
             return SparkLauncher(captured=True)
-        return names.find(self.name)
+        return launchers.find(self.name)
 
     @property
     def flags(self) -> list[str]:

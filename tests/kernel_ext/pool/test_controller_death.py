@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ import zmq
 from forked_ranks import allow_files
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.launchers import ports
+from hvdlab.kernel_ext.forkserver import controller
 from hvdlab.kernel_ext.notebook.pool import Pool
 from pool_probe import PoolProbe
 
@@ -27,15 +27,31 @@ WITHIN = 60  # seconds until a wait fails
 
 
 class News:
-    """Lines of a pool's companion."""
+    """Lines of a pool's cluster: `ClusterOwner` in front of the pool's own.
+
+    Attributes:
+        kill: Whether each controller is killed as soon as ranks have been asked to register with it.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self.lines: list[str] = []
+        self.kill = False
         self._changed = threading.Condition()
-        self._pool = pool
-        PoolProbe(pool).companion._lost = self._take
+        self._companion = PoolProbe(pool).companion
+        self._inner = self._companion._owner
+        self._companion._owner = self
 
-    def _take(self, line: str) -> None:
+    def rank_pids(self) -> Mapping[int, int]:
+        return self._inner.rank_pids()
+
+    def set_controller(self, connection: str) -> None:
+        self._inner.set_controller(connection)
+        if connection and self.kill:
+            cluster = self._companion._cluster
+            assert cluster is not None
+            os.kill(cluster.controller.pid, signal.SIGKILL)
+
+    def controller_lost(self, line: str) -> None:
         with self._changed:
             self.lines.append(line)
             self._changed.notify_all()
@@ -75,7 +91,7 @@ def ports_of(pool: Pool) -> dict[str, int]:
 
 def check_where_it_listens(pool: Pool) -> None:
     """Only for this host, and where no program gets a port without naming it."""
-    given_away = ports.outgoing() if ports.candidates(ports.outgoing()) else range(0)
+    given_away = controller.outgoing() if controller.candidates(controller.outgoing()) else range(0)
     connections = psutil.Process(pool.cluster.controller.pid).net_connections("tcp")
     listening = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
     assert len(listening) > 10
@@ -133,23 +149,13 @@ def test_it_may_die_while_ranks_join_and_while_they_are_busy(start_pool: StartPo
     companion, joining = PoolProbe(pool).companion, PoolProbe(pool).joining
     pool.run("x = object(); before = id(x)")
     pids = engines_of(pool)
-    connected = companion._connected
-
-    def connect_and_kill(connection: str) -> None:
-        """Kill a controller as soon as ranks have been asked to join it."""
-        connected(connection)
-        if connection:
-            cluster = companion._cluster
-            assert cluster is not None
-            os.kill(cluster.controller.pid, signal.SIGKILL)
-
     controller_of(pool).kill()
     news.wait_for(1)
-    companion._connected = connect_and_kill
+    news.kill = True
     for death in (2, 3):
         companion.wait_up(Deadline(WITHIN))
         news.wait_for(death)
-    companion._connected = connected
+    news.kill = False
     gate = tmp_path / "gate"
     run = pool.start_run(
         f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\nid(x) == before"

@@ -150,7 +150,7 @@ def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -
     # An examination that is not let go would be kept for a pool that seems to be gone; for so long here that it is seen.
     assert pool.run(f"import hvdlab.kernel_ext.rank.compare as examining\nexamining.PATIENCE = {HOUR}").ok
     handle = pool.start_run("import threading; go = threading.Event(); go.wait()", ranks=[0])
-    questions, over = PoolProbe(pool).runs.questions, threading.Event()
+    questions, over = PoolProbe(pool).runs.requests, threading.Event()
 
     def interrupt() -> None:
         while not over.is_set() and not questions._open:

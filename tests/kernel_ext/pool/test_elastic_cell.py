@@ -276,7 +276,7 @@ def test_a_rank_that_is_let_go_finishes_its_step_although_the_coordinator_dies(
     pool.client.on_reconnected(lambda membership: back.set())
     os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
     assert back.wait(PATIENCE)
-    assert PoolProbe(pool).recovery.settle(PATIENCE)
+    assert PoolProbe(pool).recovery.await_recovered(PATIENCE)
     pool.client.flush(PATIENCE)
     now = pool.client.membership()
     assert (now.expected, now.leaving, now.ranks, said.ended) == ((0, 1, 2), (2,), (0, 1, 2), set())

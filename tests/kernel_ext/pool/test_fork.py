@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvdlab.kernel_ext.launchers.fork import outcome_of
+from hvdlab.kernel_ext.notebook.ipyparallel.fork_launchers import outcome_of
 
 
 def test_a_failure_after_the_wait_was_given_up_is_not_complained_of() -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hvdlab.kernel_ext.launchers.joining import TRIES, Joining
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import TRIES, EngineRegistration
 
 
 class Ranks:
@@ -17,17 +17,20 @@ class Ranks:
     def __init__(self, count: int, at_once: int) -> None:
         self.asked: list[tuple[int, str]] = []
         self.failed: list[tuple[int, str]] = []
-        self.joining = Joining(self._ask, lambda *failed: self.failed.append(failed), at_once)
+        self.joining = EngineRegistration(self, at_once)
         self.joining.add(range(count))
         self._last: dict[int, str] = {}
 
-    def _ask(self, rank: int, request: str) -> None:
+    def request_engine(self, rank: int, request: str) -> None:
         number, _, connection = request.partition("\n")
         self.asked.append((rank, connection))
         self._last[rank] = number
 
+    def engine_failed(self, rank: int, why: str) -> None:
+        self.failed.append((rank, why))
+
     def answer(self, rank: int, failure: str = "", number: str | None = None) -> bool:
-        return self.joining.answered(rank, f"{number or self._last[rank]}\n{failure}")
+        return self.joining.resolve(rank, f"{number or self._last[rank]}\n{failure}")
 
     def number(self, rank: int) -> str:
         return self._last[rank]
@@ -36,11 +39,11 @@ class Ranks:
 def test_ranks_join_one_after_the_other_once_the_controller_is_up() -> None:
     ranks = Ranks(3, at_once=1)
     assert ranks.asked == []
-    ranks.joining.connected("{}")
+    ranks.joining.set_connection("{}")
     assert ranks.asked == [(0, "{}")]
     assert ranks.answer(0)
     assert ranks.asked == [(0, "{}"), (1, "{}")]
-    ranks.joining.gone(1)
+    ranks.joining.remove(1)
     assert ranks.asked == [(0, "{}"), (1, "{}"), (2, "{}")]
     assert not ranks.answer(1)
     assert ranks.joining.joined == {0}
@@ -48,12 +51,12 @@ def test_ranks_join_one_after_the_other_once_the_controller_is_up() -> None:
 
 def test_all_ranks_join_again_when_another_controller_is_up() -> None:
     ranks = Ranks(2, at_once=1)
-    ranks.joining.connected("first")
+    ranks.joining.set_connection("first")
     ranks.answer(0)
     earlier = ranks.number(1)
-    ranks.joining.connected("")
+    ranks.joining.set_connection("")
     assert ranks.joining.joined == set()
-    ranks.joining.connected("second")
+    ranks.joining.set_connection("second")
     assert not ranks.answer(1, number=earlier)
     for rank in (0, 1):
         assert ranks.answer(rank)
@@ -63,8 +66,8 @@ def test_all_ranks_join_again_when_another_controller_is_up() -> None:
 
 def test_an_answer_that_never_comes_holds_up_only_that_controller() -> None:
     ranks = Ranks(2, at_once=1)
-    ranks.joining.connected("first")
-    ranks.joining.connected("second")  # rank 0's answer to the first was lost
+    ranks.joining.set_connection("first")
+    ranks.joining.set_connection("second")  # rank 0's answer to the first was lost
     assert ranks.answer(0)
     assert ranks.answer(1)
     assert ranks.joining.joined == {0, 1}
@@ -72,7 +75,7 @@ def test_an_answer_that_never_comes_holds_up_only_that_controller() -> None:
 
 def test_a_rank_that_could_not_join_tries_again_after_the_others_and_then_it_is_said() -> None:
     ranks = Ranks(2, at_once=1)
-    ranks.joining.connected("{}")
+    ranks.joining.set_connection("{}")
     assert not ranks.answer(0, "no answer")
     assert ranks.answer(1)
     for _ in range(TRIES - 1):
@@ -80,7 +83,7 @@ def test_a_rank_that_could_not_join_tries_again_after_the_others_and_then_it_is_
         assert not ranks.answer(0, "no answer")
     assert ranks.failed == [(0, "no answer")]
     assert [rank for rank, _ in ranks.asked] == [0, 1, *[0] * (TRIES - 1)]
-    ranks.joining.connected("second")
+    ranks.joining.set_connection("second")
     assert ranks.answer(0)
     assert ranks.joining.joined == {0}
 
@@ -90,7 +93,7 @@ class Schedules(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.joining = Joining(self.ask, self.failed, at_once=2)
+        self.joining = EngineRegistration(self, at_once=2)
         self.controllers = 0
         self.up = ""
         self.ranks: dict[int, int] = {}  # each with the number of its process
@@ -100,11 +103,11 @@ class Schedules(RuleBasedStateMachine):
         self.member_of: dict[int, str] = {}  # process to the controller that it is registered with
         self.given_up: set[int] = set()
 
-    def ask(self, rank: int, request: str) -> None:
+    def request_engine(self, rank: int, request: str) -> None:
         if rank in self.ranks:
             self.requests[rank].append((self.ranks[rank], request))
 
-    def failed(self, rank: int, why: str) -> None:
+    def engine_failed(self, rank: int, why: str) -> None:
         self.given_up.add(rank)
 
     @rule()
@@ -112,12 +115,12 @@ class Schedules(RuleBasedStateMachine):
         self.controllers += 1
         self.up = f"controller {self.controllers}"
         self.given_up.clear()
-        self.joining.connected(self.up)
+        self.joining.set_connection(self.up)
 
     @rule()
     def controller_dies(self) -> None:
         self.up = ""
-        self.joining.connected("")
+        self.joining.set_connection("")
 
     @rule(rank=st.integers(0, 3))
     def rank_starts(self, rank: int) -> None:
@@ -133,7 +136,7 @@ class Schedules(RuleBasedStateMachine):
         del self.ranks[rank]
         self.requests[rank].clear()
         self.given_up.discard(rank)
-        self.joining.gone(rank)
+        self.joining.remove(rank)
 
     @rule(rank=st.integers(0, 3), works=st.booleans())
     def rank_handles_a_request(self, rank: int, works: bool) -> None:
@@ -153,7 +156,7 @@ class Schedules(RuleBasedStateMachine):
             rank, process, answer = self.answers.popleft()
             if again:
                 self.answers.append((rank, process, answer))
-            if self.joining.answered(rank, answer):
+            if self.joining.resolve(rank, answer):
                 assert self.ranks[rank] == process
 
     @rule(answers_too=st.booleans())
@@ -162,7 +165,7 @@ class Schedules(RuleBasedStateMachine):
             waiting.clear()
         if answers_too:
             self.answers.clear()
-        self.joining.ask_again()
+        self.joining.resend_pending()
 
     @invariant()
     def who_has_joined_is_a_member_of_the_controller_that_is_up(self) -> None:

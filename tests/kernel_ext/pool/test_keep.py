@@ -25,10 +25,10 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook import kept_pools, takeover
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.kept_pools import main as pools_command
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, table
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
-from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.launch.forkserver.server import DetachedSupervisor
 from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable
@@ -122,7 +122,7 @@ def test_an_attached_pool_can_do_all_that_any_pool_can() -> None:
         assert pool.pull("os.environ['WORLD_SIZE']", [0, 1]) == {0: "3", 1: "3"}
         os.kill(pids[1], signal.SIGKILL)
         while 1 not in pool.lost:
-            PoolProbe(pool).recovery.settle(10)
+            PoolProbe(pool).recovery.await_recovered(10)
         assert pool.lost[1].startswith("killed by SIGKILL")
         assert pool.repair() == (1,)
         pool.restart([2])
@@ -145,7 +145,7 @@ def test_ranks_that_ended_in_the_meantime_are_known_and_can_be_replaced() -> Non
     with Pool.attach("mine") as pool:
         assert pool.ranks == (0, 2)
         while pool.lost[1].startswith("it ended while"):
-            PoolProbe(pool).recovery.settle(10)
+            PoolProbe(pool).recovery.await_recovered(10)
         assert pool.lost[1].startswith("killed by SIGKILL")
         pids = pool.pull("mine")
         assert pool.repair() == (1,)
@@ -262,7 +262,7 @@ def test_ranks_join_and_leave_an_elastic_cell_of_the_notebook_before() -> None:
         pool.client.on_reconnected(lambda membership: back.set())
         os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         assert back.wait(PATIENCE)
-        assert PoolProbe(pool).recovery.settle(PATIENCE)
+        assert PoolProbe(pool).recovery.await_recovered(PATIENCE)
 
         os.kill(before[0], signal.SIGKILL)
         wait_for_size(out, 2, [1, 2])
@@ -434,7 +434,7 @@ def test_without_a_place_to_show_it_nothing_is_left_of_a_cell(doors: Callable[[i
         assert pool.resumed == ()
         doors(0)
         assert list(pool.run("n", timeout=60)) == [11]
-        assert takeover.find(PoolProbe(pool).runs.questions, PoolProbe(pool).group.pids()) == ([], ())
+        assert takeover.find_orphans(PoolProbe(pool).runs.requests, PoolProbe(pool).group.pids()) == ([], ())
 
 
 @pytest.mark.soak
@@ -513,7 +513,7 @@ def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() ->
     os.kill(dead, signal.SIGKILL)
     assert pool.run("1").errors == {}
     while PoolProbe(pool).fork_server.pid == dead:
-        PoolProbe(pool).recovery.settle(30)
+        PoolProbe(pool).recovery.await_recovered(30)
     pool.detach()
     with Pool.attach("mine") as again:
         assert again.pull("os.getpid()") == pids == again.pull("mine")
@@ -557,7 +557,7 @@ def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced(soon: bool
         assert KeptPoolRegistry().get("mine").coordinator.pid == third
         os.kill(third, signal.SIGKILL)
         check(pool, pids)
-        PoolProbe(pool).recovery.settle(30)
+        PoolProbe(pool).recovery.await_recovered(30)
         pool.detach()
         fourth = KeptPoolRegistry().get("mine").coordinator.pid
         os.kill(fourth, signal.SIGKILL)
@@ -663,7 +663,7 @@ def test_an_attached_pool_has_its_coordinator_replaced(how: str) -> None:
         os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         check(pool, pids)
     if how == "detach":
-        PoolProbe(pool).recovery.settle(30)
+        PoolProbe(pool).recovery.await_recovered(30)
         pool.detach()
         pool = Pool.attach("mine")
         os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
@@ -678,7 +678,7 @@ def test_a_coordinator_that_hands_nothing_over_can_not_be_replaced(monkeypatch: 
     pool = Pool.attach("mine")
     os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
     while not pool.broken:
-        PoolProbe(pool).recovery.settle(10)
+        PoolProbe(pool).recovery.await_recovered(10)
     with pytest.raises(StartError, match=r"broken down: its coordinator ended.*did not hand over"):
         pool.run("1")
     pool.stop()

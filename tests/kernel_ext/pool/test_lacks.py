@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice, restarted_notice
+from hvdlab.kernel_ext.notebook.elastic import missing_names_notice, restarted_notice
 from hvdlab.kernel_ext.wire.status import UserNames
 
 

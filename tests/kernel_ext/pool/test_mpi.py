@@ -10,14 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.launchers import names
+from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
 
 pytest.importorskip("mpi4py")
-if not any(name == "mpi" for name in names.known()):
+if not any(name == "mpi" for name in launchers.launcher_names()):
     pytest.skip("ipyparallel has no MPI launcher here", allow_module_level=True)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.notebook.unsynced import BEFORE, UnsyncedRank, UnsyncedRanks
+from hvdlab.kernel_ext.notebook.elastic import BEFORE, UnsyncedRank, UnsyncedRanks
 
 
 def test_a_rank_is_a_newcomer_until_it_has_entered_the_cell() -> None:
     changes: list[None] = []
     newcomers = UnsyncedRanks(lambda: changes.append(None))
-    newcomers.came("resize", [2, 3], range(4))
+    newcomers.add("resize", [2, 3], range(4))
     assert {rank: one.how for rank, one in newcomers.all().items()} == {2: "resize", 3: "resize"}
     newcomers.join("a", [2])
     assert set(newcomers.all()) == {3}
@@ -23,7 +23,7 @@ def test_a_rank_is_a_newcomer_until_it_has_entered_the_cell() -> None:
 
 def test_what_was_brought_is_lost_with_the_cell() -> None:
     newcomers = UnsyncedRanks()
-    newcomers.came("repair", [1], range(2))
+    newcomers.add("repair", [1], range(2))
     newcomers.join("a", [1])
     newcomers.cell_ended("a")
     assert set(newcomers.all()) == {1}
@@ -44,17 +44,17 @@ def test_ranks_that_another_process_has_started_after_others() -> None:
 
 def test_mail_of_a_process_before_this_one_says_nothing() -> None:
     newcomers = UnsyncedRanks()
-    newcomers.came("resize", [1], range(2))
+    newcomers.add("resize", [1], range(2))
     newcomers.join("a", [1])
-    newcomers.came("restart", [1], range(2))
+    newcomers.add("restart", [1], range(2))
     newcomers.mark_joined("a", 1)
     assert newcomers.all()[1].how == "restart"
 
 
 def test_if_no_other_rank_is_left_none_came_later() -> None:
     newcomers = UnsyncedRanks()
-    newcomers.came("restart", [0], range(2))
-    newcomers.came("restart", [1], range(2))
+    newcomers.add("restart", [0], range(2))
+    newcomers.add("restart", [1], range(2))
     assert newcomers.all() == {}
 
 
@@ -74,7 +74,7 @@ def test_whatever_happens_a_rank_that_was_brought_nothing_is_one(steps: list[tup
     newcomers, nothing, sent, running = UnsyncedRanks(), set(), {}, set()
     for what, *details in steps:
         if what == "came":
-            newcomers.came("resize", *details, range(5))
+            newcomers.add("resize", *details, range(5))
             nothing |= details[0]
             for rank in details[0]:
                 sent.pop(rank, None)

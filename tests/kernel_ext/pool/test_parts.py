@@ -16,9 +16,9 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.settings import WorldEnvironment, rank_environment
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM
-from hvdlab.kernel_ext.launchers import names
-from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest
-from hvdlab.kernel_ext.notebook import checks
+from hvdlab.kernel_ext.notebook import assembly
+from hvdlab.kernel_ext.notebook.ipyparallel import launchers
+from hvdlab.kernel_ext.notebook.ipyparallel.launchers import EngineSetLauncher, EngineSetStarter, PoolRequest
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.rank.__main__ import foreign_sizes
 from hvdlab.kernel_ext.wire.codec import decode_to_rank
@@ -132,7 +132,7 @@ def test_too_few_open_files_are_told_with_the_remedy(
 @pytest.mark.parametrize("np", [0, -1, True, 1.5, "4", None, 1 << 16])
 def test_odd_sizes_are_refused(np: Any) -> None:
     with pytest.raises(InvalidRequestError, match=str(np)):
-        checks.check_size(np)
+        assembly.check_size(np)
 
 
 # -- exits ------------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Ranks:
 
     def __init__(self, silent: Sequence[int] = (), dying: Sequence[int] = ()) -> None:
         self.silent, self.dying = silent, dying
-        self.questions = RankRequests(self.post)
+        self.questions = RankRequests(self)
         self.threads: list[threading.Thread] = []
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ def test_a_silent_rank_is_waited_for_until_the_deadline() -> None:
 
 
 def test_late_answers_concern_nobody() -> None:
-    RankRequests(lambda topic, body, ranks: None).resolve(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
+    Ranks().questions.resolve(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_missing_mpiexec_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StartError, match="pip install mpich"):
-        names.find("MPI").check(2, "")
+        launchers.find("MPI").check(2, "")
 
 
 @pytest.mark.parametrize("hosts", ["", ":4", "a:x", ",,"])
@@ -307,7 +307,7 @@ def test_ipyparallel_s_launchers_start_our_ranks(tmp_path: Path) -> None:
 
     async def make() -> Any:
         cluster = Cluster(
-            engine_launcher_class=names.engine_set_class("slurm"),
+            engine_launcher_class=launchers.engine_set_class("slurm"),
             profile_dir=str(tmp_path),
             load_profile=False,
             parent=None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.kernel_ext.notebook.output.crash import called
-from hvdlab.kernel_ext.notebook.stack_probe import look_at_state
+from hvdlab.kernel_ext.notebook.stack_probe import describe_state
 
 
 @pytest.mark.parametrize(
@@ -25,11 +25,11 @@ def test_states_in_words(tmp_path: Path, state: str, said: str) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7/stat").write_text(f"7 (a) b) {state} 1 7 7 0")
     (tmp_path / "7/wchan").write_text("nfs_wait")
-    assert look_at_state(7, tmp_path) == said
+    assert describe_state(7, tmp_path) == said
 
 
 def test_a_process_that_is_gone(tmp_path: Path) -> None:
-    assert look_at_state(7, tmp_path) == "its process has ended"
+    assert describe_state(7, tmp_path) == "its process has ended"
 
 
 DUMP = (

@@ -101,7 +101,7 @@ def test_the_coordinator_dies_while_nothing_happens(start_pool: StartPool) -> No
     assert gone.wait(30)
     watched.check()
     assert watched.coordinator != before
-    PoolProbe(watched.pool).recovery.settle(30)
+    PoolProbe(watched.pool).recovery.await_recovered(30)
     said = [*watched.pool.news()]
     assert len(said) <= 1  # the cell can show it
     assert watched.pool.news() == []
@@ -113,7 +113,7 @@ def test_it_is_told_before_the_next_cell(start_pool: StartPool) -> None:
     wait_for_news = threading.Event()
     watched.pool.client.on_reconnected(lambda world: wait_for_news.set())
     assert wait_for_news.wait(30)
-    PoolProbe(watched.pool).recovery.settle(30)
+    PoolProbe(watched.pool).recovery.await_recovered(30)
     (said,) = watched.pool.news()
     assert said.startswith("the coordinator ended (killed by SIGKILL) and was replaced within ")
     assert said.endswith("; the ranks and their variables are intact")
@@ -183,7 +183,7 @@ def test_only_the_connection_to_the_coordinator_is_lost(start_pool: StartPool) -
     assert (results.errors, list(results)) == ({}, [40, 41])
     for rank in (0, 1):
         assert out.text[rank] == "".join(f"line {i} {rank}\n" for i in range(30_000))
-    PoolProbe(watched.pool).recovery.settle(30)
+    PoolProbe(watched.pool).recovery.await_recovered(30)
     (said,) = [*out.notes, *watched.pool.news()]
     assert said.startswith("the connection to the coordinator was lost (")
     assert (watched.coordinator, watched.pool.client.generation) == (before, 0)
@@ -264,7 +264,7 @@ def test_a_rank_dies_with_the_coordinator(start_pool: StartPool) -> None:
     watched.kill_coordinator()
     os.kill(watched.pids[1], signal.SIGKILL)
     while 1 not in watched.pool.lost:
-        PoolProbe(watched.pool).recovery.settle(30)
+        PoolProbe(watched.pool).recovery.await_recovered(30)
     assert watched.pool.repair() == (1,)
     assert watched.pool.ranks == (0, 1, 2)
     assert watched.pool.run(SET_UP, ranks=[1]).errors == {}
@@ -359,7 +359,7 @@ def test_ranks_are_added_replaced_and_ended_after_the_fork_server_has_died(start
     watched.kill_server()
     os.kill(watched.pids[1], signal.SIGKILL)
     while 1 not in watched.pool.lost:
-        PoolProbe(watched.pool).recovery.settle(30)
+        PoolProbe(watched.pool).recovery.await_recovered(30)
     assert watched.pool.repair() == (1,)
     watched.kill_server()
     watched.pool.resize(4)
@@ -469,13 +469,13 @@ def rebuilder_in(
 ) -> CoordinatorRecovery:
     """Return a rebuilder of a pool whose coordinator neither dies nor is given up."""
     surroundings.notice = tell
+    surroundings.recovery_failed = surroundings.coordinator_restored = pytest.fail
     return CoordinatorRecovery(
         surroundings,
         surroundings,
         surroundings,
         surroundings,
-        give_up=pytest.fail,
-        rebuilt=pytest.fail,
+        surroundings,
         near=near,
     )
 
@@ -490,7 +490,7 @@ def test_a_rank_that_the_coordinator_has_given_up_is_ended(lives: bool) -> None:
         rebuilder = rebuilder_in(surroundings)
         surroundings.look(surroundings.membership())
         assert surroundings.killed.wait(20 if lives else 2 * CUT_OFF_WITHIN) is lives
-        rebuilder.settle(10)
+        rebuilder.await_recovered(10)
         rebuilder.close()
         rebuilder.join()
         # The process's watcher reports how it ended; this only knows why.
@@ -503,7 +503,7 @@ def test_a_rank_that_is_back_gets_what_it_has_missed_and_the_user_is_told() -> N
         rebuilder = rebuilder_in(surroundings, tell=surroundings.told.append)
         surroundings.returned(1, process.pid + 1, 45.0)  # one that another process has replaced since
         surroundings.returned(1, process.pid, 45.0)
-        rebuilder.settle(10)
+        rebuilder.await_recovered(10)
         rebuilder.close()
         rebuilder.join()
         process.kill()

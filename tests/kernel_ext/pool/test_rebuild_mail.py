@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -191,16 +192,17 @@ def test_a_cell_that_comes_twice_is_known_until_nobody_wants_it() -> None:
 def test_a_question_is_asked_again_of_those_who_have_not_answered() -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
 
-    def post(topic: str, body: bytes, ranks: object) -> None:
-        question = decode_to_rank(body)
-        assert isinstance(question, PushValue)
-        asked.append((question.ticket, tuple(ranks)))  # type: ignore[arg-type]  # a sequence
-        if len(asked) == 1:
-            questions.resolve(1, Acked(question.ticket))
-            questions.resend_pending()
-            questions.resolve(0, Acked(question.ticket))
+    class Mail:
+        def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
+            question = decode_to_rank(body)
+            assert isinstance(question, PushValue)
+            asked.append((question.ticket, tuple(ranks)))
+            if len(asked) == 1:
+                questions.resolve(1, Acked(question.ticket))
+                questions.resend_pending()
+                questions.resolve(0, Acked(question.ticket))
 
-    questions = RankRequests(post)
+    questions = RankRequests(Mail())
     answers = questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 1], Deadline(PATIENCE))
     assert set(answers) == {0, 1}
     assert [ranks for _, ranks in asked] == [(0, 1), (0,)]

@@ -11,9 +11,8 @@ from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher, CellReques
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
-from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
-from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import CellDone, JoinedCell
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode
 from patience import PATIENCE
@@ -72,7 +71,7 @@ def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
     client = Said()
     runs = runs_of(client)
     start(runs, "a")
-    runs.lost()
+    runs.connection_lost()
     runs.interrupt([0, 1])
     client.said.clear()
     runs.resync([0, 1], running={})
@@ -94,7 +93,7 @@ def test_an_interrupt_is_for_one_cell() -> None:
         client.mail[TO_POOL](rank, encode(CellDone("a", None, 0.0)))
     assert first.wait(PATIENCE).ok
     start(runs, "b")
-    runs.lost()
+    runs.connection_lost()
     client.said.clear()
     runs.resync([0, 1], running={"b": (0, 1)})
     assert ("interrupt", (0, 1)) not in client.said
@@ -140,7 +139,7 @@ def test_a_rank_that_joined_is_a_newcomer_until_it_says_that_it_entered() -> Non
     runs = runs_of(client, newcomers)
     handle = start(runs, "a", elastic=Bounds())
     handle.drive_in_background()
-    newcomers.came("resize", [2, 3], range(4))
+    newcomers.add("resize", [2, 3], range(4))
     assert runs.join("a", (2, 3))
     assert newcomers.all() == {}
     client.mail[TO_POOL](2, encode(JoinedCell("a")))
@@ -160,7 +159,7 @@ def test_a_rank_that_joined_is_sent_the_cell_as_one_that_joins_again() -> None:
     start(runs, "a", elastic=Bounds())
     runs.join("a", (2,))
     assert client.said[-2:] == [("cell started", (2,)), ("RunCell joins", (2,))]
-    runs.lost()
+    runs.connection_lost()
     runs.join("a", (3,))
     client.said.clear()
     runs.resync([0, 1, 2, 3], running={"a": (0, 1, 2)})

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.kernel_ext.notebook.elastic import SyncResult, UnsyncedRank, why_unknown
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.kernel_ext.notebook.unsynced import SyncResult, UnsyncedRank, why_unknown
 
 StartPool = Callable[..., Pool]
 

@@ -37,9 +37,19 @@ class Queue:
     def signal(self, rank: int, number: int) -> None: ...
 
 
+class Unobserved:
+    """`LifecycleObserver` that does nothing."""
+
+    def rank_ready(self, rank: int) -> None: ...
+
+    def rank_lost(self, rank: int, reason: str) -> None: ...
+
+    def rank_left(self, rank: int, died: str) -> None: ...
+
+
 @pytest.fixture
 def group() -> RankLifecycle:
-    group = RankLifecycle(Coordinator(), died=lambda rank, reason: None, ready=lambda rank: None)  # type: ignore[arg-type]
+    group = RankLifecycle(Coordinator(), Unobserved())  # type: ignore[arg-type]  # stands in for a Client
     group.set_starter(Queue(group))  # type: ignore[arg-type]
     return group
 
@@ -106,8 +116,7 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts(
 ) -> None:
     group = RankLifecycle(
         Coordinator(),  # type: ignore[arg-type]  # stands in for a Client
-        died=lambda rank, reason: None,
-        ready=lambda rank: None,
+        Unobserved(),
         hosts=parse_hosts(hosts) if hosts else (),
     )
 

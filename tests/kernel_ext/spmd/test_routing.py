@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.kernel_ext.spmd.routing import CellRouter, Help, Route, asks_ranks, python_of, route
+from hvdlab.kernel_ext.kernel.cell_routing import CellRouter, Help, Route, asks_ranks, python_of, route
 
 ON_RANKS = [
     "x = 1",

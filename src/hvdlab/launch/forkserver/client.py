@@ -39,9 +39,9 @@ from hvdlab.launch.forkserver.messages import (
     Keep,
     Kept,
     Loaded,
-    Refused,
     Shutdown,
     Signal,
+    SuccessorRefused,
     decode_from_server,
     encode,
 )
@@ -377,12 +377,12 @@ class ForkServer:
                     self._kept = message
                 case Children():
                     self._lifeline = Lifeline(endpoint.take_descriptor())
-                case Refused(pid):
+                case SuccessorRefused(pid):
                     self._refused = pid
                 case Exited():
                     message = self._orphans.complete(message)
             self._changed.notify_all()
-            if isinstance(message, Loaded | Kept | Children | Refused):
+            if isinstance(message, Loaded | Kept | Children | SuccessorRefused):
                 return
             listener = self._listener
             if listener is None:

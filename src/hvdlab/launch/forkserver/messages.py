@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping
 from typing import Self, cast
@@ -13,6 +14,8 @@ from hvdlab.collectives.protocol.codec import MALFORMED, encode_frame
 
 CONTROLLER = -1
 """Number of the child that is ipyparallel's controller, where ranks are counted from 0."""
+PORTS_TAKEN = errno.EADDRINUSE
+"""Exit code of a controller whose ports another program has."""
 
 LAUNCHER = -2
 """Number of an adopted process that is the program which starts and ends the ranks (``mpiexec``)."""
@@ -73,7 +76,7 @@ class Guard(ForkServerMessage, frozen=True):
     paths: tuple[str, ...]
 
 
-class Engine(ForkServerMessage, frozen=True):
+class ReportEngine(ForkServerMessage, frozen=True, tag="Engine"):
     """Order to report to the controller that a rank has become an engine of ipyparallel's, or (not ``joined``) has ended.
 
     The fork server reports its own children's ends to it by itself.
@@ -201,14 +204,14 @@ class Children(ForkServerMessage, frozen=True):
     guarded: tuple[str, ...] = ()
 
 
-class Refused(ForkServerMessage, frozen=True):
+class SuccessorRefused(ForkServerMessage, frozen=True, tag="Refused"):
     """Refusal of a successor while the pool's process, ``pid``, lives. The connection ends then."""
 
     pid: int
 
 
-ToServer = Fork | Signal | Guard | Engine | Shutdown | Adopt | Keep
-FromServer = Loaded | Forked | ForkFailed | Exited | ControllerUp | Kept | Children | Refused
+ToServer = Fork | Signal | Guard | ReportEngine | Shutdown | Adopt | Keep
+FromServer = Loaded | Forked | ForkFailed | Exited | ControllerUp | Kept | Children | SuccessorRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_warm: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(cast("type[ToServer]", ToServer))

@@ -41,7 +41,7 @@ from hvdlab.launch.forkserver.messages import (
     Forked,
     ForkServerMessage,
     Loaded,
-    Refused,
+    SuccessorRefused,
     decode_to_server,
     encode,
 )
@@ -269,7 +269,7 @@ class ServerShell:
         link = PoolLink(*found)
         if self._link.alive or not self._state.kept:
             with contextlib.suppress(ConnectionLost):
-                link.endpoint.send_frame(encode(Refused(self._link.pid)))
+                link.endpoint.send_frame(encode(SuccessorRefused(self._link.pid)))
             link.close()
             return []
         # First: if the old link is open, this starts a coordinator where none lives. The new process needs

@@ -15,7 +15,6 @@ from hvdlab.launch.forkserver.messages import (
     Adopt,
     Children,
     ControllerUp,
-    Engine,
     Exited,
     Fork,
     Forked,
@@ -25,6 +24,7 @@ from hvdlab.launch.forkserver.messages import (
     Keep,
     Kept,
     Loaded,
+    ReportEngine,
     Shutdown,
     Signal,
     ToServer,
@@ -289,7 +289,7 @@ class ForkServerState:
             case Guard(paths):
                 self._guarded = paths
                 return []
-            case Engine(rank, joined):
+            case ReportEngine(rank, joined):
                 return [TellController(rank, joined)] if CONTROLLER in self._children else []
             case Shutdown(grace):
                 return self._stop(grace, now)

@@ -293,7 +293,7 @@ class Agent:
         except BlockingIOError:
             return False
         if data:
-            self._send(wire.Output(child.rank, child.pipes[fd], data))
+            self._send(wire.RankOutput(child.rank, child.pipes[fd], data))
             return True
         self._selector_drop(fd)
         del child.pipes[fd]

@@ -32,7 +32,7 @@ from hvdlab.launch.starter import ENDED_WITH_JOB, Ended, RankObserver, Started, 
 AGENT_ENDS_WITHIN = 5.0
 """Seconds that an agent has to end its ranks and itself; it gives ranks two between SIGTERM and SIGKILL."""
 
-RankReport = wire.RankStarted | wire.RankNotStarted | wire.Output | wire.ResultPiece | wire.RankExited
+RankReport = wire.RankStarted | wire.RankNotStarted | wire.RankOutput | wire.ResultPiece | wire.RankExited
 
 
 class ExecStarter:
@@ -333,9 +333,9 @@ class ExecStarter:
     def _report(self, message: RankReport, host: str) -> None:
         program = self._request.program
         match message:
-            case wire.Output(rank, stream, data) if program is not None:
+            case wire.RankOutput(rank, stream, data) if program is not None:
                 program.output.write(rank, stream, data)
-            case wire.Output(rank, _, data):
+            case wire.RankOutput(rank, _, data):
                 self._tails[rank].add(data)
             case wire.RankStarted(rank, pid):
                 with self._lock:

@@ -22,11 +22,11 @@ class AgentMessage(
     """Base of every message."""
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+class AgentStruct(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
     """Base of the parts of messages."""
 
 
-class RankSpec(Part, frozen=True):
+class RankSpec(AgentStruct, frozen=True):
     """A rank to start: its number, and the variables that only it gets."""
 
     rank: int
@@ -104,7 +104,7 @@ class RankNotStarted(AgentMessage, frozen=True):
     text: str
 
 
-class Output(AgentMessage, frozen=True):
+class RankOutput(AgentMessage, frozen=True, tag="Output"):
     """Output of a rank to stdout (1) or stderr (2)."""
 
     rank: int
@@ -163,7 +163,7 @@ class Preloaded(AgentMessage, frozen=True):
 
 
 ToAgent = Start | Spawn | SignalRanks
-FromAgent = RankStarted | RankNotStarted | Output | ResultPiece | RankExited | OrderFailed
+FromAgent = RankStarted | RankNotStarted | RankOutput | ResultPiece | RankExited | OrderFailed
 FromZygote = Preloaded | RankStarted | RankNotStarted
 
 _encoder = msgspec.msgpack.Encoder()

@@ -50,7 +50,7 @@ from hvdlab.torch.c10d.tensors import (
     writable_array,
 )
 from hvdlab.torch.c10d.work import CoalescedWork, HvdlabWork
-from hvdlab.torch.c10d.world import World
+from hvdlab.torch.c10d.world import C10dWorld
 from hvdlab.torch.dynamo import untraced_methods
 
 _Types: Any = dist.ReduceOp.RedOpType
@@ -94,7 +94,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(
-        self, world: World, rank: int, size: int, name: str, members: Sequence[int], timeout: timedelta
+        self, world: C10dWorld, rank: int, size: int, name: str, members: Sequence[int], timeout: timedelta
     ) -> None:
         super().__init__(rank, size)
         self._calls = Calls(world, name, members, timeout.total_seconds())

@@ -29,7 +29,13 @@ from hvdlab.torch.c10d.operation_names import renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.store import HvdlabStore
 from hvdlab.torch.c10d.watch_options import WatchOptions
-from hvdlab.torch.c10d.world import World, current_world, has_coordinator, require_whole_world, world_of_group
+from hvdlab.torch.c10d.world import (
+    C10dWorld,
+    current_world,
+    has_coordinator,
+    require_whole_world,
+    world_of_group,
+)
 
 _SPACE_BYTES = 16
 """Random bytes from which the name of a store's space is made."""
@@ -75,7 +81,7 @@ def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any
     engine = context.init()
     require_whole_world(engine, given.get("rank", -1), given.get("world_size", -1))
     timeout = given.get("timeout") or dist.distributed_c10d.default_pg_timeout
-    world = context.companion(World)  # before the ranks meet: after that, others may send mail to it
+    world = context.companion(C10dWorld)  # before the ranks meet: after that, others may send mail to it
     space = _met(engine, timeout)
     ranks = engine.ranks()
     world.store = HvdlabStore(world.link, space, ranks, timeout)

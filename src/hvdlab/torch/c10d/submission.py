@@ -44,7 +44,7 @@ from hvdlab.torch.c10d.tensors import (
     writable_array,
 )
 from hvdlab.torch.c10d.work import CoalescedWork, Deliver, HvdlabWork
-from hvdlab.torch.c10d.world import World
+from hvdlab.torch.c10d.world import C10dWorld
 
 _MAY_BE_SHIFTED = (
     CauseKind.CELL_ENDED, CauseKind.CELL_FAILED, CauseKind.DEADLOCK, CauseKind.TIMEOUT, CauseKind.WITHDRAWN,
@@ -107,7 +107,7 @@ class Calls:
         closed: Whether the group refuses operations.
     """
 
-    def __init__(self, world: World, name: str, members: Sequence[int], seconds: float) -> None:
+    def __init__(self, world: C10dWorld, name: str, members: Sequence[int], seconds: float) -> None:
         self.world, self.engine, self.members = world, world.engine, tuple(members)
         self.name, self.description, self.seconds = name, "", seconds
         self.sequence, self.closed = 0, False

@@ -66,7 +66,7 @@ from hvdlab.torch.c10d.operation_names import renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.watch_options import LATE_AFTER
 from hvdlab.torch.c10d.watched_work import Generation, WatchedWork
-from hvdlab.torch.c10d.world import World
+from hvdlab.torch.c10d.world import C10dWorld
 from hvdlab.torch.dynamo import untraced_methods
 
 ANSWER_WITHIN = 1.0
@@ -176,7 +176,7 @@ class WatchedGroup(HvdlabProcessGroup):
 
     def __init__(
         self,
-        world: World,
+        world: C10dWorld,
         rank: int,
         size: int,
         name: str,

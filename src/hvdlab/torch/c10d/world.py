@@ -63,7 +63,7 @@ class _AddedSet:
     epoch: int
 
 
-class World:
+class C10dWorld:
     """Shared state of this process's groups. One object for each engine, kept beside it.
 
     Args:
@@ -231,7 +231,7 @@ def _decoded(body: bytes) -> tuple[int, ...]:
     return tuple(map(int, body.split(b",")))
 
 
-def world_of_group(store: Any, rank: int, size: int) -> World:
+def world_of_group(store: Any, rank: int, size: int) -> C10dWorld:
     """Return the world for the default group: a pool's or a launcher's, or one that rank 0 founds.
 
     Args:
@@ -244,7 +244,7 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
         InvalidRequestError: hvdlab's world has other ranks than the group.
     """
     if context.is_initialized():
-        current = context.companion(World)
+        current = context.companion(C10dWorld)
         if current.founded and (current.engine.rank, len(current.engine.ranks())) != (rank, size):
             context.shutdown()  # only a former default group has used that world
     settings = context.take_settings()  # also after hvd.init() took the secret out of the environment
@@ -253,8 +253,8 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
     else:
         engine = context.init()
         require_whole_world(engine, rank, size)
-        world = context.companion(World)
-    # Behind this barrier ranks send each other mail about groups. Mail to a rank without a World would be lost, so all wait until
+        world = context.companion(C10dWorld)
+    # Behind this barrier ranks send each other mail about groups. Mail to a rank without a C10dWorld would be lost, so all wait until
     # each rank has made its own.
     world.engine.run(Request(OpKind.BARRIER, "init_process_group.ready"))
     return world
@@ -270,9 +270,9 @@ def require_whole_world(engine: Engine, rank: int, size: int) -> None:
         )
 
 
-def current_world() -> World:
+def current_world() -> C10dWorld:
     """Return the world of the default group. Raises ``NotInitializedError`` if hvdlab was shut down since it was made."""
-    return context.companion(World, 'dist.new_group(backend="hvdlab")')
+    return context.companion(C10dWorld, 'dist.new_group(backend="hvdlab")')
 
 
 def has_coordinator(settings: Settings) -> bool:
@@ -288,7 +288,7 @@ def _has_launcher(settings: Settings) -> bool:
     return launched is not None and launched.launcher.name == "torchrun"
 
 
-def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
+def _founded(store: Any, rank: int, size: int, settings: Settings) -> C10dWorld:
     """Join a new world: rank 0 starts its coordinator, and gives the others the place of its card.
 
     Torch's store is open to all users of the host, which can change its contents. So it has only the random name of a file that
@@ -311,7 +311,7 @@ def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
             coordinator, board = started
             board.withdraw()  # all ranks have joined, or the start has failed
             coordinator.release()  # it ends after the last rank
-    world = context.companion(World)
+    world = context.companion(C10dWorld)
     world.founded = True
     return world
 

@@ -70,13 +70,26 @@ class Run:
         self.sink = Sink()
         self.credits: list[tuple[int, int]] = []
         self.interrupted = threading.Event()
+        self.untold: list[str] = []
         self.handle = CellHandle(
             CellState("c", range(ranks), now=time.monotonic(), timeout=timeout),
             GuardedSink(self.sink),
-            credit=lambda rank, taken: self.credits.append((rank, taken)),
-            interrupt=lambda ranks: self.interrupted.set(),
-            finished=lambda results: self.sink.calls.append(("closed",)),
+            self,
         )
+
+    def acknowledge(self, rank: int, taken: int) -> None:
+        self.credits.append((rank, taken))
+
+    def interrupt(self, ranks: tuple[int, ...]) -> None:
+        self.interrupted.set()
+
+    def request_stacks(self, ranks: tuple[int, ...]) -> None: ...
+
+    def probe_processes(self, ranks: tuple[int, ...]) -> None: ...
+
+    def finished(self, results: CellResults) -> None:
+        self.sink.calls.append(("closed",))
+        self.untold = self.handle.take_undelivered_notices()
 
     def feed(self, *events: Event) -> None:
         for event in events:
@@ -195,14 +208,12 @@ def test_a_line_behind_the_end_of_the_run_is_not_lost(held_back: bool) -> None:
     """It can come in one burst with the last rank's end, and while the sink still shows the output that it has held
     back."""
     run = Run()
-    untold: list[str] = []
-    run.handle._on_finished = lambda results: untold.extend(run.handle.take_undelivered_notices())
     if held_back:
         run.sink.due = time.monotonic() + 0.05
     run.feed(PoolNews("in time"), done(0), done(1), PoolNews("too late"))
     assert run.handle.wait().ok
     notes = [call[1] for call in run.sink.calls if call[0] == "note"]
-    assert (notes, untold) == (["in time"], ["too late"])
+    assert (notes, run.untold) == (["in time"], ["too late"])
 
 
 def test_who_waits_longer_drives_on() -> None:
@@ -267,7 +278,11 @@ class InterruptingUser:
 
 
 def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
-    run = Run()
+    class Obeying(Run):
+        def interrupt(self, ranks: tuple[int, ...]) -> None:
+            self.feed(done(0), done(1))
+
+    run = Obeying()
     asked: list[Question] = []
 
     class Desk(PromptDesk):
@@ -276,7 +291,6 @@ def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
             return super().ask(question, *args)
 
     run.handle._desk = Desk(InterruptingUser(run), lambda rank, reply: None)
-    run.handle._interrupt = lambda ranks: run.feed(done(0), done(1))
     run.feed(PromptAsked(0, PromptRequest("c", 1, DEBUGGER, "ipdb> ")))
     run.handle.wait(PATIENCE)
     # A notebook's frontend keeps a second box, and runs no cell as long as it is there.

@@ -24,7 +24,7 @@ def ask(number: int, kind: str = DEBUGGER, prompt: str = "ipdb> ") -> PromptRequ
 
 
 def due(queue: PromptQueue, now: float) -> int | None:
-    question = queue.due(now)
+    question = queue.next_prompt(now)
     return None if question is None else question.rank
 
 
@@ -56,30 +56,30 @@ def test_ranks_that_are_not_at_a_prompt_are_named(line: str) -> None:
 
 def test_those_that_come_together_are_asked_for_together_lowest_first() -> None:
     queue = PromptQueue()
-    queue.asked(2, ask(1), 0.0)
-    queue.asked(1, ask(1), GATHER / 2)
+    queue.prompt_asked(2, ask(1), 0.0)
+    queue.prompt_asked(1, ask(1), GATHER / 2)
     assert due(queue, GATHER) is None
     assert queue.deadline == GATHER / 2 + GATHER
     assert due(queue, GATHER / 2 + GATHER) == 1
-    question = queue.due(10)
+    question = queue.next_prompt(10)
     assert question is not None
     assert queue.label(question) == "[rank 1] (others wait, @? tells) ipdb> "
 
 
 def test_the_rank_that_was_answered_is_asked_again_if_it_comes_back_soon() -> None:
     queue = PromptQueue()
-    queue.asked(1, ask(1), 0.0)
-    queue.asked(2, ask(1), 0.0)
-    question = queue.due(1.0)
+    queue.prompt_asked(1, ask(1), 0.0)
+    queue.prompt_asked(2, ask(1), 0.0)
+    question = queue.next_prompt(1.0)
     assert question is not None
     assert queue.answered(question, "@2", 1.0) == ([], "")
-    question = queue.due(1.0)
+    question = queue.next_prompt(1.0)
     assert question is not None
     assert queue.answered(question, "next", 1.0) == ([Answer(2, PromptReply(1, "next"))], "")
     assert due(queue, 1.0) is None
-    queue.asked(2, ask(2), 1.2)
+    queue.prompt_asked(2, ask(2), 1.2)
     assert due(queue, 1.2) == 2  # at once
-    question = queue.due(2.0)
+    question = queue.next_prompt(2.0)
     assert question is not None
     queue.answered(question, "continue", 2.0)
     assert due(queue, 2.0 + RETURN) == 1  # it does not come back
@@ -87,13 +87,13 @@ def test_the_rank_that_was_answered_is_asked_again_if_it_comes_back_soon() -> No
 
 def test_all_means_those_with_the_same_kind_of_prompt() -> None:
     queue = PromptQueue()
-    queue.asked(0, ask(1, INPUT, "name? "), 0.0)
-    queue.asked(1, ask(1), 0.0)
-    queue.asked(2, ask(1), 0.0)
-    question = queue.due(1.0)
+    queue.prompt_asked(0, ask(1, INPUT, "name? "), 0.0)
+    queue.prompt_asked(1, ask(1), 0.0)
+    queue.prompt_asked(2, ask(1), 0.0)
+    question = queue.next_prompt(1.0)
     assert question is not None
     queue.answered(question, "@1", 1.0)
-    question = queue.due(1.0)
+    question = queue.next_prompt(1.0)
     assert question is not None
     answers, _ = queue.answered(question, "all: c", 1.0)
     assert [answer.rank for answer in answers] == [1, 2]
@@ -102,41 +102,41 @@ def test_all_means_those_with_the_same_kind_of_prompt() -> None:
 
 def test_a_single_plain_question_takes_any_line_as_it_is() -> None:
     queue = PromptQueue()
-    queue.asked(0, ask(1, INPUT, "mail? "), 0.0)
-    question = queue.due(1.0)
+    queue.prompt_asked(0, ask(1, INPUT, "mail? "), 0.0)
+    question = queue.next_prompt(1.0)
     assert question is not None
     assert queue.answered(question, "@2", 1.0) == ([Answer(0, PromptReply(1, "@2"))], "")
 
 
 def test_a_question_that_comes_again_gets_the_answer_it_had() -> None:
     queue = PromptQueue()
-    queue.asked(0, ask(5), 0.0)
-    question = queue.due(1.0)
+    queue.prompt_asked(0, ask(5), 0.0)
+    question = queue.next_prompt(1.0)
     assert question is not None
     queue.answered(question, "n", 1.0)
-    assert queue.asked(0, ask(5), 2.0) == [Answer(0, PromptReply(5, "n"))]
+    assert queue.prompt_asked(0, ask(5), 2.0) == [Answer(0, PromptReply(5, "n"))]
     assert queue.ranks == ()
 
 
 def test_two_threads_of_a_rank_may_ask() -> None:
     queue = PromptQueue()
-    queue.asked(0, ask(6), 0.0)
-    question = queue.due(1.0)
+    queue.prompt_asked(0, ask(6), 0.0)
+    question = queue.next_prompt(1.0)
     assert question is not None
     queue.answered(question, "n", 1.0)
-    assert queue.asked(0, ask(5), 2.0) == []  # it was made before the other one
+    assert queue.prompt_asked(0, ask(5), 2.0) == []  # it was made before the other one
     assert queue.ranks == (0,)
 
 
 def test_who_dies_or_goes_on_is_not_asked_for() -> None:
     queue = PromptQueue()
     for rank in (0, 1, 2):
-        queue.asked(rank, ask(1), 0.0)
-    question = queue.due(1.0)
+        queue.prompt_asked(rank, ask(1), 0.0)
+    question = queue.next_prompt(1.0)
     assert question is not None
-    queue.gone(0)
+    queue.rank_gone(0)
     assert queue.answered(question, "n", 1.0) == ([], "")
-    queue.unasked(1, 1)
+    queue.prompt_withdrawn(1, 1)
     assert queue.ranks == (2,)
     assert due(queue, 1.0) == 2
 
@@ -157,16 +157,16 @@ def test_no_question_is_answered_twice_or_forgotten(steps: list[tuple[str, int, 
         if what == "asked" and rank not in open_questions:
             numbers[rank] += 1
             open_questions[rank] = numbers[rank]
-            queue.asked(rank, ask(numbers[rank]), now)
+            queue.prompt_asked(rank, ask(numbers[rank]), now)
         elif what == "gone":
-            queue.gone(rank)
+            queue.rank_gone(rank)
             open_questions.pop(rank, None)
         elif what == "unasked" and rank in open_questions:
-            queue.unasked(rank, open_questions.pop(rank))
+            queue.prompt_withdrawn(rank, open_questions.pop(rank))
         elif what == "time":
             now += 1
-        elif what == "answer" and (question := queue.due(now)) is not None:
+        elif what == "answer" and (question := queue.next_prompt(now)) is not None:
             for answer in queue.answered(question, line, now)[0]:
                 assert open_questions.pop(answer.rank) == answer.reply.number
         assert queue.ranks == tuple(sorted(open_questions))
-    assert (queue.due(now + 10) is None) == (not open_questions)
+    assert (queue.next_prompt(now + 10) is None) == (not open_questions)

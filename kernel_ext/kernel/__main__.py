@@ -1,4 +1,4 @@
-"""``python -m hvdlab.kernel_ext.spmd -f CONNECTION_FILE``: the kernel, as a frontend starts it."""
+"""``python -m hvdlab.kernel_ext.kernel -f CONNECTION_FILE``: the kernel, as a frontend starts it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main() -> None:
         del sys.path[0]
     from ipykernel.kernelapp import IPKernelApp
 
-    from hvdlab.kernel_ext.spmd.kernel import HvdlabKernel
+    from hvdlab.kernel_ext.kernel.kernel import HvdlabKernel
 
     IPKernelApp.launch_instance(kernel_class=HvdlabKernel)
 

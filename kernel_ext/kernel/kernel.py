@@ -1,4 +1,4 @@
-"""The kernel whose cells run on the ranks: IPython's own, and the interface of the ranks that the magics provide for it."""
+"""Kernel whose cells run on the ranks: IPython's own kernel, and the interface of the ranks that the magics provide for it."""
 
 from __future__ import annotations
 
@@ -10,53 +10,52 @@ from ipykernel.ipkernel import IPythonKernel
 
 from hvdlab._version import __version__
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.spmd.aside import BusyReplies
-from hvdlab.kernel_ext.spmd.routing import CellRouter, asks_ranks
-from hvdlab.kernel_ext.spmd.wishes import PoolDefaults, np_of_request, wishes_for
+from hvdlab.kernel_ext.kernel.busy_replies import BusyReplies
+from hvdlab.kernel_ext.kernel.cell_routing import CellRouter, asks_ranks
+from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults, defaults_for_notebook, np_of_request
 from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 
 class KernelBackend(Protocol):
-    """The ranks of a kernel. ``complete`` and ``inspect`` may be called from any thread."""
+    """Ranks of a kernel. ``complete`` and ``inspect`` may be called from any thread."""
 
-    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
-        """Begin to start ranks in the background; the first cell that needs them reports what can't be had."""
+    def begin(self, defaults: Callable[[], PoolDefaults]) -> None:
+        """Begin to start ranks in the background; the first cell that needs them reports why there are none."""
         ...
 
     def cell(self, code: str, *, store_history: bool) -> None:
-        """The kernel is going to run this cell."""
+        """Prepare for a cell that the kernel is going to run."""
         ...
 
     def complete(self, code: str, cursor: int) -> Completions | None:
-        """Completions from the first rank; None if it does not answer or there is none yet."""
+        """Return completions from the first rank; None if it does not answer or there is none yet."""
         ...
 
     def inspect(self, code: str, cursor: int, detail: int) -> Inspection | None:
-        """Documentation from the first rank; None if it does not answer or there is none yet."""
+        """Return documentation from the first rank; None if it does not answer or there is none yet."""
         ...
 
     def evaluate(self, expressions: Mapping[str, str]) -> dict[str, Any]:
-        """Expressions of a client, as the protocol's ``user_expressions``, evaluated on the first rank."""
+        """Evaluate a client's expressions on the first rank; returns the protocol's ``user_expressions``."""
         ...
 
     def busy_with(self) -> str:
-        """The label of a cell that the first rank runs; empty if it is idle or there is none."""
+        """Return the label of a cell that the first rank runs; empty if it is idle or there is none."""
         ...
 
     def end(self) -> None:
-        """The kernel ends: end the ranks, or leave them if they are kept. Any thread, also while a cell runs."""
+        """End the ranks, or leave them if they are kept, since the kernel ends. Any thread, also while a cell runs."""
         ...
 
 
-_Base: Any = (
-    IPythonKernel  # it has hardly any annotations, and those of ways to be overridden that it does not use
-)
+# It has hardly any annotations, and those of ways to be overridden that it does not use.
+_Base: Any = IPythonKernel
 _OUR_MAGIC = ("%hvd", "%%hvd", "%%local", "%autohvd")
 _TYPES = "_jupyter_types_experimental"
 
 
 class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
-    """A kernel in which plain cells run on all ranks, ``%%local`` ones here.
+    """Kernel in which plain cells run on all ranks, ``%%local`` ones here.
 
     Its shell has the magics loaded; a cell for the ranks becomes a call of ``%%hvd_run``, so that output, errors,
     interrupts and prompts are the same in both. Completion and inspection come from the first rank.
@@ -67,7 +66,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._side: KernelBackend | None = None
+        self._backend: KernelBackend | None = None
         self._router = CellRouter()
 
     @property
@@ -78,23 +77,23 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     def start(self) -> None:
         """Load the magics, which begin to start ranks, and serve."""
         super().start()
-        # First of all transformers: lines are counted as the user sees them.
+        # First of all transformers: later ones would shift the line numbers that ranks report.
         self.shell.input_transformers_cleanup.insert(0, self._router)
         self.shell.extension_manager.load_extension("hvdlab")
 
-    def take_ranks(self, side: KernelBackend | None) -> None:
-        """The extension brings the ranks; None when it is unloaded: cells then run here."""
-        self._side = side
+    def set_backend(self, backend: KernelBackend | None) -> None:
+        """Set the ranks that the extension brings; with None, when it is unloaded, cells run here."""
+        self._backend = backend
 
     def start_ranks(self) -> None:
         """Begin to start ranks: the extension is loaded."""
-        if self._side is not None:
-            self._side.begin(wishes_for)
+        if self._backend is not None:
+            self._backend.begin(defaults_for_notebook)
 
     def do_shutdown(self, restart: bool) -> dict[str, Any]:
         """End the ranks in an orderly way; ipykernel would send them signals in no particular order, and wait."""
-        if self._side is not None:
-            self._side.end()
+        if self._backend is not None:
+            self._backend.end()
         return dict(super().do_shutdown(restart))
 
     # -- cells --------------------------------------------------------------------------------------------------------
@@ -111,9 +110,9 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         cell_id: Any = None,
     ) -> dict[str, Any]:
         """Run a cell where it belongs; afterwards ask the first rank for the values of the client's expressions."""
-        side, request = self._side, self.get_parent("shell")
+        backend, request = self._backend, self.get_parent("shell")
         # The kernel's debugger has the kernel run a little code, which is meant for this process.
-        if side is None or request.get("header", {}).get("session") == self.session.session:
+        if backend is None or request.get("header", {}).get("session") == self.session.session:
             alone: dict[str, Any] = await super().do_execute(
                 code,
                 silent,
@@ -125,21 +124,21 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
             )
             return alone
         self._router.cell, self._router.options = code, _options(cell_meta)
-        side.cell(code, store_history=store_history and not silent)
+        backend.cell(code, store_history=store_history and not silent)
         try:
             with self.running(request):
                 reply: dict[str, Any] = await super().do_execute(
                     code, silent, store_history, {}, allow_stdin, cell_meta=cell_meta, cell_id=cell_id
                 )
                 if user_expressions and reply["status"] == "ok":
-                    reply["user_expressions"] = side.evaluate(user_expressions)
+                    reply["user_expressions"] = backend.evaluate(user_expressions)
         finally:
             self._router.cell = None
         return reply
 
     def show_help(self, name: str, detail: int) -> None:
-        """``name?``: what the first rank knows about it, in the frontend's pager."""
-        found = self._side.inspect(name, len(name), detail) if self._side is not None else None
+        """Show the first rank's documentation of ``name?`` in the frontend's pager."""
+        found = self._backend.inspect(name, len(name), detail) if self._backend is not None else None
         if found is not None and found.found:
             self.shell.payload_manager.write_payload({"source": "page", "data": found.data, "start": 0})
         else:
@@ -148,11 +147,11 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     # -- questions ----------------------------------------------------------------------------------------------------
 
     def do_complete(self, code: str, cursor_pos: int | None) -> dict[str, Any]:
-        """Completions from the first rank, with our own magics; from this process for what runs here."""
+        """Return completions from the first rank, with our own magics; from this process for cells that run here."""
         cursor = len(code) if cursor_pos is None else cursor_pos
-        if self._side is None or not asks_ranks(code):
+        if self._backend is None or not asks_ranks(code):
             return dict(super().do_complete(code, cursor))
-        answer = self._side.complete(code, cursor)
+        answer = self._backend.complete(code, cursor)
         here = self._magics_here(code, cursor)
         if answer is None or not answer.matches:
             if here is not None:
@@ -161,9 +160,8 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
                 return self._unknown(cursor, self._silence())
         reply = _reply(answer if answer is not None else Completions(0, (), cursor, cursor))
         if here is not None:
-            if (
-                here["cursor_start"] != reply["cursor_start"]
-            ):  # the rank took a magic's name for one of Python's
+            # The rank took a magic's name for one of Python's.
+            if here["cursor_start"] != reply["cursor_start"]:
                 return here
             reply["matches"] += [name for name in here["matches"] if name not in reply["matches"]]
             reply["metadata"][_TYPES] += here["metadata"].get(_TYPES, [])
@@ -172,24 +170,24 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     def do_inspect(
         self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()
     ) -> dict[str, Any]:
-        """Documentation from the first rank; from this process for what runs here."""
-        if self._side is None or not asks_ranks(code):
+        """Return documentation from the first rank; from this process for cells that run here."""
+        if self._backend is None or not asks_ranks(code):
             return dict(super().do_inspect(code, cursor_pos, detail_level, omit_sections))
-        answer = self._side.inspect(code, cursor_pos, detail_level)
+        answer = self._backend.inspect(code, cursor_pos, detail_level)
         if answer is None:
             data = {"text/plain": self._silence()}
             return {"status": "ok", "found": True, "data": data, "metadata": {}}
         return {"status": "ok", "found": answer.found, "data": answer.data, "metadata": {}}
 
     def do_history(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The cells of this notebook; entries of this session have its number, whichever kind of request asks for them."""
+        """Return the cells of this notebook; entries of this session have its number, whichever kind of request asks for them."""
         reply = dict(super().do_history(*args, **kwargs))
         own = self.shell.history_manager.session_number
         reply["history"] = [(session or own, *rest) for session, *rest in reply["history"]]
         return reply
 
     def answer_aside(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer to a request while a cell runs, on another thread; None if it has to wait for the cell's end."""
+        """Return the answer to a request while a cell runs, on another thread; None if it has to wait for the cell's end."""
         if kind == "complete_request" and asks_ranks(content["code"]):
             return self.do_complete(content["code"], content["cursor_pos"])
         if kind == "inspect_request" and asks_ranks(content["code"]):
@@ -201,7 +199,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         return None
 
     def _magics_here(self, code: str, cursor: int) -> dict[str, Any] | None:
-        """Our own magics, which ranks do not have."""
+        """Return completions of our own magics, which ranks do not have."""
         word = code[:cursor].rpartition("\n")[2].lstrip()
         if not word.startswith("%") or " " in word or threading.current_thread() is not self._main:
             return None
@@ -213,8 +211,8 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
         return {**reply, "matches": kept, "metadata": {_TYPES: types}}
 
     def _silence(self) -> str:
-        """Why the first rank said nothing."""
-        label = self._side.busy_with() if self._side is not None else ""
+        """Return a line that explains why the first rank has not answered."""
+        label = self._backend.busy_with() if self._backend is not None else ""
         if label:
             return f"rank 0 runs cell {label} and does not answer; ask again when that has ended"
         return "rank 0 does not answer: the ranks are starting, or there are none (`%hvd_pool status` tells)"
@@ -231,7 +229,7 @@ class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
 
 
 def _options(cell_meta: Any) -> str:
-    """Options of ``%%hvd_run`` that a client gives with a cell."""
+    """Return the options of ``%%hvd_run`` that a client gives with a cell."""
     try:
         np = np_of_request(cell_meta)
     except InvalidRequestError:  # a client's own metadata under our name; run the cell all the same

@@ -1,12 +1,18 @@
-"""ipyparallel's view of what a fork server forked: launchers for the controller and for the set of engines.
+"""ipyparallel's view of a fork server's children: launchers for the controller and for the set of engines.
 
 The pool forks its ranks itself, before there is a ``Cluster``, since a rank does not need ipyparallel to be ready. The
 engine set's launcher takes over the ranks that are there, and serves ipyparallel's requests to signal or stop them.
+
+The controller, its clients and its engines know each other by a pair of CurveZMQ keys. Without them, ZeroMQ's ports take
+subscriptions from any process that reaches them, also from those of other users of this host. The public key lies in the
+controller's connection files, which only their user can read. All controllers of a cluster have the same pair: the sockets of
+an engine live as long as the engine, and know one key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -15,7 +21,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
+import zmq
 from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # has no types
     EngineLauncher,
     LocalControllerLauncher,
@@ -24,8 +32,8 @@ from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # ha
 from traitlets import Any as AnyTrait
 from traitlets import Dict
 
-from hvdlab.kernel_ext.launchers import curve, ports
-from hvdlab.launch.forkserver.messages import CONTROLLER, Exited, Fork, Signal
+from hvdlab.collectives import system
+from hvdlab.launch.forkserver.messages import CONTROLLER, PORTS_TAKEN, Exited, Fork, Signal
 from hvdlab.launch.processes import describe
 
 
@@ -50,13 +58,13 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     @property
     def keys_file(self) -> Path:
-        """The file with the keys of all controllers of this cluster."""
+        """Return the file with the keys of all controllers of this cluster."""
         return keys_file(self.profile_dir, self.cluster_id)
 
     async def start(self) -> None:
         """Have the fork server fork the controller; returns when it has a process id."""
         assert self.fork_server is not None
-        environment = {**os.environ, **self.get_env(), **curve.environment(self.keys_file)}
+        environment = {**os.environ, **self.get_env(), **curve_environment(self.keys_file)}
         argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN")
         self.fork_server.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
         self.pid = await outcome_of(self.forked)
@@ -92,19 +100,19 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         )
 
     def get_output(self, remove: bool = False) -> str:
-        """The controller's last words, if it has ended."""
+        """Return the controller's last words, if it has ended."""
         return self.ended.result().tail if self.ended.done() else ""
 
     def was_forked(self, outcome: int | Exception) -> None:
-        """The fork server has forked the controller (``outcome`` is its process id), or could not. Any thread."""
+        """Complete ``forked`` with the controller's process id, or with the error if it could not be forked. Any thread."""
         _complete(self.forked, outcome)
 
     def is_up(self) -> None:
-        """The controller listens. Any thread."""
+        """Complete ``listening``: the controller listens. Any thread."""
         _complete(self.listening, None)
 
     def has_ended(self, event: Exited) -> None:
-        """The fork server has reaped the controller. Any thread."""
+        """Complete all futures: the fork server has reaped the controller. Any thread."""
         why = RuntimeError(f"ipyparallel's controller ended: {describe(event)}\n{event.tail}".rstrip())
         _complete(self.forked, why)
         _complete(self.listening, why)
@@ -112,8 +120,8 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     @property
     def ports_taken(self) -> bool:
-        """Whether the controller has ended because it could not have its ports."""
-        return self.ended.done() and self.ended.result().code == ports.TAKEN
+        """Return whether the controller has ended because it could not have its ports."""
+        return self.ended.done() and self.ended.result().code == PORTS_TAKEN
 
     async def surely_gone(self, seconds: float) -> None:
         """End the controller at once, if it has not ended. Raises ``TimeoutError`` if it lives after ``seconds``."""
@@ -124,14 +132,14 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
 
 def keys_file(profile_dir: str, cluster_id: str) -> Path:
-    """Where the keys of a cluster's controllers are."""
+    """Return the path of the file with the keys of a cluster's controllers are."""
     return Path(profile_dir) / "security" / f"ipcontroller-{cluster_id}-curve.json"
 
 
 async def outcome_of(future: Future[Any]) -> Any:
     """Wait for a future that others wait for, too; it goes on if this wait is cancelled.
 
-    The callback looks at its exception: asyncio would else complain, at the end of the process, that the exception of a future
+    The callback looks at its exception: otherwise asyncio would report, at the end of the process, that the exception of a future
     which failed after the wait was never retrieved.
     """
     wrapped = asyncio.wrap_future(future)
@@ -153,7 +161,7 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
     """The ranks of a pool that its starter starts one by one.
 
     Attributes:
-        starter: What started them.
+        starter: The starter that started them.
         pids: Rank to process id; the pool keeps it up to date.
     """
 
@@ -168,7 +176,7 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
 
     @classmethod
     def from_dict(cls, d: dict[str, Any], **kwargs: Any) -> ForkEngineSetLauncher:
-        """The launcher that another process makes from the cluster's file."""
+        """Return the launcher that another process makes from the cluster's file."""
         launcher: ForkEngineSetLauncher = super().from_dict(d, **kwargs)
         launcher.pids = {rank: pid for rank, pid in launcher.pids.items() if psutil.pid_exists(pid)}
         if not launcher.pids:
@@ -176,7 +184,7 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
         return launcher
 
     def find_args(self) -> list[str]:
-        """Shown in logs only."""
+        """Return a name for logs; nothing is executed."""
         return ["hvdlab ranks"]
 
     def start(self, n: int) -> list[int]:
@@ -206,3 +214,50 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
         self.n = len(pids)
         if not pids and not self._stopped.done():
             self._stopped.set_result(None)
+
+
+log = logging.getLogger(__name__)
+
+_LIMIT = 4096
+
+
+class _Keys(msgspec.Struct, frozen=True):
+    public: str
+    secret: str
+
+
+def curve_environment(path: Path) -> dict[str, str]:
+    """The environment variables that have a controller use the pair of keys in this file, which is made if there is none.
+
+    Raises:
+        OSError: The file does not belong to this user alone, or can't be made.
+    """
+    if not zmq.has("curve"):
+        log.warning(
+            "this ZeroMQ has no encryption: other users of this host can read what ipyparallel publishes"
+        )
+        return {}
+    keys = _keys(path)
+    return {"IPP_ENABLE_CURVE": "1", "IPP_CURVE_PUBLICKEY": keys.public, "IPP_CURVE_SECRETKEY": keys.secret}
+
+
+def _keys(path: Path) -> _Keys:
+    public, secret = zmq.curve_keypair()
+    made = _Keys(public.decode(), secret.decode())
+    try:
+        system.create_private(path, msgspec.json.encode(made).decode())
+    except FileExistsError:
+        return _read(path)
+    return made
+
+
+def _read(path: Path) -> _Keys:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{path} must belong to user {os.geteuid()} alone (mode 0600)")
+        try:
+            return msgspec.json.decode(file.read(_LIMIT), type=_Keys)
+        except msgspec.DecodeError as error:
+            raise OSError(f"{path} holds no keys: {error}") from error

@@ -1,4 +1,4 @@
-"""Answers to a client while a cell runs: by the thread that takes the client's messages, not by the one that runs cells."""
+"""Answers to a client while a cell runs, given by the thread that takes the client's messages, not by the one that runs cells."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
 
 
 class BusyReplies:
-    """Part of a kernel's class, before ipykernel's own classes among its bases.
+    """Base of a kernel's class, before ipykernel's own classes among its bases.
 
     ipykernel takes messages on a thread of its own from version 7 on; in older ones everything waits for the cell.
     """
@@ -42,12 +42,12 @@ class BusyReplies:
         self._answering: set[asyncio.Task[None]] = set()
 
     def answer_aside(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The content of the answer to a request; None if it has to wait. Not on the main thread."""
+        """Return the content of the answer to a request; None if it has to wait. Not on the main thread."""
         raise NotImplementedError
 
     @contextmanager
     def running(self, request: Any) -> Iterator[None]:
-        """While the cell of this request runs. Main thread."""
+        """Mark the request as the one whose cell runs, within this context. Main thread."""
         self._runs = request
         try:
             yield
@@ -79,22 +79,19 @@ class BusyReplies:
             self._cells.discard(msg_id)
 
     def _peek(self, msg: Any) -> dict[str, Any]:
-        """A message, or nothing if it is not valid. This does not count as receiving it, which may happen only once."""
+        """Return a message, or an empty one if it is not valid, without receiving it: a message can be received only once."""
         try:
             _, frames = self.session.feed_identities(msg, copy=False)
             return dict(self.session.deserialize(frames, content=False, copy=False))
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-        ):  # ipykernel will report it; the marks that it sends itself are no messages either
+        # ipykernel will report it; the marks that it sends itself are no messages either.
+        except (ValueError, TypeError, KeyError):
             return {}
 
     def _header(self, msg: Any) -> dict[str, Any]:
         return dict(self._peek(msg).get("header", {}))
 
     def _request(self, msg: Any) -> tuple[str, dict[str, Any]] | None:
-        """The kind and content of what may be answered now."""
+        """Return the kind and content of a request that can be answered now; None for any other message."""
         peeked = self._peek(msg)
         header = peeked.get("header", {})
         if header.get("msg_type") not in KINDS or header.get("subshell_id") is not None:

@@ -26,7 +26,7 @@ class PoolDefaults:
 
 
 def from_environment(environ: Mapping[str, str]) -> PoolDefaults:
-    """``HVDLAB_NP``, ``HVDLAB_LAUNCHER`` and ``HVDLAB_HOSTS``, as a kernelspec sets them.
+    """Return the defaults in ``HVDLAB_NP``, ``HVDLAB_LAUNCHER`` and ``HVDLAB_HOSTS``, as a kernelspec sets them.
 
     Raises:
         InvalidRequestError: ``HVDLAB_NP`` is no number of ranks.
@@ -40,15 +40,15 @@ def from_environment(environ: Mapping[str, str]) -> PoolDefaults:
     )
 
 
-def with_metadata(wishes: PoolDefaults, metadata: Any) -> PoolDefaults:
-    """The wishes, overridden by the ``hvdlab`` entry of metadata.
+def with_metadata(defaults: PoolDefaults, metadata: Any) -> PoolDefaults:
+    """Return the defaults, overridden by the ``hvdlab`` entry of metadata.
 
     Raises:
         InvalidRequestError: The entry has a value of the wrong type, or no number of ranks.
     """
     found = metadata.get("hvdlab") if isinstance(metadata, dict) else None
     if not isinstance(found, dict):
-        return wishes
+        return defaults
     texts = {name: found.get(name) for name in ("launcher", "plane", "hosts")}
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
@@ -57,15 +57,15 @@ def with_metadata(wishes: PoolDefaults, metadata: Any) -> PoolDefaults:
             )
     np = found.get("np")
     return PoolDefaults(
-        _count(np, "the notebook's metadata `hvdlab.np`") if np is not None else wishes.np,
-        texts["launcher"] or wishes.launcher,
-        texts["plane"] or wishes.plane,
-        texts["hosts"] or wishes.hosts,
+        _count(np, "the notebook's metadata `hvdlab.np`") if np is not None else defaults.np,
+        texts["launcher"] or defaults.launcher,
+        texts["plane"] or defaults.plane,
+        texts["hosts"] or defaults.hosts,
     )
 
 
 def notebook_metadata(environ: Mapping[str, str], directory: Path) -> dict[str, Any]:
-    """The metadata of the notebook that this kernel was started for; empty if it is not known which one that is.
+    """Return the metadata of the notebook that this kernel was started for; empty if that is not known.
 
     Jupyter's server names it in ``JPY_SESSION_NAME``: its path, or its path below the server's root, of which the kernel
     knows only the last part for sure.
@@ -84,7 +84,9 @@ def notebook_metadata(environ: Mapping[str, str], directory: Path) -> dict[str, 
     return {}
 
 
-def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> PoolDefaults:
+def defaults_for_notebook(
+    environ: Mapping[str, str] | None = None, directory: Path | None = None
+) -> PoolDefaults:
     """Return the defaults of the pool for this kernel's notebook.
 
     Raises:
@@ -95,7 +97,7 @@ def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None 
 
 
 def np_of_request(metadata: Any) -> int | None:
-    """The number of ranks that a client wants for one cell, from the metadata of its request; None if it does not say."""
+    """Return the number of ranks that a client asks for in the metadata of one cell's request; None without such an entry."""
     return with_metadata(PoolDefaults(), metadata).np
 
 

@@ -1,37 +1,40 @@
 """A pool's ``ipyparallel.Cluster``: its controller, its engine set, and the one thread that its coroutines run on.
 
-It is brought up when it is first used, by ``Companion.cluster`` or ``Companion.wait_up``: it listens on ports and takes
-memory, which a pool whose user only runs cells does without.
+The first use brings it up, by ``IpyparallelCluster.cluster`` or ``IpyparallelCluster.wait_up``: it listens on ports and takes memory, which a pool
+that only runs cells does without. Ranks register one after the other, so that a cell that comes in between finds the others free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
+import os
+import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
-from hvdlab.kernel_ext.launchers.predecessor import Predecessor
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     LAUNCHER,
     Adopt,
     ControllerUp,
-    Engine,
     Exited,
     Forked,
     ForkFailed,
     FromServer,
     Guard,
+    ReportEngine,
+    Signal,
 )
 from hvdlab.launch.processes import describe, start_time
 from hvdlab.launch.starter import Starter
@@ -39,7 +42,10 @@ from hvdlab.launch.starter import Starter
 if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.kernel_ext.launchers.fork import ForkControllerLauncher, ForkEngineSetLauncher
+    from hvdlab.kernel_ext.notebook.ipyparallel.fork_launchers import (
+        ForkControllerLauncher,
+        ForkEngineSetLauncher,
+    )
 
 T = TypeVar("T")
 
@@ -50,32 +56,53 @@ END_WITHIN = 5.0
 PAUSES = (0.0, 0.3, 1.0)
 """Seconds to wait before each further attempt, if another program took a port after the controller had chosen it."""
 
+TRIES = 3
+"""Requests to a rank to register with one controller, at most."""
+
 log = logging.getLogger(__name__)
-log.addHandler(
-    logging.NullHandler()
-)  # ipyparallel's news are for users that configure logging, not for the notebook
+# ipyparallel's reports are for users that configure logging, not for the notebook.
+log.addHandler(logging.NullHandler())
+
+# Two threads must not begin to import ipyparallel at different ends of its import cycle.
+_importing = threading.Lock()
 
 
-class Companion:
-    """The ipyparallel side of a pool.
+def load_ipyparallel() -> None:
+    """Import ipyparallel whole. Call it before any import of a part of it. Raises ``ImportError``."""
+    with _importing:
+        importlib.import_module("ipyparallel")
+
+
+class ClusterOwner(Protocol):
+    """Owner of a cluster. Any thread calls it; it must not block."""
+
+    def rank_pids(self) -> Mapping[int, int]:
+        """Return rank to process id of the ranks that live."""
+        ...
+
+    def set_controller(self, connection: str) -> None:
+        """Have ranks register with a controller that is up.
+
+        Args:
+            connection: Its connection information for engines (JSON); empty when it has died.
+        """
+        ...
+
+    def controller_lost(self, line: str) -> None:
+        """Report to the user, in this line, that a controller that was up has died."""
+        ...
+
+
+class IpyparallelCluster:
+    """Cluster of ipyparallel beside a pool.
 
     Args:
         fork_server: Forks the controller.
-        pids: Gives rank to process id of the ranks that the fork server forked.
-        connected: Called with the controller's connection information for engines (JSON) when it is up, and with an empty
-            text when it has died. Ranks join each controller. Must not block.
-        lost: Called with one line when a controller that was up has died. Must not block.
+        owner: Has the ranks, and learns of each controller.
     """
 
-    def __init__(
-        self,
-        fork_server: ForkServer,
-        pids: Callable[[], Mapping[int, int]],
-        connected: Callable[[str], None],
-        lost: Callable[[str], None] | None = None,
-    ) -> None:
-        self._fork_server, self._pids, self._connected = fork_server, pids, connected
-        self._lost = lost or log.warning
+    def __init__(self, fork_server: ForkServer, owner: ClusterOwner) -> None:
+        self._fork_server, self._owner = fork_server, owner
         self._starter: Starter | None = None
         # The cluster that an earlier process left, if it kept this pool.
         self._earlier = Predecessor.of(fork_server)
@@ -99,7 +126,7 @@ class Companion:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster; brings it up if it is not. Does not wait for engines to register."""
+        """Return the cluster, which is brought up first if it is not. Does not wait for engines to register."""
         self.wait_up(Deadline(60))
         assert self._cluster is not None
         return self._cluster
@@ -134,8 +161,8 @@ class Companion:
                 f"ipyparallel's controller could not be started: {error or 'it took too long'}"
             ) from error
 
-    def hear(self, event: FromServer) -> None:
-        """A message of the fork server about the controller, or a change of ranks. Fork server's reading thread."""
+    def on_forkserver_event(self, event: FromServer) -> None:
+        """Take a message of the fork server about the controller, or about a rank. Fork server's reading thread."""
         controller = None if self._cluster is None else self._cluster.controller
         if controller is not None:
             match event:
@@ -154,17 +181,17 @@ class Companion:
         self.ranks_changed()
 
     def rank_joined(self, rank: int) -> None:
-        """A rank has registered and listens: the controller may announce it."""
-        self._fork_server.send(Engine(rank, True))
+        """Have the controller announce a rank, which has registered and listens."""
+        self._fork_server.send(ReportEngine(rank, True))
 
     def rank_gone(self, rank: int) -> None:
-        """A rank that the fork server did not fork has ended."""
+        """Have the controller forget a rank that the fork server did not fork, and that has ended."""
         with contextlib.suppress(StartError):  # the pool is being closed
-            self._fork_server.send(Engine(rank, False))
+            self._fork_server.send(ReportEngine(rank, False))
         self.ranks_changed()
 
     def ranks_changed(self) -> None:
-        """A rank has started or ended."""
+        """Update the engine set: a rank has started or ended."""
         self._call_soon(self._update_engines)
 
     def _call_soon(self, call: Callable[..., None], *arguments: object) -> None:
@@ -208,7 +235,7 @@ class Companion:
         load_ipyparallel()
         from ipyparallel import Cluster
 
-        from hvdlab.kernel_ext.launchers.fork import (
+        from hvdlab.kernel_ext.notebook.ipyparallel.fork_launchers import (
             ForkControllerLauncher,
             ForkEngineSetLauncher,
             keys_file,
@@ -228,16 +255,18 @@ class Companion:
         security = Path(self._cluster.profile_dir) / "security"
         names = [f"ipcontroller-{self._cluster.cluster_id}-{kind}.json" for kind in ("client", "engine")]
         keys = keys_file(self._cluster.profile_dir, self._cluster.cluster_id)
-        self.guard(self._cluster.cluster_file, *(str(security / name) for name in names), str(keys))
+        self.remove_files_on_exit(
+            self._cluster.cluster_file, *(str(security / name) for name in names), str(keys)
+        )
         return self._cluster
 
-    def guard(self, *paths: str) -> None:
-        """Have the fork server remove these files when the pool ends, in whatever way."""
+    def remove_files_on_exit(self, *paths: str) -> None:
+        """Have the fork server remove these files when the pool ends, also if this process is killed."""
         self._guarded += paths
         self._fork_server.send(Guard(self._guarded))
 
     def watch_launcher(self, pid: int) -> None:
-        """Have the fork server end this program, which started the ranks, when the pool ends, in whatever way."""
+        """Have the fork server end this program, which started the ranks, when the pool ends, also if this process is killed."""
         self._fork_server.send(Adopt((Forked(LAUNCHER, pid, start_time(pid)),)))
 
     async def _start(self) -> str:
@@ -251,7 +280,7 @@ class Companion:
             await self._take_over_ranks(cluster)
         if self._serving is None:  # it has died meanwhile
             raise RuntimeError("ipyparallel's controller ended as soon as it was up")
-        self._connected(information)
+        self._owner.set_controller(information)
         return information
 
     async def _start_controller(self, cluster: Cluster) -> str:
@@ -280,7 +309,7 @@ class Companion:
         information = json.dumps((await controller.get_connection_info())["engine"])
         if controller.ended.done():
             raise RuntimeError(f"ipyparallel's controller ended: {describe(controller.ended.result())}")
-        self._serving = controller  # its end is `_controller_ended`'s business from now on
+        self._serving = controller  # from now on `_controller_ended` handles its end
         return information
 
     def _controller_ended(self, controller: ForkControllerLauncher, end: Exited, with_server: bool) -> None:
@@ -292,21 +321,20 @@ class Companion:
         if cluster is None or controller is not self._serving or self._closed:
             return
         with self._lock:
-            self._up = (
-                None  # first of all: a caller that uses the cluster from now on gets the next controller
-            )
+            # First of all: a caller that uses the cluster from now on gets the next controller.
+            self._up = None
         self._serving = None
-        self._connected("")
+        self._owner.set_controller("")
         controller.notify_stop({"exit_code": end.code, "pid": end.pid, "identifier": controller.identifier})
         cluster.controller = None
         why = "with the process that ranks are forked from" if with_server else f"({describe(end)})"
-        self._lost(
+        self._owner.controller_lost(
             f"ipyparallel's controller ended {why}; cells are not affected, the next use of `pool.cluster` starts "
             "another controller, and clients of ipyparallel have to be made again"
         )
 
     async def _take_over_ranks(self, cluster: Cluster) -> None:
-        pids = {str(rank): pid for rank, pid in self._pids().items()}
+        pids = {str(rank): pid for rank, pid in self._owner.rank_pids().items()}
         name = await cluster.start_engines(len(pids), starter=self._starter, pids=pids)
         self._engines = cluster.engines[name]
 
@@ -314,7 +342,7 @@ class Companion:
         cluster, engines = self._cluster, self._engines
         if cluster is None or engines is None or engines.state == "after":
             return
-        engines.update(self._pids())
+        engines.update(self._owner.rank_pids())
         if not self._closed:
             cluster.update_cluster_file()
 
@@ -340,3 +368,148 @@ def _log_failure(up: Future[str]) -> None:
     """Log why the start failed. The pool works without the controller; a caller that asks for the cluster gets the error."""
     if not up.cancelled() and up.exception() is not None:
         log.warning("ipyparallel's controller could not be started: %s", up.exception())
+
+
+class Predecessor:
+    """Cluster that an earlier process left with a kept pool. The next one takes over its name, and its keys, which the ranks know.
+
+    Args:
+        identity: Its ``cluster_id`` and ``profile_dir``.
+    """
+
+    def __init__(self, identity: dict[str, str]) -> None:
+        self.identity = identity
+        self._gone: Future[None] = Future()
+
+    @classmethod
+    def of(cls, fork_server: ForkServer) -> Self | None:
+        """Return the predecessor that this fork server has or had a controller of; None if there is none."""
+        for path in map(Path, fork_server.guarded()):
+            if path.name.startswith("cluster-"):
+                with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone, or half written
+                    cluster = json.loads(path.read_text())["cluster"]
+                    return cls({name: cluster[name] for name in ("cluster_id", "profile_dir")})
+        return None
+
+    def has_ended(self) -> None:
+        """Note that the fork server has reaped the predecessor's controller. Any thread."""
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    async def end(self, fork_server: ForkServer) -> None:
+        """Kill the predecessor's controller, if it lives, and wait for its end."""
+        if CONTROLLER in fork_server.children():
+            fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
+            await asyncio.wrap_future(self._gone)
+
+
+class RegisteringRanks(Protocol):
+    """Ranks that register as engines. Any thread calls it; it must not block."""
+
+    def request_engine(self, rank: int, request: str) -> None:
+        """Send a rank the request to register."""
+        ...
+
+    def engine_failed(self, rank: int, why: str) -> None:
+        """Take note of a rank that could not register, and gets no further request."""
+        ...
+
+
+class EngineRegistration:
+    """Registration of ranks as engines of ipyparallel: a few at a time, each up to ``TRIES`` times.
+
+    A request or an answer can be lost with a coordinator, come twice, or come too late to count. So each request has a number,
+    which the answer to it repeats; only the answer to a rank's last request counts.
+
+    Args:
+        ranks: Reaches the ranks.
+        at_once: Number of ranks that register at the same time; by default one for each four cores.
+    """
+
+    def __init__(self, ranks: RegisteringRanks, at_once: int | None = None) -> None:
+        self._link = ranks
+        self._at_once = at_once or max(1, (os.cpu_count() or 1) // 4)
+        self._lock = threading.Lock()
+        self._connection = ""
+        self._ranks: set[int] = set()
+        self._waiting: deque[int] = deque()
+        self._under_way: dict[int, str] = {}
+        self._joined: set[int] = set()
+        self._tries: Counter[int] = Counter()
+        # Not from zero: an earlier process may have asked the ranks of a kept pool.
+        self._series, self._requests = os.urandom(8).hex(), 0
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """Return the ranks that are engines of ipyparallel."""
+        with self._lock:
+            return frozenset(self._joined)
+
+    def set_connection(self, connection: str) -> None:
+        """Have all ranks register with the controller that is up now, also those that were engines of an earlier one.
+
+        Args:
+            connection: The controller's connection information for engines; empty if there is no controller any more.
+        """
+        with self._lock:
+            self._connection = connection
+            self._waiting = deque(sorted(self._ranks))
+            self._joined.clear()
+            self._under_way.clear()
+            self._tries.clear()
+        self._next()
+
+    def add(self, ranks: Iterable[int]) -> None:
+        """Have these ranks register: they are ready."""
+        with self._lock:
+            new = [rank for rank in ranks if rank not in self._ranks]
+            self._ranks.update(new)
+            self._waiting.extend(new)
+        self._next()
+
+    def resend_pending(self) -> None:
+        """Repeat the requests that have no answer yet: they, or the answers, may be lost."""
+        with self._lock:
+            chosen = sorted(self._under_way.items())
+        for rank, request in chosen:
+            self._link.request_engine(rank, request)
+
+    def resolve(self, rank: int, answer: str) -> bool:
+        """Take a rank's answer to its request. Returns whether the rank is an engine now; False if the answer does not count."""
+        number, _, failure = answer.partition("\n")
+        with self._lock:
+            if self._under_way.get(rank, "").partition("\n")[0] != number:
+                return False
+            del self._under_way[rank]
+            last = self._tries[rank] >= TRIES
+            if not failure:
+                self._joined.add(rank)
+            elif not last:
+                self._waiting.append(rank)
+        self._next()
+        if failure and last:
+            self._link.engine_failed(rank, failure)
+        return not failure
+
+    def remove(self, rank: int) -> None:
+        """Forget a rank that has ended."""
+        with self._lock:
+            self._under_way.pop(rank, None)
+            self._joined.discard(rank)
+            self._ranks.discard(rank)
+            del self._tries[rank]
+            if rank in self._waiting:
+                self._waiting.remove(rank)
+        self._next()
+
+    def _next(self) -> None:
+        with self._lock:
+            chosen: list[tuple[int, str]] = []
+            while self._connection and self._waiting and len(self._under_way) < self._at_once:
+                rank = self._waiting.popleft()
+                self._requests += 1
+                self._tries[rank] += 1
+                self._under_way[rank] = f"{self._series}-{self._requests}\n{self._connection}"
+                chosen.append((rank, self._under_way[rank]))
+        for rank, request in chosen:
+            self._link.request_engine(rank, request)

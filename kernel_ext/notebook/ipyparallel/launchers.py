@@ -1,38 +1,96 @@
-"""Ranks that one of ipyparallel's own launchers starts: Slurm and others.
+"""Names of the launchers that a pool can use, and the launcher that starts ranks by one of ipyparallel's: PBS and others.
 
-The launcher starts them all at once as ``python -m hvdlab.kernel_ext.rank``. They find the coordinator by their environment,
-and the pool knows of them by their connections to it alone.
+ipyparallel's launcher starts all ranks at once as ``python -m hvdlab.kernel_ext.rank``. They find the coordinator by their
+environment, and the pool knows of them by their connections to it alone.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.settings import common, threads_per_rank
 from hvdlab.collectives.system import HostPosition
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.launchers import names
-from hvdlab.kernel_ext.launchers.cluster import Companion
-from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
+from hvdlab.kernel_ext.notebook.ipyparallel.cluster import IpyparallelCluster, load_ipyparallel
+from hvdlab.launch import registry
 from hvdlab.launch.by_connection import LACKS, MembershipRanks
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.options import Option, OptionKind
-from hvdlab.launch.starter import (
-    Capabilities,
-    Capability,
-    LaunchRequest,
-    RankObserver,
-)
+from hvdlab.launch.starter import Capabilities, Capability, Launcher, LaunchRequest, RankObserver
 
+LOCAL = "local"
+MPI = "mpi"
+_GROUP = "ipyparallel.engine_launchers"
+"""Entry points of ipyparallel's launchers."""
+
+PROGRAMS = {
+    "htcondor": "condor_submit",
+    "lsf": "bsub",
+    "pbs": "qsub",
+    "sge": "qsub",
+    "sshproxy": "ssh",
+}
+"""The program that each of ipyparallel's launchers calls."""
 START_WITHIN = 60.0
 """Seconds that a launcher has to hand the ranks to its system."""
-
 PYTHON = Option("python", "interpreter of the ranks (default: python3 of the PATH there)")
+
+
+def launcher_names() -> tuple[str, ...]:
+    """Return the names that ``launcher=`` takes: hvdlab's and those of packages for it first, then ipyparallel's."""
+    first = tuple(dict.fromkeys((LOCAL, MPI, *registry.names())))
+    others = {entry.name.lower() for entry in entry_points(group=_GROUP)} - set(first)
+    return (*first, *sorted(others))
+
+
+def find(name: str) -> Launcher:
+    """Return the launcher of this name.
+
+    Raises:
+        InvalidRequestError: There is none.
+        StartError: It can't be imported.
+    """
+    name = name.lower()
+    if name not in launcher_names():
+        raise InvalidRequestError(
+            f"there is no launcher {name!r}; choose one of {', '.join(launcher_names())}."
+        )
+    found = registry.find(name)
+    if found is not None:
+        return found
+    return EngineSetLauncher(name)
+
+
+def check_program(launcher: str) -> None:
+    """Raise ``StartError`` if the program that one of ipyparallel's launchers calls is not installed."""
+    program = PROGRAMS.get(launcher)
+    if program is not None and shutil.which(program) is None:
+        raise StartError(
+            f"the launcher `{launcher}` needs `{program}`, which is not on the PATH; run the notebook on a host that "
+            "has it, or choose another launcher, such as local."
+        )
+
+
+def engine_set_class(launcher: str) -> Any:
+    """Return ipyparallel's class of engine sets of this name. Raises ``StartError`` if it can't be imported."""
+    load_ipyparallel()
+    for entry in entry_points(group=_GROUP):
+        if entry.name.lower() == launcher:
+            try:
+                return entry.load()
+            # The package of another author can fail in any way while it is imported.
+            except Exception as error:
+                raise StartError(
+                    f"the launcher `{launcher}` ({entry.value}) can't be used: {type(error).__name__}: {error}"
+                ) from error
+    raise StartError(f"ipyparallel has no launcher `{launcher}` any more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +101,7 @@ class PoolRequest(LaunchRequest):
         companion: Has the ipyparallel cluster of the pool.
     """
 
-    companion: Companion | None = None
+    companion: IpyparallelCluster | None = None
 
 
 class EngineSetLauncher:
@@ -60,18 +118,18 @@ class EngineSetLauncher:
         self.name = name
 
     def options(self) -> Sequence[Option]:
-        """The interpreter, and the launcher's own traits that hvdlab does not set."""
-        traits = _own_traits(names.engine_set_class(self.name))
+        """Return options for the interpreter, and for the launcher's own traits that hvdlab does not set."""
+        traits = _own_traits(engine_set_class(self.name))
         return (PYTHON, *(Option(name, text, kind) for name, (text, kind) in sorted(traits.items())))
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``StartError`` if the launcher's program is not installed, ``InvalidRequestError`` for malformed hosts."""
-        names.check_program(self.name)
+        """Raise ``StartError`` if the launcher's program is not installed, ``InvalidRequestError`` for malformed hosts."""
+        check_program(self.name)
         if hosts:
             parse_hosts(hosts)
 
     def is_far(self, hosts: str) -> bool:
-        """Always True: only the launcher's system knows where ranks will run."""
+        """Return True: only the launcher's system knows where ranks will run."""
         return True
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> EngineSetStarter:
@@ -86,13 +144,13 @@ class EngineSetStarter:
 
     Args:
         launcher: The name of ipyparallel's launcher.
-        request: What the ranks are started for.
+        request: The pool's request for ranks.
         companion: Has the cluster.
-        ranks: Takes what happens to ranks.
+        ranks: Is notified of starts and ends of ranks.
     """
 
     def __init__(
-        self, launcher: str, request: LaunchRequest, companion: Companion, ranks: RankObserver
+        self, launcher: str, request: LaunchRequest, companion: IpyparallelCluster, ranks: RankObserver
     ) -> None:
         self._launcher, self._hosts, self._options = launcher, request.hosts, request.options
         self._module, self._world = request.module, request.world
@@ -114,18 +172,18 @@ class EngineSetStarter:
         self._size = size
         try:
             self._companion.call(self._start(size), Deadline(START_WITHIN))
-        # What ipyparallel's launchers raise when their program is missing or refuses has no common base.
+        # The errors of ipyparallel's launchers, if their program is missing or refuses, have no common base.
         except Exception as error:
             raise StartError(
                 f"the launcher `{self._launcher}` could not start the ranks: {type(error).__name__}: {error}"
             ) from error
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a rank of this host the signal. Ranks elsewhere end since the coordinator tells them to, or the launcher stops."""
+        """Send a rank of this host the signal. Ranks elsewhere end by the coordinator's message, or when the launcher stops."""
         self._connected.signal(rank, number)
 
     def place(self, rank: int, size: int) -> HostPosition | None:
-        """None: only the launcher knows; a rank learns its place from its environment."""
+        """Return None: only the launcher knows; a rank learns its place from its environment."""
         return None
 
     def close(self, timeout: float) -> None:
@@ -135,7 +193,7 @@ class EngineSetStarter:
 
     async def _start(self, size: int) -> None:
         load_ipyparallel()
-        cluster = self._companion.new_cluster(engine_launcher_class=names.engine_set_class(self._launcher))
+        cluster = self._companion.new_cluster(engine_launcher_class=engine_set_class(self._launcher))
         name = await cluster.start_engines(size, **self.traits(size))
         launched = cluster.engines[name]
         launched.on_stop(self._launcher_stopped)
@@ -143,10 +201,10 @@ class EngineSetStarter:
         if process is not None:
             self._companion.watch_launcher(process.pid)
         if log := getattr(launched, "output_file", ""):
-            self._companion.guard(log)
+            self._companion.remove_files_on_exit(log)
 
     def traits(self, size: int) -> dict[str, Any]:
-        """Traits of the engine set's launcher."""
+        """Return traits for the engine set's launcher with this many ranks."""
         environment = {**common(self._world), "HVDLAB_SIZE": str(size)}
         environment.setdefault(
             "OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(size)))
@@ -162,7 +220,7 @@ class EngineSetStarter:
         return {**options, **given}
 
     def _launcher_stopped(self, data: Any) -> None:
-        """The launcher's program has ended. Ranks that never connected will not come any more."""
+        """Report all ranks that never connected as ended: the launcher's program has ended, so they will not come."""
         self._stopped.set()
         code = (data or {}).get("exit_code")
         self._connected.end_all(self._size, f"the launcher `{self._launcher}` ended with exit code {code}")
@@ -184,7 +242,7 @@ _OURS = {
 
 
 def _own_traits(launcher: Any) -> Mapping[str, tuple[str, OptionKind]]:
-    """Configurable traits of a launcher's class whose values can be read from text: name to its help and kind."""
+    """Return the configurable traits of a launcher's class whose values can be read from text: name to its help and kind."""
     from traitlets import Any as AnyTrait
     from traitlets import Int, List, Unicode
 

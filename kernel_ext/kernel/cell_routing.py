@@ -37,7 +37,7 @@ _LOOK = re.compile(r"\s*(?:\?\??\s*[%\w.*]+|[%\w.*]+\s*\?\??)\s*$")
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """A cell that only asks what something is: ``name?``, or ``name??`` with ``detail`` 1."""
+    """Request for the documentation of a name: a cell ``name?``, or ``name??`` with ``detail`` 1."""
 
     name: str
     detail: int
@@ -45,13 +45,13 @@ class Help:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the parts of a cell run.
+    """Parts of a cell by the process that runs them.
 
     Attributes:
-        here: What runs in the kernel, first.
-        ranks: What runs on the ranks; blank lines stand for what is above it in the cell. Empty if nothing does.
-        first_only: Whether the first rank is enough, since the cell only looks at something.
-        help: What a rank is asked for instead, if the cell is only such a question.
+        here: The part that the kernel runs, first.
+        ranks: The part that ranks run, with a blank line for each line above it in the cell; empty if there is none.
+        first_only: Whether the first rank is enough, since the cell only asks for documentation or for names.
+        help: The request to a rank instead, if the cell is only that.
     """
 
     here: str = ""
@@ -61,7 +61,7 @@ class Route:
 
 
 def route(cell: str) -> Route:
-    """Where this cell runs."""
+    """Return which parts of this cell run where."""
     lines = cell.splitlines(keepends=True)
     first = next((index for index, line in enumerate(lines) if line.strip()), None)
     if first is None or cell.startswith(_KERNELS):
@@ -78,7 +78,7 @@ def route(cell: str) -> Route:
 
 
 def asks_ranks(cell: str) -> bool:
-    """Whether names in this cell, complete or not, are those of the ranks."""
+    """Return whether names in this cell, complete or not, are those of the ranks."""
     where = route(cell)
     return bool(where.ranks) or where.help is not None
 
@@ -112,9 +112,9 @@ def _done_here(line: str) -> bool:
 
 
 class CellRouter:
-    """Puts the call that runs a cell on the ranks in the place of the cell.
+    """Input transformer that replaces a cell by the call that runs it on the ranks.
 
-    It does so only for the cell that the client sent: code that runs other cells in the kernel's shell means the shell.
+    Only the cell that the client sent is replaced: code that runs other cells in the kernel's shell means the shell.
 
     Attributes:
         cell: The cell that the client sent.
@@ -134,7 +134,7 @@ class CellRouter:
 
 
 def python_of(where: Route, options: str = "") -> list[str]:
-    """The lines that the kernel runs for a cell."""
+    """Return the lines that the kernel runs for a cell."""
     if where.help is not None:
         return [f"get_ipython().kernel.show_help({where.help.name!r}, {where.help.detail})\n"]
     lines = where.here.splitlines(keepends=True)

@@ -244,6 +244,7 @@ class RankStates:
                 return []
             case AgentReady(rank):
                 member = self._members.get(rank)
+                # Comes twice if the rank was asked once more, after a reconnection.
                 if member is not None and member.state is RankPhase.STARTING:
                     member.state = RankPhase.READY
                 return []
@@ -283,6 +284,7 @@ class RankStates:
                 self._again.add(rank)
         for rank in set(self._members) - set(self._wanted):
             effects += self._drop(self._members[rank], at_commit=event.at_commit)
+        # The coordinator's list of ranks goes in front: it expects a new rank before that is started.
         if not event.at_commit:
             effects = self._world() + effects
         elif left:

@@ -368,6 +368,7 @@ class CellDispatcher:
         except BaseException:
             self.finish(cell, None)
             raise
+        # rank_died() has reported earlier deaths before this run was there.
         self._tell_dead(run)
         return run.handle
 
@@ -436,6 +437,7 @@ class CellDispatcher:
             interrupt_delay=self.interrupt_delay,
         )
         run = _DispatchedCell(order, arrivals, handle, watch, request.elastic)
+        # Before it is sent: the first output can come at once, on the client's thread.
         with self._lock:
             self._runs[cell] = run
         return run
@@ -489,6 +491,7 @@ class CellDispatcher:
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt the cells of these ranks; if the coordinator is lost, as soon as there is another. Any thread."""
+        # Recorded first: if the connection is lost in the middle, `resync` repeats it.
         self._interrupted.update(dict.fromkeys(ranks, time.monotonic()))
         with contextlib.suppress(CoordinatorLostError):
             self._client.interrupt(ranks)

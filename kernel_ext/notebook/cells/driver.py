@@ -123,6 +123,7 @@ class CellHandle:
     def feed(self, event: Event) -> None:
         """Report an event. Any thread, also a signal handler; never blocks."""
         self._events.put(event)
+        # Behind the event: the main thread, which this wakes from its question, finds it in the queue.
         match event:
             case RankDied(rank) | DoneArrived(rank):
                 self._desk.withdraw(rank)
@@ -298,6 +299,7 @@ class CellHandle:
 
     def _tick(self, now: float) -> None:
         self._sink_at = self._sink.tick(now)
+        # While the sink is behind, ranks get no acknowledgement, and stop writing before this process's memory fills.
         if self._held and self._sink.backlog() <= BACKLOG:
             held, self._held = self._held, []
             for credit in held:
@@ -309,7 +311,7 @@ class CellHandle:
             self._sink.finished(self.results)
             self._link.finished(self.results)
         finally:
-            self._ended.set()
+            self._ended.set()  # also if the sink raised: other threads wait for it
 
     @contextmanager
     def _sigint(self) -> Iterator[None]:

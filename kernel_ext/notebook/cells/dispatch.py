@@ -257,7 +257,7 @@ class _DispatchedCell:
 
 @dataclass(frozen=True, slots=True)
 class _DispatchedLink:
-    """:class:`CellLink` of a cell that a dispatcher has sent."""
+    """:class:`CellLink` and :class:`PromptLink` of a cell that a dispatcher has sent."""
 
     dispatcher: CellDispatcher
     cell: str
@@ -279,6 +279,9 @@ class _DispatchedLink:
 
     def finished(self, results: CellResults) -> None:
         self.dispatcher.finish(self.cell, results)
+
+    def reply(self, rank: int, reply: PromptReply) -> None:
+        self.dispatcher.reply(rank, reply)
 
 
 class CellDispatcher:
@@ -419,6 +422,7 @@ class CellDispatcher:
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
         watch = self.stack_probe.watch(lambda event: handle.feed(event))
+        link = _DispatchedLink(self, cell, arrivals, watch)
         handle = CellHandle(
             CellState(
                 cell,
@@ -432,8 +436,8 @@ class CellDispatcher:
                 elastic=request.elastic,
             ),
             sink,
-            _DispatchedLink(self, cell, arrivals, watch),
-            desk=PromptDesk(request.prompter, self._reply),
+            link,
+            desk=PromptDesk(request.prompter, link),
             interrupt_delay=self.interrupt_delay,
         )
         run = _DispatchedCell(order, arrivals, handle, watch, request.elastic)
@@ -530,7 +534,8 @@ class CellDispatcher:
         with self._lock:
             self._silent = True
 
-    def _reply(self, rank: int, reply: PromptReply) -> None:
+    def reply(self, rank: int, reply: PromptReply) -> None:
+        """Send a rank the answer to its question to the user. Any thread."""
         self.post(TO_RANK, encode(reply), [rank])
 
     def rank_died(
@@ -746,7 +751,7 @@ class CellDispatcher:
         if run is not None:
             run.handle.feed(PromptAsked(rank, request))
         else:
-            self._reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
+            self.reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
 
     @_mail.handles(Output, CellDone)
     def _take_output(self, rank: int, payload: Output | CellDone) -> None:

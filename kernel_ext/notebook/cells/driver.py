@@ -46,7 +46,6 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import IN_BACKGROUND, PromptDesk, drive_meanwhile
 from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
-from hvdlab.kernel_ext.wire.cells import PromptReply
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
@@ -100,7 +99,7 @@ class CellHandle:
         interrupt_delay: float = 0.0,
     ) -> None:
         self._on_signal = InterruptRequested(interrupt_delay)
-        self._desk = desk or PromptDesk(None, _no_reply)
+        self._desk = desk or PromptDesk(None, None)
         self._at_prompts: tuple[int, ...] = ()
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
@@ -332,7 +331,3 @@ class CellHandle:
 
 def _passed(until: float | None) -> bool:
     return until is not None and time.monotonic() >= until
-
-
-def _no_reply(rank: int, reply: PromptReply) -> None:
-    """Drop the reply: the rank that asked gets no answer."""

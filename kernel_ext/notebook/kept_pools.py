@@ -227,7 +227,7 @@ def adopt_ranks(keeping: KeptPool, processes: PoolProcesses, group: RankLifecycl
         known = {*range(keeping.size), *uncounted} - set(world.leaving)
         wanted = tuple(sorted(known))
     group.handle(RanksAdopted(wanted, pids, world.leaving))
-    # The starter of this process has not seen these ends, so nothing else reports them.
+    # The starter of this process has not seen these ends, so they are reported here only.
     for rank in set(wanted) - set(pids):
         absent = "it ended while no notebook was attached"
         known_end = ended.get(rank)

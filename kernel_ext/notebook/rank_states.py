@@ -238,7 +238,7 @@ class RankStates:
                 return self._found(event)
             case Started(rank, pid):
                 member = self._members.get(rank)
-                # A rank that is lost has no process, whatever report of its start comes late.
+                # A rank that is lost has no process, also if the report of its start comes late.
                 if member is not None and member.state is not RankPhase.LOST:
                     member.pid = pid
                 return []

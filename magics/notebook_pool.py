@@ -518,7 +518,7 @@ class BackgroundStart:
         self._thread.start()
 
     def wait(self, show: Callable[[str], None]) -> None:
-        """Wait until the pool is there, and raise what its start raised. An interrupt ends the wait, not the start.
+        """Wait until the pool is there, and raise the error of its start. An interrupt ends the wait, not the start.
 
         Args:
             show: Called with a short text at each step.
@@ -599,7 +599,7 @@ class StartProgress:
 
     Args:
         shell: The shell.
-        alone: Whether nothing else is shown in this cell, so that its output may be cleared.
+        alone: Whether the cell shows only this, so that its output may be cleared.
     """
 
     def __init__(self, shell: InteractiveShell, *, alone: bool) -> None:

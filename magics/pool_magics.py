@@ -349,7 +349,7 @@ class StatusTable:
         """Return the shown name of each host, by its key."""
         keys = {str(row.host or "") for row in self.rows}
         names = Counter(key.split("#")[0] for key in keys)
-        # What follows the # distinguishes hosts of the same name.
+        # The text behind the # distinguishes hosts of the same name.
         return {key: key if names[key.split("#")[0]] > 1 else key.split("#")[0] for key in keys}
 
     def __repr__(self) -> str:

@@ -91,7 +91,7 @@ class ViewMagics(NotebookMagics):
     @line_magic
     @takes_options(timeline_parser())
     def hvd_timeline(self, options: argparse.Namespace) -> None:
-        """Show what all ranks do, or write it to a file, also while cells run in the background."""
+        """Show the timeline of all ranks, or write it to a file, also while cells run in the background."""
         command: str = options.command
         file: str = options.file or ""
         if file and command not in WITH_FILE:
@@ -153,7 +153,7 @@ class ViewMagics(NotebookMagics):
     @line_magic
     @takes_options(metrics_parser())
     def hvd_metrics(self, options: argparse.Namespace) -> MetricsWidget | DataFrame | None:
-        """Show what all ranks measure, also while cells run in the background."""
+        """Show the metrics of all ranks, also while cells run in the background."""
         pool = self.session.need_pool("%hvd_metrics")
         if options.command == "table":
             return pool.metrics()

@@ -22,7 +22,7 @@ Send = Callable[[dict[str, Any], list[bytes]], None]
 
 ROWS_PER_MESSAGE = 20_000
 INTERVAL = 0.05
-"""Seconds between messages: few large ones, since the Jupyter server drops what exceeds 1000 a second."""
+"""Seconds between messages: few large ones, since the Jupyter server drops messages beyond 1000 a second."""
 RESEND_AFTER = (0.3, 0.7, 1.5, 3.0, 6.0)
 """Seconds after the start at which everything is sent again if no view has answered."""
 MOST_RESENT = 100_000

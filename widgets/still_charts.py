@@ -367,7 +367,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    # What rounds up to the next unit is said in that one: 1 MB/s, not 1e+03 kB/s.
+    # A value that rounds up to the next unit is shown in that one: 1 MB/s, not 1e+03 kB/s.
     size, unit = next((one for one in units if abs(value) >= 0.9995 * one[0]), units[-1])
     scaled = value / size
     return f"{scaled:.3g} {unit}" if abs(scaled) < 999.5 else f"{scaled:,.0f} {unit}"

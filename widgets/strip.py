@@ -71,7 +71,7 @@ class StripWidget(anywidget.AnyWidget):
         recording.when_paused.append(self._paused)
         self._beating.start()
 
-    # -- what is shown ------------------------------------------------------------------------------------------------
+    # -- the lines ----------------------------------------------------------------------------------------------------
 
     def bundle(self) -> dict[str, Any]:
         """Return the mime bundle that the notebook shows under the cell."""
@@ -250,7 +250,7 @@ class StripWidget(anywidget.AnyWidget):
             if part
         )
 
-    # -- what stays ---------------------------------------------------------------------------------------------------
+    # -- the still ----------------------------------------------------------------------------------------------------
 
     def summary(self, now: float) -> str:
         """Return the cell in one line, from all that was recorded of it; empty if nothing was."""

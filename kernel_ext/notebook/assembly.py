@@ -256,7 +256,7 @@ class PoolParts:
         self.newcomers = UnsyncedRanks(self.history.announce)
         named = parse_hosts(hosts) if hosts else []
         self.group = RankLifecycle(processes.client, self, hosts=named)
-        # These files go with the coordinator's directory, which is removed at the pool's end, also if this process dies.
+        # Output of cells goes with the coordinator's directory, which is removed at the pool's end, also if this process dies.
         self.transcripts = TranscriptStore(processes.coordinator.directory / "output", kept_limit(os.environ))
         self.runs = CellDispatcher(
             processes.client,
@@ -642,11 +642,14 @@ class PoolParts:
             return
         if not self._claim_end():
             return
+        # First: a coordinator that ends on purpose must not be replaced.
         self.rebuilder.close()
+        # A world of no ranks: the coordinator orders all of them to leave, and only those that stay are killed.
         with contextlib.suppress(CoordinatorLostError):
             self.client.expect(())
         self._starter.close(LEAVE_WITHIN)
         self.companion.close()
+        # Threads that wait for cells go on before their connection ends.
         self._end_runs("the pool was stopped")
         self.processes.end_all()
         self.rebuilder.join()

@@ -41,7 +41,7 @@ class _Widget:
 
 
 class WidgetStates:
-    """The states of the widgets of one notebook's ranks. Any thread."""
+    """States of the widgets of one notebook's ranks. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ class WidgetStates:
 
 
 class _Control:
-    """The page's comm, as the handler of the kernel's own widgets sees it; adds the ranks' widgets to its answers."""
+    """Comm of the page, for the handler of the kernel's own widgets; it adds the ranks' widgets to the handler's answers."""
 
     def __init__(self, inner: Any, states: WidgetStates) -> None:
         self._inner, self._states = inner, states
@@ -122,7 +122,7 @@ class _Control:
 
 
 def _alone(comm: Any, message: dict[str, Any]) -> None:
-    """Return the handler of a kernel that has no widgets of its own."""
+    """Answer the page that there are no widgets, in a kernel that has none of its own."""
 
     def asked(question: dict[str, Any]) -> None:
         if question["content"]["data"].get("method") == "request_states":
@@ -135,7 +135,7 @@ Write = Callable[[str, str], None]
 
 
 class CommRelay:
-    """Opens comms for those of a pool's ranks. Lives as long as the pool's connection.
+    """Relay between comms of a pool's ranks and comms of the page. Lives as long as the pool's connection.
 
     Args:
         client: That connection.

@@ -119,6 +119,7 @@ class CoordinatorRecovery:
     # -- the client's thread --------------------------------------------------------------------------------------
 
     def _lost(self, reason: str) -> None:
+        # At once, on this thread: a cell that is sent from now on waits for the next connection.
         self._runs.connection_lost()
         self._jobs.put(lambda: self._rebuild(reason))
 
@@ -127,6 +128,7 @@ class CoordinatorRecovery:
         if not self._near:
             return
         found = {(rank, self._group.pids().get(rank, 0)) for rank in self._group.cut_off(membership)}
+        # Each process counts once: the membership comes with every change of any rank.
         new, self._cut_off = found - self._cut_off, found
         if new:
             self._jobs.put(lambda: self._schedule(CUT_OFF_WITHIN, lambda: self._end_cut_off(new)))
@@ -150,6 +152,7 @@ class CoordinatorRecovery:
                 job()
 
     def _schedule(self, seconds: float, job: Callable[[], None]) -> None:
+        # The number decides between equal times: jobs can't be compared.
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), job))
 
     def _end_cut_off(self, ranks: set[tuple[int, int]]) -> None:
@@ -209,6 +212,7 @@ class CoordinatorRecovery:
     def _go_on(self, recovered: Recovered) -> None:
         if not recovered.replaced:
             self._deaths.forget_last()  # only the connection was lost
+        # The world first, then the cells that run in it.
         self._group.reconnected()
         self._runs.resync(recovered.membership.ranks, recovered.cells)
 

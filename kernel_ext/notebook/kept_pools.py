@@ -61,6 +61,7 @@ class AttachedCoordinator:
     def __init__(self, kept: KeptPoolEntry) -> None:
         self.address, self.directory = kept.address, Path(kept.directory)
         self.token, self.client_token = kept.token, kept.client_token
+        # The entry can name a coordinator that died while no process used the pool: the socket's owner is the one of now.
         pid = server_of(self.directory, ANSWER_WITHIN)
         first = Process.of(pid) if pid else kept.coordinator
         self.replaced = first != kept.coordinator
@@ -96,6 +97,7 @@ class AttachedCoordinator:
             return
         if self._launch is None or self._listeners is None:
             raise StartError("it did not hand over what a successor needs")
+        # First: two coordinators must not accept connections on the same sockets.
         self._end(((signal.SIGKILL, END_WITHIN),))
         self._successor = CoordinatorProcess.succeed(self._launch, self._listeners, timeout)
 
@@ -216,6 +218,7 @@ def adopt_ranks(keeping: KeptPool, processes: PoolProcesses, group: RankLifecycl
     """
     pids, ended = dict(keeping.living(processes)), keeping.ended()
     world = processes.client.membership()
+    # Ranks that leave at their next commit are still ranks of the world, but not of the pool.
     wanted = tuple(rank for rank in world.expected or pids if rank not in world.leaving)
     if keeping.replaced(processes):
         # The successor has never heard of ranks that ended before it started: go by the pool's size. The process before this
@@ -224,6 +227,7 @@ def adopt_ranks(keeping: KeptPool, processes: PoolProcesses, group: RankLifecycl
         known = {*range(keeping.size), *uncounted} - set(world.leaving)
         wanted = tuple(sorted(known))
     group.handle(RanksAdopted(wanted, pids, world.leaving))
+    # The starter of this process has not seen these ends, so they are reported here only.
     for rank in set(wanted) - set(pids):
         absent = "it ended while no notebook was attached"
         known_end = ended.get(rank)
@@ -281,6 +285,7 @@ class LocalKeptPool:
     ) -> LocalKeptPool:
         """Have the fork server keep a pool when this process ends. Raises ``StartError``."""
         path = str(processes.coordinator.directory / "warm")
+        # Before there is an entry: another process that reads it connects to this path.
         processes.fork_server.keep(path, deadline)
         kept = KeptPoolEntry(
             name=name,

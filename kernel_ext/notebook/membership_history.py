@@ -82,6 +82,7 @@ class MembershipHistory:
         """Call the listeners. Also called for changes beside the history that views show with it, such as newcomers."""
         with self._lock:
             listeners = tuple(self._listeners)
+        # Without the lock: a listener can read the history, or end its own subscription.
         for listener in listeners:
             with self._failures.guard("a listener to the history"):
                 listener()
@@ -99,6 +100,7 @@ class MembershipHistory:
                 since = self._waiting.pop(rank)
                 if rank in here:
                     changes.append(MembershipChange(rank, "admitted", f"after {at - since:.1f} s", when=at))
+            # Each update of the membership has the last generation: only a higher one is new.
             if now.formed and now.epoch > self._generation:
                 self._generation = now.epoch
                 why = f"{format_ranks(now.formed)} from now on"

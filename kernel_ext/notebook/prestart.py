@@ -137,6 +137,7 @@ class Prestart:
             self.close()
             raise StartError(f"the coordinator did not start within {deadline.seconds:g} s")
         with self._lock:
+            # `close` can run meanwhile, as the interpreter ends: the processes belong to the call that comes first.
             if self._error is not None or self._processes is None or self._taken:
                 error = self._error
             else:

@@ -198,6 +198,7 @@ class RankLifecycle:
                 case AskReady(ranks):
                     self._client.post(WHO, b"", ranks)
                 case ReportRankLost(rank, pid, reason):
+                    # The cells first: their report of this death then comes before the aborts that the coordinator sends.
                     self._observer.rank_lost(rank, reason)
                     self._client.rank_lost(rank, pid, reason)
                 case ReportRankLeft(rank, pid, died):
@@ -205,7 +206,7 @@ class RankLifecycle:
                     if died:
                         self._client.rank_lost(rank, pid, died)
                 case AwaitLeaving():
-                    pass  # the coordinator tells the rank; _wait_left() kills it if it does not leave
+                    pass  # the coordinator sends the rank the order; _wait_left() kills it if it does not leave
 
     # -- changes --------------------------------------------------------------------------------------------------
 

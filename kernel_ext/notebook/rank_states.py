@@ -238,12 +238,13 @@ class RankStates:
                 return self._found(event)
             case Started(rank, pid):
                 member = self._members.get(rank)
-                # A rank that is lost has no process, whatever report of its start comes late.
+                # A rank that is lost has no process, also if the report of its start comes late.
                 if member is not None and member.state is not RankPhase.LOST:
                     member.pid = pid
                 return []
             case AgentReady(rank):
                 member = self._members.get(rank)
+                # Comes twice if the rank was asked once more, after a reconnection.
                 if member is not None and member.state is RankPhase.STARTING:
                     member.state = RankPhase.READY
                 return []
@@ -283,6 +284,7 @@ class RankStates:
                 self._again.add(rank)
         for rank in set(self._members) - set(self._wanted):
             effects += self._drop(self._members[rank], at_commit=event.at_commit)
+        # The coordinator's list of ranks goes in front: it expects a new rank before that is started.
         if not event.at_commit:
             effects = self._world() + effects
         elif left:

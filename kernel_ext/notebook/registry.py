@@ -130,6 +130,7 @@ class KeptPoolRegistry:
             InvalidRequestError: There is none of that name, or another process uses it; the text names the process.
         """
         self.get(name)  # for its error
+        # Read again under the lock: of two processes that claim the pool at once, the second must find the first as its owner.
         with self._locked():
             kept = next((kept for kept in self._read_all() if kept.name == name), None)
             if kept is None:
@@ -198,6 +199,7 @@ class KeptPoolRegistry:
             if kept.lives:
                 found.append(kept)
                 continue
+            # A process could not attach to it any more: end the rest of the pool, and remove its files.
             path.unlink(missing_ok=True)
             for process in (kept.coordinator, kept.warm):
                 _end(process)
@@ -211,7 +213,7 @@ class KeptPoolRegistry:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(msgspec.json.encode(kept))
-            draft.rename(path)
+            draft.rename(path)  # at once: a reader sees the old entry or the new one, never half of one
         finally:
             draft.unlink(missing_ok=True)  # it is there only if something above has failed
 

@@ -82,11 +82,13 @@ class RankRequests:
         """
         ticket = next(self._numbers)
         question = _Question(encode(make(ticket)), set(ranks))
+        # Before the question is sent: an answer can come at once, on the client's thread.
         with self._changed:
             self._open[ticket] = question
         try:
             self._mail.post(TO_RANK, question.body, tuple(ranks))
             with self._changed:
+                # Deaths from before the question was registered; rank_died() handles those from now on.
                 question.waiting.difference_update([rank for rank in question.waiting if self._is_lost(rank)])
                 self._changed.wait_for(lambda: not question.waiting, deadline.remaining())
                 return dict(question.answers)

@@ -75,6 +75,7 @@ class CellProbe:
     def request_stacks(self, ranks: Sequence[int]) -> None:
         """Ask ranks for their stacks: :class:`StackArrived` has each answer, :class:`ProcessSeen` the reason why there is none."""
         self._probe.ask(self._ticket, ranks)
+        # A stopped process can't answer before it goes on: its state is the finding.
         for rank, text in self._probe.halted(ranks).items():
             self._feed(ProcessSeen(rank, text))
 

@@ -90,6 +90,7 @@ def find_orphans(
     Returns:
         The cells, and the labels of cells that were interrupted when their notebook ended although it has seen their end.
     """
+    # A stopped rank does not answer, and its cells are lost to this notebook: only ranks that run get more time.
     answers = questions.ask(ListRetainedCells, tuple(pids), Deadline(ANSWER_WITHIN))
     slow = [rank for rank, pid in pids.items() if rank not in answers and process_state(pid) not in STOPPED]
     if slow:

@@ -1,6 +1,6 @@
 """Trace files of a pool: written while it runs, saved at once, and read again by ``hvdlab trace``.
 
-The notebook's process writes them, so that writing goes on in whatever state the ranks are.
+The notebook's process writes them, so that writing goes on while ranks hang or die.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def parts_of(value: Any) -> Parts:
 
 
 def beside(value: Any) -> Iterable[Part]:
-    """The parts of a value that has a leaf of its own, besides what that leaf compares.
+    """Return the parts of a value that has a leaf of its own, without the part that the leaf compares.
 
     Such as the defaults of a function, or the attributes of a user's class and of a number that is of such a class.
     """
@@ -127,9 +127,9 @@ def beside(value: Any) -> Iterable[Part]:
 
 
 def has_c_state(kind: type) -> bool:
-    """Whether objects of a type have more inside than their ``__dict__`` and slots: C code put it there.
+    """Return whether objects of a type have more inside than their ``__dict__`` and slots: C code put it there.
 
-    Python's classes add to the size of objects what their slots need, and nothing else.
+    Python's classes add to the size of objects exactly the size of their slots.
     """
     if kind.__itemsize__:
         return True
@@ -146,7 +146,7 @@ def has_c_state(kind: type) -> bool:
 
 
 def _from_c(value: Any) -> Iterable[Part] | None:
-    """The parts of an object of a C extension: what it gives to pickle, unless code of the user's would give it."""
+    """Return the parts of an object of a C extension: its state for pickle, unless code of the user's would make that."""
     kind = type(value)
     held = list(attributes(value) or ())
     reduced = None
@@ -166,7 +166,7 @@ def _from_c(value: Any) -> Iterable[Part] | None:
 
 
 def _reduces(kind: type) -> bool:
-    """Whether a type has its own way to be pickled, and that is not code of the user's."""
+    """Return whether a type has its own way to be pickled, and that is not code of the user's."""
     found = False
     for name in ("__reduce_ex__", "__reduce__", "__getstate__"):
         owner = next(cls for cls in (*kind.__mro__, object) if name in cls.__dict__ or cls is object)
@@ -179,7 +179,7 @@ def _reduces(kind: type) -> bool:
 
 
 def attributes(value: Any) -> Iterable[Part] | None:
-    """Name and value of what is in an object's ``__dict__`` and slots; None if it has neither."""
+    """Return name and value of each entry of an object's ``__dict__`` and slots; None if it has neither."""
     found: dict[str, Any] = {}
     names = [name for cls in type(value).__mro__ for name in _own_slots(cls)]
     try:
@@ -247,7 +247,7 @@ _CALLED = (types.FunctionType, staticmethod, classmethod, property)
 
 
 def _class(value: Any) -> Iterable[Part]:
-    """Bases and attributes of a class of the user's; what Python itself keeps there has underscores around it."""
+    """Return bases and attributes of a class of the user's; Python's own entries have underscores around their names."""
     bases = [(f".__bases__[{n}]", base) for n, base in enumerate(value.__bases__) if base is not object]
     inside = type.__dict__["__dict__"].__get__(value)
     if issubclass(value, Enum):
@@ -295,7 +295,7 @@ def _defaults(value: Any) -> Iterable[Part]:
 
 
 def _member(cls: type, name: str, value: Any) -> Any:
-    """The value of a built-in class's member, whatever a subclass of the user's says."""
+    """Return the value of a built-in class's member, also if a subclass of the user's overrides it."""
     return cls.__dict__[name].__get__(value)
 
 
@@ -328,8 +328,8 @@ def _deque(value: Any) -> Iterable[Part]:
 
 
 def _iterate(value: Any) -> Iterable[Any]:
-    """The items, whatever a subclass of the user's says they are."""
-    kind = type(value)  # isinstance may ask the value
+    """Return the items, also if a subclass of the user's overrides the iteration."""
+    kind = type(value)  # isinstance can call code of the value
     if issubclass(kind, list):
         return list.__iter__(value)
     return tuple.__iter__(value) if issubclass(kind, tuple) else deque.__iter__(value)
@@ -339,7 +339,7 @@ def _set(value: Any) -> Parts:
     items = list(set.__iter__(value) if issubclass(type(value), set) else frozenset.__iter__(value))
     if all(_is_exact(type(item)) for item in items):
         return Long(sorted(fingerprint(type_name(type(item)).encode(), content(item)[0]) for item in items))
-    # In an order that all ranks have, as far as what is shown of the items gives one.
+    # In an order that all ranks have, as far as the text of the items gives one.
     return [(f"{{{number}}}", item) for number, item in enumerate(sorted(items, key=_key))]
 
 
@@ -416,12 +416,12 @@ def is_scalar_type(kind: type) -> bool:
 
 
 def framework_of(kind: type) -> FrameworkHooks | None:
-    """The hooks that know values of this type."""
+    """Return the hooks that know values of this type; None if no loaded framework does."""
     return next((hooks for hooks in loaded() if hooks.is_plain(kind)), None)
 
 
 def content(value: Any) -> tuple[bytes, str]:
-    """Bytes that are equal for equal values of a type, and the value in words. Only for what :func:`is_scalar` accepts."""
+    """Return bytes that are equal for equal values of a type, and the value in words. Only if :func:`is_scalar` is True."""
     kind = type(value)
     if kind in _PLAIN:
         return _PLAIN[kind](value)
@@ -561,18 +561,20 @@ def type_name(kind: type) -> str:
 
 
 MOST_LEAVES = 20_000
+"""Leaves of one value, at most; further ones are counted."""
 DEEPEST = 60
+"""Levels of a value below which its parts are not visited."""
 FINGERPRINTS = "items"
 """In place of a dtype, for a long list of values that are no numbers: its elements are fingerprints."""
 
 
 @dataclass(slots=True)
 class Found:
-    """A leaf, on the rank that has it.
+    """Leaf, on the rank that has it.
 
     Attributes:
         path, kind, type: As in :class:`~hvdlab.kernel_ext.wire.compare.Leaf`.
-        content: What a value's fingerprint is made of.
+        content: The bytes from which a value's fingerprint is made.
         text: The value, shortened.
         array: The elements, if it is an array.
         value: The object that has the elements.
@@ -598,7 +600,7 @@ class Leaves:
 
 
 def leaves_of(value: Any, most: int = MOST_LEAVES) -> Leaves:
-    """Take a value apart, into ``most`` leaves. Never raises an ``Exception``: what can't be looked at is a leaf, too."""
+    """Take a value apart, into ``most`` leaves. Never raises an ``Exception``: a part that can't be read is a leaf, too."""
     walk = _Walk(most)
     walk.visit("", value, 0)
     return walk.leaves
@@ -653,7 +655,7 @@ class _Walk:
             self.visit(f"{path}.__class__", kind, depth + 1)  # a class's attributes are its objects' as well
 
     def _beside(self, path: str, value: Any, parts: Iterable[Part], depth: int) -> None:
-        """Visit what belongs to a value that is a leaf itself; only once, as there are functions that call themselves."""
+        """Visit the parts of a value that is a leaf itself; only once, as there are functions that call themselves."""
         found = list(parts)
         if id(value) in self._seen or not (found or isinstance(value, type)):
             return

@@ -257,7 +257,7 @@ class _DispatchedCell:
 
 @dataclass(frozen=True, slots=True)
 class _DispatchedLink:
-    """:class:`CellLink` of a cell that a dispatcher has sent."""
+    """:class:`CellLink` and :class:`PromptLink` of a cell that a dispatcher has sent."""
 
     dispatcher: CellDispatcher
     cell: str
@@ -279,6 +279,9 @@ class _DispatchedLink:
 
     def finished(self, results: CellResults) -> None:
         self.dispatcher.finish(self.cell, results)
+
+    def reply(self, rank: int, reply: PromptReply) -> None:
+        self.dispatcher.reply(rank, reply)
 
 
 class CellDispatcher:
@@ -368,6 +371,7 @@ class CellDispatcher:
         except BaseException:
             self.finish(cell, None)
             raise
+        # rank_died() has reported earlier deaths before this run was there.
         self._tell_dead(run)
         return run.handle
 
@@ -418,6 +422,7 @@ class CellDispatcher:
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
         watch = self.stack_probe.watch(lambda event: handle.feed(event))
+        link = _DispatchedLink(self, cell, arrivals, watch)
         handle = CellHandle(
             CellState(
                 cell,
@@ -431,11 +436,12 @@ class CellDispatcher:
                 elastic=request.elastic,
             ),
             sink,
-            _DispatchedLink(self, cell, arrivals, watch),
-            desk=PromptDesk(request.prompter, self._reply),
+            link,
+            desk=PromptDesk(request.prompter, link),
             interrupt_delay=self.interrupt_delay,
         )
         run = _DispatchedCell(order, arrivals, handle, watch, request.elastic)
+        # Before it is sent: the first output can come at once, on the client's thread.
         with self._lock:
             self._runs[cell] = run
         return run
@@ -489,6 +495,7 @@ class CellDispatcher:
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt the cells of these ranks; if the coordinator is lost, as soon as there is another. Any thread."""
+        # Recorded first: if the connection is lost in the middle, `resync` repeats it.
         self._interrupted.update(dict.fromkeys(ranks, time.monotonic()))
         with contextlib.suppress(CoordinatorLostError):
             self._client.interrupt(ranks)
@@ -527,7 +534,8 @@ class CellDispatcher:
         with self._lock:
             self._silent = True
 
-    def _reply(self, rank: int, reply: PromptReply) -> None:
+    def reply(self, rank: int, reply: PromptReply) -> None:
+        """Send a rank the answer to its question to the user. Any thread."""
         self.post(TO_RANK, encode(reply), [rank])
 
     def rank_died(
@@ -743,7 +751,7 @@ class CellDispatcher:
         if run is not None:
             run.handle.feed(PromptAsked(rank, request))
         else:
-            self._reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
+            self.reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
 
     @_mail.handles(Output, CellDone)
     def _take_output(self, rank: int, payload: Output | CellDone) -> None:

@@ -46,7 +46,6 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import IN_BACKGROUND, PromptDesk, drive_meanwhile
 from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
-from hvdlab.kernel_ext.wire.cells import PromptReply
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
@@ -101,7 +100,7 @@ class CellHandle:
         interrupt_delay: float = 0.0,
     ) -> None:
         self._on_signal = InterruptRequested(interrupt_delay)
-        self._desk = desk or PromptDesk(None, _no_reply)
+        self._desk = desk or PromptDesk(None, None)
         self._at_prompts: tuple[int, ...] = ()
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
@@ -124,6 +123,7 @@ class CellHandle:
     def feed(self, event: Event) -> None:
         """Report an event. Any thread, also a signal handler; never blocks."""
         self._events.put(event)
+        # Behind the event: the main thread, which this wakes from its question, finds it in the queue.
         match event:
             case RankDied(rank) | DoneArrived(rank):
                 self._desk.withdraw(rank)
@@ -299,6 +299,7 @@ class CellHandle:
 
     def _tick(self, now: float) -> None:
         self._sink_at = self._sink.tick(now)
+        # While the sink is behind, ranks get no acknowledgement, and stop writing before this process's memory fills.
         if self._held and self._sink.backlog() <= BACKLOG:
             held, self._held = self._held, []
             for credit in held:
@@ -310,7 +311,7 @@ class CellHandle:
             self._sink.finished(self.results)
             self._link.finished(self.results)
         finally:
-            self._ended.set()
+            self._ended.set()  # also if the sink raised: other threads wait for it
 
     @contextmanager
     def _sigint(self) -> Iterator[None]:
@@ -331,7 +332,3 @@ class CellHandle:
 
 def _passed(until: float | None) -> bool:
     return until is not None and time.monotonic() >= until
-
-
-def _no_reply(rank: int, reply: PromptReply) -> None:
-    """Drop the reply: the rank that asked gets no answer."""

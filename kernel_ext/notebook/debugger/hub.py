@@ -166,8 +166,8 @@ Process = Callable[[Json], Awaitable[Json]]
 
 
 class DebugHub:
-    """The hub of one notebook's kernel. The extension makes it when it is loaded; it costs nothing until a frontend
-    switches the debugger on.
+    """Debugger of one notebook's kernel and its ranks. The extension makes it when it is loaded; it costs nothing until a
+    frontend switches the debugger on.
 
     Args:
         kernel: An ipykernel with a debugger.
@@ -237,7 +237,7 @@ class DebugHub:
             return []
         loop.call_soon_threadsafe(self._handle, SetDebuggedRanks(tuple(ranks)))
         asked = threading.Event()
-        loop.call_soon_threadsafe(asked.set)
+        loop.call_soon_threadsafe(asked.set)  # behind the event: once it is set, the ranks count as pending
         deadline = Deadline(START_WITHIN)
         asked.wait(deadline.remaining())
         with self._changed:
@@ -274,7 +274,7 @@ class DebugHub:
             return await self._dump(request)
         key = next(self._keys)
         answer: asyncio.Future[Json] = self._loop.create_future()
-        self._answers[key] = answer
+        self._answers[key] = answer  # before the event is handled, which can answer at once
         starting = command == "attach"
         self._handle(Requested(key, request, bool(self._debugger.stopped_threads)))
         if starting:
@@ -314,7 +314,9 @@ class DebugHub:
             self._debugger.stop()
             self._debugger.is_started = False
             if (client := getattr(self._debugger, "tcp_client", None)) is not None:
-                client.message_queue.tcp_buffer = ""  # else half a message would be the head of the next one
+                client.message_queue.tcp_buffer = (
+                    ""  # otherwise half a message would be the head of the next one
+                )
         raise TimeoutError(
             f"debugpy, the debugger of the kernel itself, did not answer within {CONNECT_WITHIN:g} s, "
             f"{CONNECT_ATTEMPTS} times; switch the debugger on again, or restart the kernel"
@@ -381,7 +383,7 @@ class DebugHub:
         return self._session[1] if self._session is not None else None
 
     def pool_changed(self) -> None:
-        """There is another pool, or none. Any thread."""
+        """End the debugging of ranks of an earlier pool: there is another pool, or none. Any thread."""
         session = self._session
         if session is None or self._loop is None or self._pool() is session[0]:
             return
@@ -389,7 +391,7 @@ class DebugHub:
             self._gone(rank, "the pool was stopped")
 
     def _attach(self) -> Json:
-        """Arguments for ranks as ipykernel has them for itself."""
+        """Return the arguments of `attach` for ranks, the same as ipykernel's for itself."""
         arguments: Json = {
             "justMyCode": bool(self._debugger.just_my_code),
             "stopAllThreadsOnSuspend": False,

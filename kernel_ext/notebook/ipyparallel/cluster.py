@@ -471,7 +471,7 @@ class EngineRegistration:
         """Repeat the requests that have no answer yet: they, or the answers, may be lost."""
         with self._lock:
             chosen = sorted(self._under_way.items())
-        for rank, request in chosen:
+        for rank, request in chosen:  # without the lock, which an answer on another thread takes
             self._link.request_engine(rank, request)
 
     def resolve(self, rank: int, answer: str) -> bool:

@@ -749,7 +749,7 @@ class MergingSink(OutputSink):
 
     def note(self, text: str, *, warning: bool = False) -> None:
         self._show(self._merger.take(self._clock()))
-        # Frontends show stderr on red, which is for what went wrong.
+        # Frontends show stderr on red, which is for failures.
         begin = "\n" if self._within_line and not warning else ""
         self._show([Text("stderr" if warning else "stdout", f"{begin}{text}\n")])
 

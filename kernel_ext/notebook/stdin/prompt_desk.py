@@ -50,6 +50,14 @@ class Prompter(Protocol):
         ...
 
 
+class PromptLink(Protocol):
+    """Link to the ranks that ask. Must not block."""
+
+    def reply(self, rank: int, reply: PromptReply) -> None:
+        """Send a rank the answer to its question."""
+        ...
+
+
 class ProcessPrompter:
     """Asks where this process has its input: in a Jupyter kernel that is the frontend's own input box.
 
@@ -83,11 +91,11 @@ class PromptDesk:
 
     Args:
         prompter: Asks the user; None if no user can be asked.
-        reply: ``reply(rank, reply)`` sends a rank its answer. Must not block.
+        link: Sends the answers to the ranks; None if ranks get none.
     """
 
-    def __init__(self, prompter: Prompter | None, reply: Callable[[int, PromptReply], None]) -> None:
-        self._prompter, self._reply = prompter, reply
+    def __init__(self, prompter: Prompter | None, link: PromptLink | None) -> None:
+        self._prompter, self._link = prompter, link
         self._queue = PromptQueue()
         self._lock = threading.Lock()
         self._asking: Question | None = None
@@ -211,7 +219,8 @@ class PromptDesk:
 
     def _send(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
-            self._reply(answer.rank, answer.reply)
+            if self._link is not None:
+                self._link.reply(answer.rank, answer.reply)
 
     @contextmanager
     def _breakable(self) -> Iterator[None]:

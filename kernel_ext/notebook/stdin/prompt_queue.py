@@ -120,6 +120,7 @@ class PromptQueue:
 
     def prompt_asked(self, rank: int, request: PromptRequest, now: float) -> list[Answer]:
         """Queue a rank's question, perhaps a repetition. Returns the answer if there is one already."""
+        # A rank repeats its question if the answer was lost with a coordinator: the user is not asked twice.
         known = self._answered.get((rank, request.number))
         if known is not None:
             return [Answer(rank, known)]

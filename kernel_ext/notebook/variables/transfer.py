@@ -66,7 +66,7 @@ def pull(
         LookupError: The value does not exist on a rank, can't be sent, or there is no room for it here.
     """
     transfers: list[int] = []
-    lent = True  # unless the answers say otherwise
+    lent = True  # unless the answers show that all values came at once: after an interrupt, ranks must release theirs
 
     def make(ticket: int) -> PullValue:
         transfers.append(ticket)
@@ -169,7 +169,7 @@ def _fetching(
 
 
 def _positions(sizes: Any, length: int) -> Iterator[tuple[int, int]]:
-    """``(part, offset)`` of every piece of the largest of these."""
+    """Yield ``(part, offset)`` of every piece of the largest of these."""
     for part in range(max(map(len, sizes))):
         largest = max(found[part] for found in sizes if part < len(found))
         for offset in range(0, largest, length):
@@ -213,10 +213,10 @@ def _bring(
     near: Collection[int],
     patience: float | None,
 ) -> dict[int, str]:
-    """Bring parts of a value to ranks, piece by piece, each of which they have ``patience`` seconds to take.
+    """Send parts of a value to ranks, piece by piece; ranks have ``patience`` seconds to receive each.
 
     Returns:
-        Rank to the reason, for ranks that could not take a piece. They got no further pieces, nor did ranks that gave no
+        Rank to the reason, for ranks that could not receive a piece. They got no further pieces, nor did ranks that gave no
         answer.
     """
     if set(ranks) <= set(near):
@@ -259,6 +259,7 @@ def _bringing(
 ) -> Callable[[int], WriteChunk]:
     if window is None:
         return lambda ticket: WriteChunk(ticket, transfer_id, sizes, part, offset, bytes(data))
+    # Written before the question is sent: a rank reads it as soon as it has the range. All have answered before the next piece.
     shared = window.write(data)
     return lambda ticket: WriteChunk(ticket, transfer_id, sizes, part, offset, b"", shared)
 
@@ -279,12 +280,12 @@ def _raise_refused(names: Sequence[str], refused: Mapping[int, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Outcome of bringing one rank's variables to others.
+    """Outcome of sending one rank's variables to others.
 
     Attributes:
-        failed: Name of each variable or module that was not brought, and why.
-        refused: Ranks that have nothing of it, since they could not take it or died meanwhile, and why.
-        missed: Those of them that it did not reach, or whose answer did not come: another try may do.
+        failed: Name of each variable or module that was not sent, with the reason.
+        refused: Ranks that have none of them, since they could not load them or died meanwhile, with the reason.
+        missed: Those of these ranks that the snapshot did not reach, or whose answer did not come: another try can succeed.
     """
 
     failed: Mapping[str, str]

@@ -290,7 +290,7 @@ def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
             asked.append(question)
             return super().ask(question, *args)
 
-    run.handle._desk = Desk(InterruptingUser(run), lambda rank, reply: None)
+    run.handle._desk = Desk(InterruptingUser(run), None)
     run.feed(PromptAsked(0, PromptRequest("c", 1, DEBUGGER, "ipdb> ")))
     run.handle.wait(PATIENCE)
     # A notebook's frontend keeps a second box, and runs no cell as long as it is there.

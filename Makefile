@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-gpu test-engines mxnet engines intel-mpi clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-newest test-gpu test-engines mxnet engines intel-mpi clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -128,6 +128,16 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)
 	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/engine tests/collectives/coordinator tests/collectives/rendezvous \
 		-k "not gloo and not test_tls and not tls and not two_hosts" $(PYTEST_ARGS)
+
+# The first of these that runs, also those of pyenv that are not chosen.
+NEWEST = $(shell for name in python3.15 python3.14 python3.13 python3.12; do for python in "$$name" "$$HOME"/.pyenv/versions/*/bin/"$$name"; do "$$python" -c "" 2>/dev/null && echo "$$python" && exit; done; done)
+NEWEST_TESTS := tests/collectives/tracing tests/collectives/reduce tests/collectives/protocol tests/collectives/elastic tests/collectives/failover
+
+test-newest: ## unit tests of the core on the newest Python that is here, without torch, in an environment of its own
+	@python="$(NEWEST)"; if [ -z "$$python" ]; then echo "=== test-newest was left out: there is no Python 3.12 or newer." >&2; exit 0; fi; set -ex; \
+		"$$python" -m venv --clear out/newest; \
+		out/newest/bin/python -m pip install --quiet --constraint constraints.txt numpy pandas cryptography hypothesis pytest pytest-timeout pytest-xdist --editable .; \
+		out/newest/bin/python -m pytest -m "not soak and not alone" -n $(WORKERS) --junitxml out/junit-newest.xml $(NEWEST_TESTS) $(PYTEST_ARGS)
 
 test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itself where there is no GPU, in an environment of its own
 	$(PYTHON) -m venv out/gpu

@@ -1,4 +1,4 @@
-"""The check of tests beside an engine, whose own processes, threads and sockets come and go."""
+"""The checks for leaks that replace the one of all tests, where others than the test start and end processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import psutil
+import pytest
 
 import shared_memory
 from our_processes import our_processes
@@ -22,3 +23,8 @@ def nothing_of_ours_left() -> Iterator[None]:
     )
     assert left == []
     assert shared_memory.left(memory) == set()
+
+
+@pytest.fixture(autouse=True)
+def no_leak_check() -> None:
+    """Skip the check for leaks in a module that imports this as ``leak_check``."""

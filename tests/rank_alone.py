@@ -19,6 +19,7 @@ from hvdlab.collectives import context
 
 def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
     """Run cells, after the statements ``preload``; return the pool's view of each."""
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     script = f"{preload}\nfrom tests.rank_alone import main\nmain()"
     ran = subprocess.run(
         [sys.executable, "-c", script],
@@ -28,6 +29,7 @@ def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
         timeout=60,
         check=False,
         cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
     )
     assert ran.returncode == 0, ran.stderr
     found: list[dict[str, Any]] = json.loads(ran.stdout)

@@ -5,7 +5,9 @@
     def reduce(value):                       # runs on each rank; module level
         return hvd.allreduce(np.full(3, value)).tolist()
 
-    def test_reduce(ranks):                  # @pytest.fixture: with Ranks(2) as ranks: yield ranks
+    ranks = resident_ranks(2)                # a fixture of the module
+
+    def test_reduce(ranks):
         assert ranks.run(reduce, per_rank=[(1,), (3,)]) == [[2, 2, 2]] * 2
 
 A function is found by its file and qualified name, so it must be at module level (or a static method). Arguments,
@@ -22,10 +24,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+import pytest
 
 import forked_workers
 import hvdlab.numpy as hvd
@@ -284,3 +288,25 @@ def _hear_from_oneself() -> None:
     engine.on_mail(f"to oneself {id(there)}", lambda sender, body: there.set())
     engine.post(f"to oneself {id(there)}", b"", to=[engine.rank])
     assert there.wait(PATIENCE), "the coordinator does not pass on what a rank says to itself"
+
+
+def resident_ranks(
+    size: int,
+    *,
+    scope: Literal["function", "class", "module", "package", "session"] = "module",
+    **options: Any,
+) -> Any:
+    """Return a fixture: resident ranks, which the tests of its scope share.
+
+    Args:
+        size: Number of ranks.
+        scope: The fixture's, as pytest names it.
+        options: Those of `Ranks`, such as ``env``, ``imports`` and ``tls``.
+    """
+
+    @pytest.fixture(scope=scope)
+    def resident() -> Iterator[Ranks]:
+        with Ranks(size, **options) as ranks:
+            yield ranks
+
+    return resident

@@ -4,28 +4,19 @@ staging."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
+
+two = resident_ranks(2, imports=["fake_gpu_arrays"])
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, imports=["fake_gpu_arrays"]) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def staging() -> Iterator[Ranks]:
-    with Ranks(2, imports=["fake_gpu_arrays"], env={"HVDLAB_CUDA": "0"}) as ranks:
-        yield ranks
+staging = resident_ranks(2, imports=["fake_gpu_arrays"], env={"HVDLAB_CUDA": "0"})
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------

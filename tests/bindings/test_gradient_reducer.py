@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
@@ -19,15 +18,12 @@ from hvdlab.collectives.errors import DuplicateNameError, MismatchError
 from hvdlab.collectives.process_sets import global_process_set
 from hvdlab.collectives.types import ReduceOp
 from hvdlab.numpy.adapter import BINDING, Array
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 Reducer = GradientReducer[Parameter, Array]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, imports=["hvdlab.numpy"]) as ranks:
-        yield ranks
+two = resident_ranks(2, imports=["hvdlab.numpy"])
 
 
 class Doubled(Compressor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,13 +14,9 @@ from hvdlab.collectives import context
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.settings import Settings
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+two = resident_ranks(2)
 
 
 def what_a_child_sees() -> str:

@@ -49,7 +49,7 @@ CONFIGURE_TIMEOUT = 60.0
 START_TIMEOUT = 120.0  # seconds until all workers have connected
 END_TIMEOUT = 40.0
 """Seconds for the interpreter of a worker to end, with torch and MPI loaded, on a busy machine."""
-PATIENCE = 3.0
+OTHERS_TIMEOUT = 3.0
 """Seconds that the others get to answer after one worker raised."""
 
 Launcher = Callable[[int, str, Mapping[str, str]], "Sequence[Process]"]
@@ -320,7 +320,7 @@ class WorkerGroup:
                 outcomes[worker] = self._receive(worker)
                 if isinstance(outcomes[worker], Failure):
                     # The others may wait for the one that failed.
-                    deadline = min(deadline, time.monotonic() + PATIENCE)
+                    deadline = min(deadline, time.monotonic() + OTHERS_TIMEOUT)
         return [outcomes[w] for w in workers]
 
     def _receive(self, worker: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,9 @@ import torch
 import hvdlab.numpy as hvd_numpy
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3, imports=["hvdlab.torch"]) as ranks:
-        yield ranks
+three = resident_ranks(3, imports=["hvdlab.torch"])
 
 
 def _refusals(process_set: hvd.ProcessSet) -> list[str]:

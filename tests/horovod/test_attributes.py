@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import hvdlab.torch as hvd
 from hvdlab.collectives.errors import InvalidRequestError
 from page_scripts import load_script
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "attributes.py"
 
@@ -79,10 +78,7 @@ def test_a_reason_is_needed_just_where_something_does_not_work() -> None:
 # -- distributed optimizers of torch ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, imports=["hvdlab.torch"]) as ranks:
-        yield ranks
+two = resident_ranks(2, imports=["hvdlab.torch"])
 
 
 def _step(optimizer: Any, parameter: torch.nn.Parameter) -> float:

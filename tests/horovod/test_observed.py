@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import hvdlab.torch as hvd
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 ones = torch.ones
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2, imports=["hvdlab.torch"]) as world:
-        yield world
+pair = resident_ranks(2, imports=["hvdlab.torch"])
 
 
 def distributed(**arguments: Any) -> Any:

@@ -8,20 +8,12 @@ from pathlib import Path
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from jupyter_core.utils import ensure_event_loop
 from traitlets.config import Config
 
 from hvdlab.magics.extension import Extension
 from hvdlab.magics.notebook_pool import NotebookPool
+from jupyter_loop import jupyter_loop  # noqa: F401  # fixture
 from magics_fakes import FakePool, Notebook
-
-
-@pytest.fixture(scope="session", autouse=True)
-def jupyter_loop() -> Iterator[None]:
-    """Yield the event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
-    loop = ensure_event_loop()
-    yield
-    loop.close()
 
 
 @pytest.fixture

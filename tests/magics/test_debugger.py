@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from debugging_client import Debugging
+from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 from live_kernel import LiveKernel
 
 pytest.importorskip("debugpy")
@@ -30,11 +31,6 @@ def double(n):
 z = double(rank + 1)
 print(z)
 """
-
-
-@pytest.fixture(autouse=True)
-def leak_check() -> None:
-    """Skip the check for leaks: ranks come and go in the kernel that all these tests share."""
 
 
 @pytest.fixture(scope="module")

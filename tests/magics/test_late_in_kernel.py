@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 from live_kernel import Cell, LiveKernel
 from patience import eventually
 
@@ -26,12 +27,6 @@ def late():
     print('late of', rank)
 threading.Thread(target=late).start()
 """
-
-
-@pytest.fixture(autouse=True)
-def leak_check() -> None:
-    """Skip the check for leaks: a part of the pool can come up while the kernel that these tests share is used; others
-    see it end."""
 
 
 @pytest.fixture(scope="module")

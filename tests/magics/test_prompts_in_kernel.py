@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 from live_kernel import Cell
 from prompting_kernel import Answer, PromptingKernel, names, plain
 
@@ -16,12 +17,6 @@ SETUP = (
     "import hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\ncontext.init()\nrank = int(os.environ['RANK'])\nx = rank * 10\n"
     "def meet(): return float(hvd.allreduce(np.ones(3), name='loss')[0])\nmeet()"
 )
-
-
-@pytest.fixture(autouse=True)
-def leak_check() -> None:
-    """Skip the check for leaks: ranks come and go in the kernel that all these tests share; test_real_notebook.py sees
-    them end with it."""
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-PATIENCE = 60  # seconds until a wait for the terminal or the notebook fails
+from patience import PATIENCE
 
 
 def spawn(tmp_path: Path, *arguments: str) -> pexpect.spawn[str]:

@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 
+from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 from live_kernel import LiveKernel
 from patience import PATIENCE
 
 SETUP = "%%hvd_run -np 4\nimport os, sys, time\nrank = int(os.environ['RANK'])\nx = rank * 10"
-
-
-@pytest.fixture(autouse=True)
-def leak_check() -> None:
-    """Skip the check for leaks: ranks come and go in the kernel that all these tests share; test_real_notebook.py sees
-    them end with it."""
 
 
 @pytest.fixture(scope="module")

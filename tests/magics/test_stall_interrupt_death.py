@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 from live_kernel import Cell, LiveKernel
 
 SETUP = (
@@ -16,12 +17,6 @@ SETUP = (
     "import hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\ncontext.init()\nrank = context.engine('').rank\nx = rank * 10"
 )
 SUM = "%%hvd_run\nprint(hvd.allreduce(np.ones(1), name='again')[0], x)"
-
-
-@pytest.fixture(autouse=True)
-def leak_check() -> None:
-    """Skip the check for leaks: ranks come and go in the kernel that all these tests share; test_real_notebook.py sees
-    them end with it."""
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from debugging_client import Debugging
+from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 from live_kernel import Cell
 from prompting_kernel import PromptingKernel, names, plain
 
@@ -66,11 +67,6 @@ class Failing(keras.Sequential):
         if rank == 1: raise ValueError("wrong")
         return super().train_step(data)
 model_of(Failing{eagerly}).fit(x, y, verbose=0)"""
-
-
-@pytest.fixture(autouse=True)
-def leak_check() -> None:
-    """Skip the check for leaks: ranks come and go in the kernel that all these tests share."""
 
 
 @pytest.fixture(scope="module")

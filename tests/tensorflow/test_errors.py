@@ -16,9 +16,9 @@ import pytest
 from conformance.bindings.harness import binding
 from conformance.bindings.test_arguments import nothing_works
 from hvdlab.collectives.errors import AbortedError, MismatchError, UnsupportedError
+from patience import PATIENCE
 from ranks import Ranks
 
-PATIENCE = 60.0
 """Limit in seconds of waits that take next to no time on an idle machine."""
 
 

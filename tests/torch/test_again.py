@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import hvdlab.torch as hvd
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3, init=False, imports=["hvdlab.torch"]) as ranks:
-        yield ranks
+three = resident_ranks(3, init=False, imports=["hvdlab.torch"])
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------

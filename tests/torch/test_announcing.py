@@ -15,15 +15,12 @@ import hvdlab.torch as hvd
 from hvdlab.bindings import gradient_reducer
 from hvdlab.collectives import context
 from hvdlab.collectives.protocol import messages as m
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 PARAMETERS = 40
 
 
-@pytest.fixture
-def one() -> Iterator[Ranks]:
-    with Ranks(1, imports=["hvdlab.torch"]) as ranks:
-        yield ranks
+one = resident_ranks(1, imports=["hvdlab.torch"], scope="function")
 
 
 def announcements(

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,14 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, MismatchError
 from hvdlab.torch import elastic
 from patience import PATIENCE
-from ranks import RankGone, Ranks
+from ranks import RankGone, Ranks, resident_ranks
 
 SAMPLES, BATCH, EPOCHS = 36, 2, 2
 
 
-@pytest.fixture
-def world() -> Iterator[Ranks]:
-    """Yield a world of three ranks for one test, which may lose some of them."""
-    with Ranks(3, imports=["hvdlab.torch.elastic"], env={"HOROVOD_ELASTIC_TIMEOUT": "20"}) as ranks:
-        yield ranks
+world = resident_ranks(
+    3, imports=["hvdlab.torch.elastic"], env={"HOROVOD_ELASTIC_TIMEOUT": "20"}, scope="function"
+)
 
 
 # -- on the ranks ---------------------------------------------------------------------------------------------------------

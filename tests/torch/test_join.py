@@ -9,7 +9,7 @@ import torch
 
 import hvdlab.torch as hvd
 from hvdlab.torch import HorovodInternalError
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 CLASSES = 3
 
@@ -20,10 +20,7 @@ def some(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, imports=["hvdlab.torch"]) as ranks:
-        yield ranks
+two = resident_ranks(2, imports=["hvdlab.torch"])
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from hvdlab.bindings.elastic.state import (
 )
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt
 from hvdlab.collectives.elastic.state import next_attempt
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 
 class Schedule:
@@ -59,10 +58,7 @@ class Counting(StateHandler[Schedule]):
 REGISTRY = HandlerRegistry([(Schedule, LoadableStateHandler), (ElasticSampler, SamplerStateHandler)])
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3, imports=["hvdlab.numpy"]) as ranks:
-        yield ranks
+three = resident_ranks(3, imports=["hvdlab.numpy"])
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------

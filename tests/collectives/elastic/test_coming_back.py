@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,13 +15,9 @@ from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import AbortedError
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as made:
-        yield made
+ranks = resident_ranks(2, scope="function")
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------

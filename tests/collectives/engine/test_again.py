@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from queue import SimpleQueue
 
 import numpy as np
@@ -14,15 +13,12 @@ from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError
 from patience import HOUR, PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 TIMES = 20
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
+three = resident_ranks(3)
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from queue import SimpleQueue
@@ -24,14 +24,10 @@ from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.tracing.record_format import Span, decode
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from patience import PATIENCE
-from ranks import RankFailed, Ranks, meet
+from ranks import RankFailed, Ranks, meet, resident_ranks
 from threads import in_threads
 
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
+three = resident_ranks(3)
 
 
 def agreed() -> int:

@@ -24,7 +24,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
 )
 from patience import GONE, PATIENCE, without_heartbeat
-from ranks import RankGone, Ranks
+from ranks import RankGone, Ranks, resident_ranks
 
 
 @pytest.fixture
@@ -399,10 +399,7 @@ def go_on_waiting() -> None:
     hvd.synchronize(WAITING.pop())
 
 
-@pytest.fixture
-def doomed() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
+doomed = resident_ranks(3, scope="function")
 
 
 def test_a_control_thread_that_fails_ends_what_its_rank_waits_for(doomed: Ranks) -> None:

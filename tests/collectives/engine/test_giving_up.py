@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from queue import SimpleQueue
 
 import numpy as np
@@ -21,7 +20,7 @@ from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry
 from joint_simulation import Simulation, allreduce, message
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 MEMBERS = (m.Member(0, "host", 1), m.Member(1, "host", 2))
 
@@ -175,10 +174,7 @@ def test_only_the_receives_that_were_given_up_end(order: tuple[int, ...]) -> Non
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+two = resident_ranks(2)
 
 
 def reduce_until_interrupted(count: int) -> float:

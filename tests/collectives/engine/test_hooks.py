@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,13 @@ from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameErro
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 LARGE = 1 << 16
 """Elements of a tensor that does not travel with its announcement."""
 
 
-@pytest.fixture
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+two = resident_ranks(2, scope="function")
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import contextlib
 import dis
 import sys
 import threading
-from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, cast
@@ -32,16 +31,13 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 ENOUGH = 100
 """Places that are there in any case."""
 
 
-@pytest.fixture
-def one() -> Iterator[Ranks]:
-    with Ranks(1) as ranks:
-        yield ranks
+one = resident_ranks(1, scope="function")
 
 
 # -- on the rank --------------------------------------------------------------------------------------------------

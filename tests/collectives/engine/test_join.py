@@ -19,7 +19,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
 )
 from patience import PATIENCE
-from ranks import RankGone, Ranks
+from ranks import RankGone, Ranks, resident_ranks
 
 SMALL, LARGE = 8, 300_000
 
@@ -30,10 +30,7 @@ def some(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
+three = resident_ranks(3)
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,9 @@ from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.time_limits import Deadline
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+ranks = resident_ranks(2, scope="function")
 
 
 MOST = 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -12,23 +11,17 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 SETS = 64
 IN_FLIGHT = 2000
 MIB = 1 << 20
 
 
-@pytest.fixture
-def three() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
-        yield ranks
+three = resident_ranks(3, scope="function")
 
 
-@pytest.fixture
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+two = resident_ranks(2, scope="function")
 
 
 def resident(pid: int | None = None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -23,13 +22,9 @@ from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestErr
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
+four = resident_ranks(4)
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------

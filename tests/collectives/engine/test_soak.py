@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -12,7 +11,7 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
@@ -20,10 +19,7 @@ STEPS = 10_000
 GROWTH_BYTES = 8 << 20  # of resident memory over STEPS steps
 
 
-@pytest.fixture
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+two = resident_ranks(2, scope="function")
 
 
 def steps(count: int) -> tuple[int, int]:

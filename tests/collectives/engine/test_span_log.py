@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,25 +21,18 @@ from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.clocks import ClockSamples
 from hvdlab.collectives.tracing.record_format import ClockSample, Members, Span, decode
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 from skewed_clock import AHEAD_NS
 
 LARGE = 1 << 20
 
 
-@pytest.fixture
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+two = resident_ranks(2, scope="function")
 
 
-@pytest.fixture
-def hosts() -> Iterator[Ranks]:
-    """Yield two ranks whose clocks are 7 s apart, on a coordinator that both reach over TLS."""
-    with Ranks(
-        2, tls=True, env={"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"}, imports=["skewed_clock"]
-    ) as ranks:
-        yield ranks
+hosts = resident_ranks(
+    2, tls=True, env={"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"}, imports=["skewed_clock"], scope="function"
+)
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------

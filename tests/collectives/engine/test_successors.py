@@ -20,13 +20,9 @@ from hvdlab.collectives.process_sets import add_process_set
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import OpKind
 from patience import HOUR, PATIENCE
-from ranks import Ranks, Running
+from ranks import Ranks, Running, resident_ranks
 
-
-@pytest.fixture
-def three() -> Iterator[Ranks]:
-    with Ranks(3, keep=True) as ranks:
-        yield ranks
+three = resident_ranks(3, keep=True, scope="function")
 
 
 @pytest.fixture(params=[pytest.param("unix", marks=pytest.mark.soak), "tls"])

@@ -20,7 +20,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.kvstore import KVStoreError, RowSparse
 from patience import PATIENCE
-from ranks import Ranks, meet
+from ranks import Ranks, meet, resident_ranks
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -29,10 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield started
 
 
-@pytest.fixture
-def own_ranks() -> Iterator[Ranks]:
-    with Ranks(3) as started:
-        yield started
+own_ranks = resident_ranks(3, scope="function")
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------

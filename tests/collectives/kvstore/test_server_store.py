@@ -28,7 +28,7 @@ from hvdlab.collectives.kvstore.servers.process import STRANGERS, JobObserver
 from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 from hvdlab.kvstore import KVStoreError, RowSparse
 from hvdlab.kvstore.lr_scheduler import CosineScheduler, FactorScheduler
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -45,10 +45,7 @@ def two_servers() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.fixture
-def own_ranks() -> Iterator[Ranks]:
-    with Ranks(3) as started:
-        yield started
+own_ranks = resident_ranks(3, scope="function")
 
 
 def waits_are_recorded() -> list[str]:

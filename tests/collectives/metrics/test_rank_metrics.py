@@ -13,13 +13,9 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.recording import Recording
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+two = resident_ranks(2)
 
 
 @pytest.fixture

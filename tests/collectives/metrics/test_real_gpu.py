@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from hvdlab.bindings.framework_hooks import devices_in_use
 from hvdlab.collectives.metrics.sampler import GpuUsage, ask_frameworks
+
+torch = pytest.importorskip("torch")
 
 GB = 1 << 30
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
 from hvdlab.collectives.tracing.record_format import Metric, decode
+
+torch = pytest.importorskip("torch")
 
 
 @pytest.fixture

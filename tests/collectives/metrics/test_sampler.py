@@ -7,7 +7,6 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from typing import Self
 
 import numpy as np
@@ -20,7 +19,7 @@ from hvdlab.collectives.metrics.sampler import ProcessUsage, Sampler, Source, Th
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.recording import Recording
 from patience import PATIENCE
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 SECOND = 1_000_000_000
 Recorded = tuple[str, float, None, int]
@@ -183,10 +182,7 @@ def test_it_ends_when_nothing_is_left_to_sample() -> None:
 # -- in a world ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sampled() -> Iterator[Ranks]:
-    with Ranks(2, env={"HVDLAB_METRICS_INTERVAL": "0.05"}) as ranks:
-        yield ranks
+sampled = resident_ranks(2, env={"HVDLAB_METRICS_INTERVAL": "0.05"}, scope="function")
 
 
 def newest(recording: Recording) -> dict[tuple[int, str], float]:

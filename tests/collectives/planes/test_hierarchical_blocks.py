@@ -11,9 +11,9 @@ import pytest
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 from hvdlab.collectives.types import DType, ReduceOp
+from patience import PATIENCE
 
 BLOCK = 4096  # bytes of a block
-PATIENCE = 30.0  # seconds until a wait for the other plane fails
 
 
 class Inner:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.tracing.check import check, load
-from ranks import Ranks
+from ranks import Ranks, resident_ranks
 
 LATE = 0.08  # seconds for which one rank sleeps before each step
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+ranks = resident_ranks(2)
 
 
 def train(path: str) -> list[tuple[str, int, int, int]]:

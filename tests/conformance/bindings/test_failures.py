@@ -17,6 +17,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, DuplicateNameError, MismatchError
 from hvdlab.collectives.types import DType
 from interrupting import press_ctrl_c, when_this_thread_waits
+from patience import PATIENCE
 
 MISMATCHES = ("shape", "dtype", "operator", "root", "row", "kind", "group", "in place", "async")
 
@@ -147,7 +148,6 @@ INTERRUPTED: dict[str, Callable[[BindingUnderTest], Any]] = {
 }
 
 
-PATIENCE = 60.0
 """Seconds for what takes none, on a machine that has other work."""
 
 _both_wait = threading.Event()

@@ -23,10 +23,9 @@ from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from patience import PATIENCE
 from pool_probe import PoolProbe
 
-PATIENCE = 120.0
-"""Seconds that the pool may take to start."""
 SET_UP = """
 import os, time
 import numpy as np
@@ -135,7 +134,7 @@ def main() -> None:
     launcher, unused_for = os.environ.get("LAUNCHER", "local"), os.environ.get("UNUSED_FOR")
     options = {"unused_for": unused_for} if unused_for else {}
     pool = Pool.start(
-        int(sys.argv[1]), keep="mine", launcher=launcher, launcher_options=options, timeout=PATIENCE
+        int(sys.argv[1]), keep="mine", launcher=launcher, launcher_options=options, timeout=2 * PATIENCE
     )
     if sys.argv[2:] and sys.argv[2] in ("elastic", "held"):
         train(pool, CELLS[sys.argv[2]])

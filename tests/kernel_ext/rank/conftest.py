@@ -39,9 +39,9 @@ from hvdlab.kernel_ext.wire.cells import (
 )
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK
+from patience import PATIENCE
 
 T = TypeVar("T", bound=Payload)
-PATIENCE = 20.0  # seconds until a wait for the other thread fails
 
 
 class FakeEngine:

@@ -27,12 +27,11 @@ from hvdlab.kernel_ext.wire.status import (
     Stack,
     Status,
 )
+from patience import PATIENCE
 from rank_alone import run_in_new_rank
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
-
-PATIENCE = 20.0
 
 
 def test_status_of_an_idle_rank(rank: Rank) -> None:

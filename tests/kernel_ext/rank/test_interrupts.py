@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hvdlab.kernel_ext.wire.cells import CellDone
+from patience import PATIENCE
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
-
-PATIENCE = 20.0
 
 
 def interrupt_once_running(rank: Rank, source: str, **options: Any) -> Any:

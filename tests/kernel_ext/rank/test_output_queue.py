@@ -28,11 +28,10 @@ from hvdlab.kernel_ext.wire.cells import (
     ResendFrom,
     Stream,
 )
+from patience import PATIENCE
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
-
-PATIENCE = 20.0  # seconds until a wait for the other thread fails
 
 
 class Sent:

@@ -27,11 +27,10 @@ from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import decode_to_pool
 from hvdlab.kernel_ext.wire.values import Acked, PushValue
 from hvdlab.launch.processes import start_time
+from patience import PATIENCE
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
-
-PATIENCE = 20.0
 
 
 def text_of(output: Output) -> str:

@@ -6,17 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jupyter_core.utils import ensure_event_loop
 
+from jupyter_loop import jupyter_loop  # noqa: F401  # fixture
 from spmd_kernel import kernelspec_in
-
-
-@pytest.fixture(scope="session", autouse=True)
-def jupyter_loop() -> Iterator[None]:
-    """Yield the event loop that jupyter_client keeps for blocking calls, made before any test is watched for leaks."""
-    loop = ensure_event_loop()
-    yield
-    loop.close()
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import jupyter_kernel_test
-import pytest
 
-
-@pytest.fixture(autouse=True)
-def leak_check() -> None:
-    """Skip the check for leaks: processes come and go in the kernel that all these tests share; test_lifetime.py sees
-    them end with it."""
+from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 
 class TestHvdlabKernel(jupyter_kernel_test.KernelTests):

@@ -11,18 +11,13 @@ import ipykernel
 import pytest
 
 from debugging_client import Debugging
+from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 from live_kernel import Cell, LiveKernel
 
 needs_a_thread_for_messages = pytest.mark.skipif(
     ipykernel.version_info < (7,),
     reason="before ipykernel 7 the thread that runs cells takes the messages, so that questions wait for the cell",
 )
-
-
-@pytest.fixture(autouse=True)
-def leak_check() -> None:
-    """Skip the check for leaks: processes come and go in the kernel that all these tests share; test_lifetime.py sees
-    them end with it."""
 
 
 @pytest.fixture(scope="module")

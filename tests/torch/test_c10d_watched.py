@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -199,6 +202,31 @@ def _backend_fails() -> None:
         group._generation.inner.abort()
     with pytest.raises(AbortedError, match=r"all_reduce #.*torch's gloo failed on rank \d+: "):
         dist.all_reduce(torch.ones(2))
+
+
+def _descriptors() -> list[str]:
+    """Return what the descriptors of this process are, without numbers."""
+    for thread in threading.enumerate():
+        if thread.name == "hvdlab-c10d-dropping":
+            thread.join()
+    gc.collect()  # an error that was caught has its work, in whose frames it was raised
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            kinds.append(os.readlink(f"/proc/self/fd/{name}").partition(":")[0])
+    return sorted(kinds)
+
+
+def test_inner_groups_that_end_leave_no_descriptors(world: Ranks) -> None:
+    good(world)
+    world.run(_aborts, timeout=60)
+    good(world)
+    before = world.run(_descriptors)
+    for _ in range(3):
+        world.run(_aborts, timeout=60)
+        good(world)
+    for found, kinds in zip(world.run(_descriptors), before, strict=True):
+        assert Counter(found) - Counter(kinds) == Counter()
 
 
 def test_a_failure_of_the_backend_that_no_rank_explains_is_shown_on_all(world: Ranks) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -70,6 +71,23 @@ def _in_group(backend: Any, store: Any, rank: int, size: int, device: str, kind:
     return group
 
 
+@contextlib.contextmanager
+def closing_duplicate(descriptor: int) -> Iterator[socket.socket]:
+    """Yield a socket with a duplicate of a descriptor, and close the duplicate.
+
+    Raises:
+        OSError: The descriptor is closed, or is no socket's.
+    """
+    duplicate = os.dup(descriptor)
+    try:
+        end = socket.socket(fileno=duplicate)
+    except OSError:  # no object owns it
+        os.close(duplicate)
+        raise
+    with end:
+        yield end
+
+
 class GlooInner:
     """Inner group of Gloo's, of ranks on one host."""
 
@@ -87,7 +105,8 @@ class GlooInner:
 
     def abort(self) -> None:
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+            # A descriptor can be closed at any time by the thread that has it, so all that follows is done with a duplicate.
+            with contextlib.suppress(OSError), closing_duplicate(int(name)) as end:
                 if self._is_connection(end):
                     end.shutdown(socket.SHUT_RDWR)
 

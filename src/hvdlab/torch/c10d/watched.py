@@ -305,6 +305,9 @@ class WatchedGroup(HvdlabProcessGroup):
         old.made.set()
         for work in list(old.flying):
             work.end_failed()
+        # The works have the generation: in this circle they would keep torch's works, and with these the group's sockets, until Python
+        # looks for garbage. One that fails from now on sees the end by itself.
+        old.flying.clear()
 
     def _drop(self, generation: Generation) -> None:
         """Drop an inner group that was aborted; waits for torch's threads."""

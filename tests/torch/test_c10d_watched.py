@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import re
 import signal
@@ -69,6 +70,28 @@ def _disagrees() -> None:
 
 def test_another_operation_is_a_mismatch_on_all_ranks(world: Ranks) -> None:
     world.run(_disagrees, timeout=60)
+    good(world)
+
+
+def _disagrees_in_backward() -> str:
+    model, rank = KEPT["model"], dist.get_rank()
+    loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(MismatchError) as caught:
+        dist.broadcast(torch.ones(2), 1) if rank == 1 else loss.backward()
+    return str(caught.value)
+
+
+def _import_compiler() -> None:
+    importlib.import_module("torch._dynamo")
+
+
+@pytest.mark.parametrize("compiler", [False, True], ids=["", "compiler"])
+def test_a_mismatch_names_the_bucket_of_a_wrapped_model(world: Ranks, compiler: bool) -> None:
+    good(world)
+    if compiler:
+        world.run(_import_compiler, timeout=60)
+    for text in world.run(_disagrees_in_backward, timeout=60):
+        assert "DDP bucket 0: bias, weight): allreduce float32[20] sum" in text, text
     good(world)
 
 

@@ -67,7 +67,7 @@ from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.watch_options import LATE_AFTER
 from hvdlab.torch.c10d.watched_work import Generation, WatchedWork
 from hvdlab.torch.c10d.world import World
-from hvdlab.torch.dynamo import untraced, untraced_methods
+from hvdlab.torch.dynamo import untraced_methods
 
 ANSWER_WITHIN = 1.0
 """Seconds that ranks have to answer the comparer."""
@@ -162,7 +162,6 @@ class LaunchWatch:
             group.handle(sender, mail)
 
 
-@untraced_methods
 class WatchedGroup(HvdlabProcessGroup):
     """A process group that hands the operations on its device over to an inner group of torch's, and watches them.
 
@@ -737,7 +736,7 @@ def _handing_over(method: str, operation: str, index: int, agreed: Callable[...,
         return self.launch(method, operation, tensor, COLLECTIVES, args, kwargs)
 
     call.__name__ = method
-    return untraced(call)
+    return call
 
 
 for _method, (_operation, _index) in _OPERATIONS.items():
@@ -746,3 +745,6 @@ for _method, (_operation, _index) in _OPERATIONS.items():
         _method,
         _handing_over(_method, _operation, _index, getattr(HvdlabProcessGroup, _method)),
     )
+
+# Not one wrapped by `untraced`, whose frames would hide from the search for a bucket that C++ has called the group.
+untraced_methods(WatchedGroup)

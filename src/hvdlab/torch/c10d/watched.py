@@ -410,6 +410,10 @@ class WatchedGroup(HvdlabProcessGroup):
             work.begun(begun, args[0] if args else [])
         # After torch's call: a launch that it refuses was never in flight.
         generation.flying.append(work)
+        # The control thread stores the end of the epoch before it searches the launches in flight: either it has found this one, or this
+        # thread sees the end.
+        if generation.ended is not None:
+            work.end_failed()
         calls.gather(work)
         self._watch.look_later(self._pause())
         # Other ranks have their stand-ins already, and wait for this rank's in the core.

@@ -3,6 +3,7 @@ network.
 
     python benchmarks/scale.py --ranks 8 --ranks 1024        # some seconds, and a table
     python benchmarks/scale.py --write                       # 8 to 4,096: the table and plot of docs/design/scale.md
+    python benchmarks/scale.py --watched --write             # the same sizes with one watched group: the second table
 
 The model is ``tests/timed_job.py``: nothing is timed, so that the figures are the same on every machine, busy or not. 4,096 ranks take half
 a minute of a core, 16,384 two and a half minutes and some gigabytes; those are only simulated if they are asked for. With ``--write``, figures
@@ -23,11 +24,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from pages import write
 
-from timed_job import Network, Passage, TimedJob, memory_of_root
+from timed_job import Network, Passage, TimedJob, Traffic, memory_of_root
 
 SIZES = (8, 64, 128, 1024, 4096)
-RESULT, PAGE, PLOT = (
+RESULT, WATCHED, PAGE, PLOT = (
     ROOT / "benchmarks/results/scale.json",
+    ROOT / "benchmarks/results/scale_watched.json",
     ROOT / "docs/design/scale.md",
     ROOT / "docs/images/scale.png",
 )
@@ -56,6 +58,29 @@ def simulate(size: int) -> dict[str, Any]:
         found[what] = figures(job.step(names))
     told, anew = job.kill(size - 1)
     found["death"] = figures(told) | {"anew_seconds": anew}
+    return found
+
+
+BEATS = 60.0
+"""Seconds for which heartbeats are counted: a dozen of each rank's."""
+
+
+def traffic(name: str, counted: Traffic) -> dict[str, int]:
+    return {f"{name}_frames": counted.frames, f"{name}_bytes": counted.bytes}
+
+
+def simulate_watched(size: int) -> dict[str, Any]:
+    """Return the figures of one size with one watched group of all ranks."""
+    from timed_watch import TimedWatches  # imports torch
+
+    job = TimedWatches(size)
+    job.form()
+    beats, report = job.beat(BEATS), job.report()
+    assert report.missing == (size - 1,), "the verdict names other ranks than the one that is missing"
+    found: dict[str, Any] = {"heartbeats": asdict(beats)}
+    found["report"] = {"seconds": report.seconds, "resumed": report.resumed, "busy": report.busy}
+    for name in ("root", "comparer", "leaf"):
+        found["report"] |= traffic(name, getattr(report, name))
     return found
 
 
@@ -104,6 +129,28 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def markdown_of_watched(result: dict[str, Any]) -> str:
+    """Return the table of a result with a watched group."""
+    head = (
+        "| ranks | heartbeats: frames and bytes a second at the root | of its core | a late launch: all know which rank is missing after | "
+        "frames and bytes at the root | its core is busy for | bytes at the rank that compares, at a leaf |"
+    )
+    lines = [head, "|" + "---|" * 7]
+    for size, found in sorted(result["ranks"].items(), key=lambda item: int(item[0])):
+        beats, report = found["heartbeats"], found["report"]
+        cells = [
+            f"{int(size):,}",
+            f"{beats['frames']:,.0f}, {bytes_text(beats['bytes'])}",
+            f"{100 * beats['busy']:.2g} %",
+            time_text(report["seconds"]),
+            f"{report['root_frames']:,}, {bytes_text(report['root_bytes'])}",
+            time_text(report["busy"]),
+            f"{bytes_text(report['comparer_bytes'])}, {bytes_text(report['leaf_bytes'])}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw times, bytes and memory by the number of ranks."""
     import matplotlib
@@ -146,19 +193,23 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write the result, the page's table and its plot"
     )
+    parser.add_argument("--watched", action="store_true", help="ranks of one watched group")
     options = parser.parse_args()
+    path, name = (WATCHED, "scale_watched") if options.watched else (RESULT, "scale")
+    one_size, table = (simulate_watched, markdown_of_watched) if options.watched else (simulate, markdown)
     result: dict[str, Any] = {"network": asdict(Network()), "ranks": {}}
-    if options.write and RESULT.exists():
-        result["ranks"] = json.loads(RESULT.read_text())["ranks"]
+    if options.write and path.exists():
+        result["ranks"] = json.loads(path.read_text())["ranks"]
     for size in options.ranks or SIZES:
-        result["ranks"][str(size)] = simulate(size)
+        result["ranks"][str(size)] = one_size(size)
         print(f"{size} ranks: {json.dumps(result['ranks'][str(size)])}", flush=True)
         if options.write:
-            RESULT.write_text(json.dumps(result, indent=1) + "\n")
-            write(PAGE, "scale", markdown(result))
-            plot(result, PLOT)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            write(PAGE, name, table(result))
+            if not options.watched:
+                plot(result, PLOT)
     if not options.write:
-        print(markdown(result))
+        print(table(result))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import itertools
 import math
 import tracemalloc
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,9 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello, encode
 from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
+
+Coming = Event | m.Message | Callable[[], None] | None
+"""What comes at a moment: an event, a message to a rank, a call, or the coordinator's next round."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,8 @@ class TimedJob:
         self._free = 0.0  # when the coordinator is free again
         self._inbox: deque[tuple[Event, int]] = deque()
         self._awake = False  # whether it is about to look there
-        # (when, order, rank or -1 for the coordinator, the message, its bytes)
-        self._coming: list[tuple[float, int, int, Event | m.Message | None, int]] = []
+        # (when, order, rank or -1 for the coordinator, the message or a call, its bytes)
+        self._coming: list[tuple[float, int, int, Coming, int]] = []
         self._order = itertools.count()
 
     # -- events of the job ----------------------------------------------------------------------------------------
@@ -185,8 +188,8 @@ class TimedJob:
         passage = self._passage(before, max(me.failed for me in others))
         return passage, max(me.renewed for me in others) - before[0]
 
-    def run(self) -> None:
-        """Deliver the messages in flight, and those that follow from them."""
+    def run(self, until: float = math.inf) -> None:
+        """Deliver the messages in flight, and those that follow from them, up to a moment."""
         while True:
             due = self.coordinator.next_deadline()
             if (
@@ -195,11 +198,13 @@ class TimedJob:
                 and due < (self._coming[0][0] if self._coming else math.inf)
             ):
                 self._later(max(self.now, due), -1, Tick(), 0)
-            if not self._coming:
+            if not self._coming or self._coming[0][0] > until:
                 return
             when, _, place, what, size = heapq.heappop(self._coming)
             self.now = when
-            if place >= 0:
+            if callable(what):
+                what()
+            elif place >= 0:
                 assert isinstance(what, m.Message)
                 self._at_rank(self.ranks[place], what, size)
             elif what is None:
@@ -295,16 +300,20 @@ class TimedJob:
             if isinstance(effect, RunBatch):
                 me.ordered = me.free
                 for entry in effect.entries:
-                    me.state.finish(entry)
+                    self._execute(me, entry)
             elif isinstance(effect, Fail):
                 me.failed = me.free
             elif isinstance(effect, NewEpoch):
                 me.renewed = me.free
         self._flush(me)
 
+    def _execute(self, me: TimedRank, entry: Entry) -> None:
+        """Execute a collective that was ordered, which takes no time."""
+        me.state.finish(entry)
+
     # -- time and counting ----------------------------------------------------------------------------------------
 
-    def _later(self, when: float, place: int, what: Event | m.Message | None, size: int) -> None:
+    def _later(self, when: float, place: int, what: Coming, size: int) -> None:
         heapq.heappush(self._coming, (when, next(self._order), place, what, size))
 
     def _mark(self) -> tuple[float, Traffic, list[Traffic]]:

@@ -27,6 +27,9 @@ from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.messages import Ping, RankLost
 from hvdlab.collectives.system import process_state
 
+_CHECKS = 10
+"""Checks in the time after which a silent peer is pinged, at most: a ping may be late by a tenth of that."""
+
 
 class WatchedJob(Protocol):
     """Job of the watched peers, as far as the watch depends on it."""
@@ -115,7 +118,9 @@ class Liveness:
             else:
                 silent.append(connection)
                 upcoming = min(upcoming, now + options.ping_after)
-        self._connections.schedule_check(upcoming)
+        # Each check inspects all connections. If thousands of peers were last heard at an instant each, each would otherwise have a
+        # check of its own.
+        self._connections.schedule_check(max(upcoming, now + options.ping_after / _CHECKS))
         if silent:
             self._ping += 1
             frame = encode(Ping(self._ping))

@@ -149,7 +149,7 @@ def test_the_ring_keeps_the_last_launches_of_each_channel_and_inner_group() -> N
         LaunchQuery("g", 3, COLLECTIVES, 4),
         LaunchAnswer("g", 3, COLLECTIVES, 1, report(REDUCED), True),
         LaunchVerdict(
-            "g", 3, COLLECTIVES, 1, (0,), ("a.py:1",), (1,), (((0,), "barrier", "a.py:1"),), "note"
+            "g", 3, COLLECTIVES, 1, (0,), ("a.py:1",), (1,), (1,), (((0,), "barrier", "a.py:1"),), "note"
         ),
         InnerEnded("g", 4),
         MakeInner("g", 4),

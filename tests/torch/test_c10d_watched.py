@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +226,38 @@ def _backend_fails() -> None:
         group._generation.inner.abort()
     with pytest.raises(AbortedError, match=r"all_reduce #.*torch's gloo failed on rank \d+: "):
         dist.all_reduce(torch.ones(2))
+
+
+class _Failed:
+    """Torch's object of an operation that has failed already."""
+
+    def get_future(self) -> Any:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_exception(RuntimeError("Connection closed by peer"))
+        return future
+
+
+def _fails_as_its_epoch_ends() -> None:
+    """Rank 1's control thread handles the end of the epoch while its launch has failed and is not yet among those in flight."""
+    group: Any = dist.group.WORLD
+    ended = threading.Event()
+    group._engine.on_abort(lambda message: ended.set())
+    work = None if dist.get_rank() == 1 else dist.all_reduce(torch.ones(2), async_op=True)
+    dist.monitored_barrier(KEPT["gloo"])
+    if work is None:
+        inner = group._generation.inner
+        failing = SimpleNamespace(allreduce=lambda *args, **kwargs: _Failed())
+        group._generation.inner = SimpleNamespace(group=failing, abort=inner.abort, close=inner.close)
+        group.report_failed = lambda work: group.abort() or ended.wait()
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        del group.report_failed
+    with pytest.raises(AbortedError, match=r"rank 1 called abort\(\)"):
+        work.wait()  # type: ignore[union-attr]
+
+
+def test_a_launch_that_fails_while_its_epoch_ends_ends(world: Ranks) -> None:
+    world.run(_fails_as_its_epoch_ends, timeout=20)
+    good(world)
 
 
 def _descriptors() -> list[str]:

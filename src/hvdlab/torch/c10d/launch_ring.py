@@ -9,6 +9,7 @@ count begins at 1 with each inner group, so that one number is the same call on 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import msgspec
 import torch
 
 from hvdlab.collectives.errors import Disagreement
+from hvdlab.collectives.protocol.member_lists import pack, unpack
 from hvdlab.torch.c10d.call_history import CallHistoryMessage, CallRecord, find_drift, find_shift
 
 SLOTS = 256
@@ -192,7 +194,7 @@ def compare_launches(number: int, members: Sequence[int], reports: Mapping[int, 
     waited = tuple(rank for rank in sorted(reports) if reports[rank].count >= number)
     launches = {rank: reports[rank].at(number) for rank in waited}
     sites = tuple(launch.site if (launch := launches[rank]) is not None else "" for rank in waited)
-    missing = tuple(rank for rank in sorted(members) if rank not in waited)
+    missing = tuple(sorted(set(members).difference(waited)))
     groups: dict[str, list[int]] = {}
     for rank, launch in launches.items():
         if launch is not None:  # a rank that is far ahead has forgotten it, and so has completed it
@@ -279,17 +281,53 @@ class LaunchAnswer(WatchMail, frozen=True, array_like=True):
 
 
 class LaunchVerdict(WatchMail, frozen=True, array_like=True):
-    """Mail from the comparer: its comparison, with the fields of :class:`Verdict`.
+    """Mail from the comparer: its comparison. All ranks get the lists of all ranks, so runs are sent in place of them.
 
-    ``stand_in``: ranks that have launched it let a stand-in take part in the core.
+    Attributes:
+        waited, missing, parties, note: As in :class:`Verdict`; each run of consecutive ranks as its first and the negative of its last.
+        sites: The lines of the ranks that have launched it, those that are equal in a row once.
+        repeats: How many ranks in a row each of them is of.
+        stand_in: Whether ranks that have launched it let a stand-in take part in the core.
     """
 
     waited: tuple[int, ...] = ()
     sites: tuple[str, ...] = ()
+    repeats: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()
     note: str = ""
     stand_in: bool = False
+
+    @classmethod
+    def of(
+        cls, group: str, generation: int, channel: str, number: int, verdict: Verdict, *, stand_in: bool
+    ) -> LaunchVerdict:
+        """Return the mail with a comparison."""
+        runs = [(site, len(list(same))) for site, same in itertools.groupby(verdict.sites)]
+        return cls(
+            group,
+            generation,
+            channel,
+            number,
+            pack(verdict.waited),
+            tuple(site for site, _ in runs),
+            tuple(count for _, count in runs),
+            pack(verdict.missing),
+            tuple((pack(party.ranks), party.request, party.site) for party in verdict.parties),
+            verdict.note,
+            stand_in,
+        )
+
+    def verdict(self) -> Verdict:
+        """Return the comparison."""
+        runs = zip(self.sites, self.repeats, strict=True)
+        return Verdict(
+            unpack(self.waited),
+            tuple(itertools.chain.from_iterable(itertools.repeat(site, count) for site, count in runs)),
+            unpack(self.missing),
+            tuple(Disagreement(unpack(ranks), request, site) for ranks, request, site in self.parties),
+            self.note,
+        )
 
 
 class InnerEnded(WatchMail, frozen=True, array_like=True):

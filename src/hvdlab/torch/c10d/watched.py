@@ -36,7 +36,6 @@ from hvdlab.collectives.errors import (
     Cause,
     CauseKind,
     CollectiveError,
-    Disagreement,
     HvdlabError,
     InvalidRequestError,
     MismatchError,
@@ -71,6 +70,8 @@ from hvdlab.torch.dynamo import untraced_methods
 
 ANSWER_WITHIN = 1.0
 """Seconds that ranks have to answer the comparer."""
+ANSWER_EACH = 0.2e-3
+"""Seconds more for each rank that is asked: the coordinator relays their reports, the query and the answers one after the other."""
 _LOOKS = 4
 """How often within that time a rank looks for late launches."""
 _TOPIC = "c10d.watched"
@@ -304,6 +305,9 @@ class WatchedGroup(HvdlabProcessGroup):
         old.made.set()
         for work in list(old.flying):
             work.end_failed()
+        # The works have the generation: in this circle they would keep torch's works, and with these the group's sockets, until Python
+        # looks for garbage. One that fails from now on sees the end by itself.
+        old.flying.clear()
 
     def _drop(self, generation: Generation) -> None:
         """Drop an inner group that was aborted; waits for torch's threads."""
@@ -410,6 +414,10 @@ class WatchedGroup(HvdlabProcessGroup):
             work.begun(begun, args[0] if args else [])
         # After torch's call: a launch that it refuses was never in flight.
         generation.flying.append(work)
+        # The control thread stores the end of the epoch before it searches the launches in flight: either it has found this one, or this
+        # thread sees the end.
+        if generation.ended is not None:
+            work.end_failed()
         calls.gather(work)
         self._watch.look_later(self._pause())
         # Other ranks have their stand-ins already, and wait for this rank's in the core.
@@ -566,7 +574,8 @@ class WatchedGroup(HvdlabProcessGroup):
         living = [rank for rank in ranks if rank in self._engine.living]
         inquiry = self._inquiries[key] = Inquiry(mail.number, ranks, living)
         # Before the query: this rank's own answer may be the last one.
-        self._engine.call_later(ANSWER_WITHIN, lambda: self._conclude(mail.generation, mail.channel, inquiry))
+        seconds = ANSWER_WITHIN + ANSWER_EACH * len(living)
+        self._engine.call_later(seconds, lambda: self._conclude(mail.generation, mail.channel, inquiry))
         self._send(LaunchQuery(mail.group, mail.generation, mail.channel, mail.number), living)
 
     def _on_query(self, generation: Generation, sender: int, mail: LaunchQuery) -> None:
@@ -587,24 +596,21 @@ class WatchedGroup(HvdlabProcessGroup):
         # An answer or a timer that comes later finds none, so that each inquiry has one verdict.
         del self._inquiries[key]
         verdict = inquiry.verdict()
-        parties = tuple((party.ranks, party.request, party.site) for party in verdict.parties)
-        mail = LaunchVerdict(
-            self._name_in_mail, *key, verdict.waited, verdict.sites, verdict.missing, parties, verdict.note,
-            bool(verdict.missing) or inquiry.stood_in,
-        )  # fmt: skip
+        stand_in = bool(verdict.missing) or inquiry.stood_in
+        mail = LaunchVerdict.of(self._name_in_mail, *key, verdict, stand_in=stand_in)
         # Before the end of the epoch, on the same connection: it reaches each rank before that.
         self._send(mail, [rank for rank in inquiry.members if rank in self._engine.living])
-        if parties:
+        if verdict.parties:
             text = f"the ranks disagreed about launch {inquiry.number} of {self._calls}"
             self._engine.withdraw(text, self.process_set, CauseKind.MISMATCH)
 
-    def _on_verdict(self, generation: Generation, verdict: LaunchVerdict) -> None:
-        channel, number = verdict.channel, verdict.number
-        generation.verdicts[channel, number] = verdict
+    def _on_verdict(self, generation: Generation, mail: LaunchVerdict) -> None:
+        channel, number = mail.channel, mail.number
+        verdict = generation.verdicts[channel, number] = mail.verdict()
         generation.judged.add((channel, number))
         if verdict.parties:
             return  # the end of the epoch follows
-        if verdict.stand_in:
+        if mail.stand_in:
             generation.wanted[channel] = max(number, generation.wanted.get(channel, 0))
             if generation.counts.get(channel, 0) >= number:
                 self._stand_in(generation, channel, number)
@@ -698,9 +704,7 @@ class WatchedGroup(HvdlabProcessGroup):
         operation = self._calls.name_of(slot.operation.removesuffix(" of lists"), slot.sequence, slot.part)
         verdict = work.generation.verdicts.get((slot.channel, slot.number))
         if verdict is not None and verdict.parties:
-            error = MismatchError(
-                operation, self.process_set, [Disagreement(*party) for party in verdict.parties]
-            )
+            error = MismatchError(operation, self.process_set, verdict.parties)
             if verdict.note:
                 error.add_note(verdict.note)
             return error

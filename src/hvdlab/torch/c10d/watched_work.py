@@ -16,7 +16,7 @@ from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.torch.c10d.inner_groups import InnerGroup
-from hvdlab.torch.c10d.launch_ring import LaunchSlot, LaunchVerdict
+from hvdlab.torch.c10d.launch_ring import LaunchSlot, Verdict
 from hvdlab.torch.c10d.work import futures_threads
 from hvdlab.torch.dynamo import untraced_methods
 
@@ -78,7 +78,7 @@ class Generation:
         self.flying: deque[WatchedWork] = deque()
         self.wanted: dict[str, int] = {}
         self.stand_ins: dict[tuple[str, int], Handle] = {}
-        self.verdicts: dict[tuple[str, int], LaunchVerdict] = {}
+        self.verdicts: dict[tuple[str, int], Verdict] = {}
         self.judged: set[tuple[str, int]] = set()
         self.ended: Abort | None = None
 

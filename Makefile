@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos bench figures tables docs tutorial pictures lock test-numpy test-newest test-gpu test-engines mxnet engines intel-mpi clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours bench figures tables docs tutorial pictures lock test-numpy test-newest test-gpu test-engines mxnet engines intel-mpi clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,9 @@ soak: $(INSTALLED) ## the slow tests: long random schedules, large data
 chaos: $(INSTALLED) ## a thousand faults on real pools, and a thousand changes of elastic training: an hour and a half
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md
 	$(BIN)/python benchmarks/chaos.py --elastic 1000 --json benchmarks/results/elastic.json --page docs/reference/faults.md
+
+hours: $(INSTALLED) ## random schedules of elastic jobs on a simulated clock for an hour, added to those of before; HOURS_ARGS="--minutes 600" for longer
+	$(BIN)/python benchmarks/simulated_hours.py $(or $(HOURS_ARGS),--minutes 60) --page docs/reference/faults.md
 
 figures: $(INSTALLED) ## costs of views and inspection, measured on this machine while it is idle: a quarter of an hour
 	$(BIN)/python benchmarks/quiet.py

@@ -24,7 +24,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import pages
 
     yield pages
-    for name in ("pages", "recovery", "versus_peers"):
+    for name in ("pages", "recovery", "simulated_hours", "versus_peers"):
         sys.modules.pop(name, None)
 
 
@@ -88,3 +88,10 @@ def test_the_page_has_what_was_seen_of_the_peers(benchmarks: ModuleType) -> None
 
     result = json.loads((ROOT / "benchmarks/results/versus_peers.json").read_text())
     assert benchmarks.between(PAGE.read_text(), "peers") == versus_peers.markdown(result)
+
+
+def test_the_page_has_the_simulated_hours(benchmarks: ModuleType) -> None:
+    import simulated_hours
+
+    report = json.loads(simulated_hours.RESULTS.read_text())
+    assert benchmarks.between(PAGE.read_text(), "simulated-hours") == simulated_hours.markdown(report)

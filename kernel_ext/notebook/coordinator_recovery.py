@@ -87,10 +87,13 @@ class CoordinatorRecovery:
         )
         self._observer = observer
         self._closing = threading.Event()
+        # Jobs for the thread; None only wakes it.
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A heap of jobs for later: when (time.monotonic()), a number, the job. Only the thread uses it.
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._deaths = RestartLimit(OFTEN + 8)  # counted up to the longest pause
+        # Ranks with their processes that the last membership had as dead, and that lived.
         self._cut_off: set[tuple[int, int]] = set()
         self._thread = threading.Thread(target=self._run, name="hvdlab-rebuild", daemon=True)
         self._thread.start()

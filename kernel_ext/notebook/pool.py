@@ -109,6 +109,7 @@ class Pool:
         self._requests, self._admission = parts.runs.requests, parts.admission
         self.launcher, self.plane = parts.launcher, parts.plane
         self.replaceable = Capability.SINGLE_RANKS in parts.launch.capabilities
+        # Held while the number of ranks changes, or the pool ends.
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: TraceFileWriter | None = None

@@ -107,7 +107,9 @@ class Prestart:
         self._lock = threading.Lock()
         self._processes: PoolProcesses | None = None
         self._error: BaseException | None = None
+        # Whether a pool has the processes, or `close` has ended them.
         self._taken = False
+        # Set once `_processes` or `_error` is there.
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._prepare, name="hvdlab-prewarm", daemon=True)
         self._thread.start()

@@ -86,10 +86,13 @@ class RankLifecycle:
         self._client, self._observer, self._hosts = client, observer, hosts
         self._starter: Starter | None = None
         self._members = RankStates()
+        # Guards the states, and wakes threads that wait for a change. Reentrant: `broken` handles events while it has it.
         self._changed = threading.Condition(threading.RLock())
+        # The reason why the pool can't go on; empty while it can.
         self._broken = ""
         #: The event that the starter waits for before it can start ranks at all; while it is not empty, no time limit runs.
         self._waits_for = ""
+        # Rank and process id to the reason of its end, from `set_exit_reason`.
         self._reasons: dict[tuple[int, int], str] = {}
         self._ending: set[int] = set()  # ranks that the user has restarted, until their processes have ended
         client.on_mail(READY, lambda rank, body: self.handle(AgentReady(rank)))

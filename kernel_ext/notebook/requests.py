@@ -56,7 +56,9 @@ class RankRequests:
         # From a random number on: a rank may still have questions of the process that had the pool before.
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._changed = threading.Condition()
+        # Ticket to a request that `ask` waits for.
         self._open: dict[int, _Question] = {}
+        # Ticket to the subscriber of its answers.
         self._followed: dict[int, Callable[[int, RankReply], None]] = {}
 
     def subscribe(self, take: Callable[[int, RankReply], None]) -> int:

@@ -101,16 +101,20 @@ class CellHandle:
     ) -> None:
         self._on_signal = InterruptRequested(interrupt_delay)
         self._desk = desk or PromptDesk(None, None)
+        # Ranks at a prompt, as the state machine last learned of them.
         self._at_prompts: tuple[int, ...] = ()
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
         self.results: CellResults | None = None
         self._run, self._sink = run, sink
         self._link = link
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver
+        # Acknowledgements that wait until the sink's backlog is small enough.
         self._held: list[SendAcknowledge] = []
         #: Lines that came behind the event that ended the run, when it had nothing more to show.
         self._untold: list[str] = []
+        # When the sink asked to be called again (time.monotonic()).
         self._sink_at: float | None = None
+        # Held by the thread that drives the run.
         self._driver = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None

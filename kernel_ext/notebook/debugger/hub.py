@@ -181,15 +181,24 @@ class DebugHub:
         self._kernel, self._pool, self._for_ranks = kernel, pool, for_ranks
         self._debugger = kernel.debugger
         self._ask_kernel: Process = kernel.debugger.process_request
+        # File name of a cell to whether it runs on ranks only.
         self._cells: dict[str, bool] = {}
+        # Rank to the reason, as last shown to the user, why it can't be debugged.
         self._reported: dict[int, str] = {}
+        # None until a frontend switches the debugger on.
         self._mux: Multiplexer | None = None
         self._keys = itertools.count(1)
+        # Key of a frontend's request to its answer.
         self._answers: dict[int, asyncio.Future[Json]] = {}
+        # The control channel's loop.
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Held while the kernel's own debugger answers a request.
         self._turn = asyncio.Lock()
+        # Kept here, since a loop holds its tasks only weakly.
         self._tasks: set[asyncio.Task[None]] = set()
+        # The session with the ranks, and the pool that it belongs to.
         self._session: tuple[Pool, DebugSession] | None = None
+        # Wakes `prepare`, on the main thread, after each event.
         self._changed = threading.Condition()
         kernel.debugger.process_request = self.process
         if kernel.debugger.is_started:

@@ -106,14 +106,21 @@ class IpyparallelCluster:
         self._starter: Starter | None = None
         # The cluster that an earlier process left, if it kept this pool.
         self._earlier = Predecessor.of(fork_server)
+        # The controller that is up; None while there is none, or one is only being started.
         self._serving: ForkControllerLauncher | None = None
+        # The start that is under way, or was last.
         self._starting: asyncio.Task[Any] | None = None
+        # Guards `_up` and `_closed`: every thread uses them.
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
+        # The ranks, in the form in which ipyparallel has them.
         self._engines: ForkEngineSetLauncher | None = None
+        # The outcome of the last start: connection information for engines. None before, and after a controller's death.
         self._up: Future[str] | None = None
         self._loop = asyncio.new_event_loop()
+        # Files that are removed when the pool ends.
         self._guarded: tuple[str, ...] = ()
+        # Whether this is closed, and whether a later process takes the controller over.
         self._closed = self._left = False
         self._thread = threading.Thread(target=self._run, name="hvdlab-ipyparallel", daemon=True)
         self._thread.start()
@@ -430,11 +437,16 @@ class EngineRegistration:
         self._link = ranks
         self._at_once = at_once or max(1, (os.cpu_count() or 1) // 4)
         self._lock = threading.Lock()
+        # The controller's connection information; empty while there is none.
         self._connection = ""
+        # Ranks that are ready: they are in `_waiting`, `_under_way` or `_joined`, or have failed too often.
         self._ranks: set[int] = set()
+        # Ranks that have no request yet, in the order in which they get one.
         self._waiting: deque[int] = deque()
+        # Rank to its last request, until the answer comes.
         self._under_way: dict[int, str] = {}
         self._joined: set[int] = set()
+        # Requests to each rank for this controller.
         self._tries: Counter[int] = Counter()
         # Not from zero: an earlier process may have asked the ranks of a kept pool.
         self._series, self._requests = os.urandom(8).hex(), 0

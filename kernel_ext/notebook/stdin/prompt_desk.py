@@ -98,6 +98,7 @@ class PromptDesk:
         self._prompter, self._link = prompter, link
         self._queue = PromptQueue()
         self._lock = threading.Lock()
+        # The question that the user is being asked, and whether the wait for the user was broken off.
         self._asking: Question | None = None
         self._withdrawn = False
         self._open = False  # whether signals raise

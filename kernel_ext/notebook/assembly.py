@@ -185,6 +185,7 @@ class PoolParts:
             stall_time=_stall_time(),
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
             newcomers=self.newcomers,
+            kept=keeping is not None,
         )
         self.companion = Companion(
             processes.fork_server, self.group.pids, self.joining.connected, lost=self.runs.notice

@@ -473,12 +473,19 @@ class Engine:
 
     # -- cells and mail -------------------------------------------------------------------------------------------
 
-    def begin_cell(self, cell: str) -> None:
-        """Begin a cell on this rank."""
+    def begin_cell(self, cell: str, *, announced: bool = False) -> None:
+        """Begin a cell on this rank.
+
+        Args:
+            cell: The cell's id.
+            announced: Whether the coordinator had the cell of the client that sent it: then this rank's own message waits for the next
+                one that leaves, since it changes nothing.
+        """
         self.cells_begun += 1
         self._handlers.memory_retry.retry_now()  # perhaps the cell before has closed files
         self.recorder.cell_begin(cell)
-        self._locked.update(RankState.begin_cell, cell)
+        report = self._locked.change if announced else self._locked.update
+        report(RankState.begin_cell, cell)
 
     @property
     def runs_cell(self) -> bool:
@@ -502,11 +509,18 @@ class Engine:
         """Call the bindings' callbacks, which withdraw the collectives that native code waits for. Any thread; does not wait."""
         self._control.call(self._handlers.callbacks.end_native_waits)
 
-    def end_cell(self, cell: str, error: str | None = None) -> None:
-        """End a cell on this rank; ``error`` is one line about how it failed."""
+    def end_cell(self, cell: str, error: str | None = None, *, more: bool = False) -> None:
+        """End a cell on this rank.
+
+        Args:
+            cell: The cell's id.
+            error: One line about how it failed; None if it did not fail.
+            more: Whether mail is posted right after: the message then leaves with that.
+        """
         self.failed_cells += error is not None
         self.recorder.cell_end(cell, error is None)
-        self._locked.update(RankState.end_cell, cell, error or "")
+        report = self._locked.change if more else self._locked.update
+        report(RankState.end_cell, cell, error or "")
         self._handlers.schedule_events()
 
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:

@@ -175,10 +175,7 @@ class LockedState:
             state = self.state
             if state.has_messages and not self._suspended:
                 self._update_in_progress = True
-                send = self._endpoint.send
-                complete = True
-                for message in state.take_messages():
-                    complete = send(message)
+                complete = self._endpoint.send_all(state.take_messages())
                 self._update_in_progress = False
                 return complete
         return True
@@ -207,13 +204,19 @@ class LockedState:
             args: Further arguments of ``change``.
             kwargs: Further arguments by name.
         """
+        self.change(change, *args, **kwargs)
+        self.flush_direct()
+
+    def change(
+        self, change: Callable[Concatenate[RankState, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Change the state under the lock, as :meth:`update` does; the messages that come of it leave with the next that are sent."""
         with self._lock:
             if self._update_in_progress:
                 self._recover()
             self._update_in_progress = True
             change(self.state, *args, **kwargs)
             self._update_in_progress = False
-        self.flush_direct()
 
     def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
         """Give up the handle's epoch on all ranks, unless the handle has ended by now.

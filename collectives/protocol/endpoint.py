@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvdlab.collectives.errors import ProtocolError, StartError
@@ -91,6 +91,8 @@ class Backlog:
 
 RECEIVE_SIZE = 64 * 1024
 """Bytes of one read."""
+JOINED_SIZE = 16 * 1024
+"""Bytes of several frames that :meth:`Endpoint.send_all` copies together at most, to send them at once."""
 TLS_AT_ONCE = 4 * RECEIVE_SIZE
 """Bytes that :meth:`Endpoint.receive` reads over TLS before it decodes them."""
 DESCRIPTOR_LIMIT = 8
@@ -176,6 +178,29 @@ class Endpoint:
             ProtocolError: The message is too large.
         """
         return self.send_frame(encode(message), descriptor)
+
+    def send_all(self, messages: Sequence[Message]) -> bool:
+        """Send messages in order, small ones in one system call. Return ``False`` if a part of them waits in the backlog.
+
+        Raises:
+            ConnectionLost: The connection is closed, on this side or the other.
+            ProtocolError: A message is too large; those before it are sent.
+        """
+        frames: list[bytes] = []
+        try:
+            for message in messages:
+                frames.append(encode(message))  # those before one that is too large are sent
+        finally:
+            complete = self._send_frames(frames)
+        return complete
+
+    def _send_frames(self, frames: list[bytes]) -> bool:
+        if len(frames) > 1 and sum(map(len, frames)) <= JOINED_SIZE:
+            return self.send_frame(b"".join(frames))
+        complete = True
+        for frame in frames:
+            complete = self.send_frame(frame)
+        return complete
 
     def send_frame(self, frame: bytes, descriptor: int = -1, *, bulk: bool = False) -> bool:
         """Send a frame that is encoded already, as :meth:`send` does. The descriptor is duplicated if it has to wait.

@@ -265,6 +265,7 @@ class PoolParts:
             stall_time=_stall_time(),
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
             newcomers=self.newcomers,
+            kept=keeping is not None,
         )
         self.companion = IpyparallelCluster(processes.fork_server, self)
         self.admission = ElasticAdmission(

@@ -232,8 +232,7 @@ class RankAgent:
 
     @_control.handles(DiscardCell)
     def _discard_cell(self, mail: DiscardCell) -> None:
-        self._capture.settled(mail.cell)
-        self._prompting.settled(mail.cell)
+        self._discard(mail.cell)
 
     @_control.handles(ResendFrom)
     def _resend(self, mail: ResendFrom) -> None:
@@ -307,6 +306,8 @@ class RankAgent:
     @_control.handles(RunCell)
     def _expect(self, cell: RunCell) -> None:
         """Take a cell. It may come twice: a pool that may have missed mail sends again what it waits for."""
+        for discarded in cell.discards:
+            self._discard(discarded)
         if self._capture.sent.expect(cell.cell, cell.label, cell if cell.at_least else None):
             self._gate.expect()
             self._enqueue(cell)
@@ -320,6 +321,11 @@ class RankAgent:
             self._reply(answer)
         elif all(getattr(job, "ticket", None) != ticket for job in (self._job, *self._jobs)):
             self._enqueue(request)
+
+    def _discard(self, cell: str) -> None:
+        """Forget a cell, of which the pool has everything. Control thread."""
+        self._capture.settled(cell)
+        self._prompting.settled(cell)
 
     def _look_aside(self, question: Complete | Inspect) -> None:
         def look() -> None:

@@ -95,7 +95,7 @@ class CellExecutor:
         run = self._run = CellExecution(request)
         self._capture.begin_cell(request.cell)
         output.set_current_cell(request.cell)
-        self._engine.begin_cell(request.cell)
+        self._engine.begin_cell(request.cell, announced=request.announced)
         self._modes = framework_hooks.modes()
         restore_world_size()
         self._gate.begin()
@@ -209,11 +209,12 @@ class CellExecutor:
             run.error, run.when, run.ran = error, time.monotonic_ns(), self._inside
             self._end_for_others(run)
 
-    def _end_for_others(self, run: CellExecution) -> None:
+    def _end_for_others(self, run: CellExecution, *, more: bool = False) -> None:
+        """Report the end to the coordinator, unless that was done; with ``more``, mail follows at once and takes it along."""
         if not run.ended:
             run.ended = True
             error = None if run.error is None or _is_good_exit(run.error) else one_line(run.error)
-            self._engine.end_cell(run.request.cell, error)
+            self._engine.end_cell(run.request.cell, error, more=more)
 
     def _run_hooks(self, result: Any) -> None:
         """Run what IPython runs after a cell, such as drawing the figures that it made."""
@@ -253,7 +254,8 @@ class CellExecutor:
 
     def _finish(self, run: CellExecution, value: Any) -> None:
         """Report the end: to the other ranks, then the last output, then to the pool."""
-        self._end_for_others(run)
+        # Ranks that wait in a collective for this one must not wait until a value is pickled, or the pool has room for output.
+        self._end_for_others(run, more=value is None and run.error is None and self._capture.is_empty)
         self._c_stdout.flush()
         dumped, error = DumpedValue(None), None
         if run.error is not None:

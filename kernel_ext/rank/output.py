@@ -111,6 +111,8 @@ class OutputQueue:
         self._woken = False
         self._urgent = False
         self._closed = False
+        #: Whether the thread that sends does not watch the pipes, since there is no room for their bytes: it waits to be woken.
+        self._pipes_unwatched = False
         self._attendance = OwnerWatch()
         self.on_absence: Callable[[], None] = lambda: None
         self._last_write = 0.0
@@ -151,6 +153,14 @@ class OutputQueue:
             if self._unsent is not None:
                 self._unsent.begin(cell, self._window)
             self._room.notify_all()
+            unwatched = self._pipes_unwatched
+        if unwatched:  # the new window has room for the bytes of processes that earlier cells have left
+            self._wake()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the current cell has written nothing, as far as is known without a look into the pipes."""
+        return not self._total
 
     def credit(self, cell: str, taken: int) -> None:
         """The pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
@@ -161,7 +171,8 @@ class OutputQueue:
                 if self._unsent is not None:
                     self._unsent.taken(taken)
                 self._room.notify_all()
-        if self._fds is not None:
+            unwatched = self._pipes_unwatched
+        if unwatched:
             self._wake()
 
     def credit_late(self, taken: int) -> None:
@@ -170,7 +181,8 @@ class OutputQueue:
             # More than was sent: that was to a former process of this rank.
             self._late_taken = max(self._late_taken, min(taken, self.sent.late_total))
             self._room.notify_all()
-        if self._fds is not None:
+            unwatched = self._pipes_unwatched
+        if unwatched:
             self._wake()
 
     def finish(self, done: CellDone) -> None:
@@ -471,7 +483,10 @@ class OutputQueue:
         """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""
         if self._fds is None:
             return False
-        room = self._room_for_pipes() > 0
+        with self._lock:
+            # Under the lock that guards the bytes taken: more room is either seen here, or wakes this thread.
+            room = self._room_for_pipes() > 0
+            self._pipes_unwatched = not room
         if room and not watching:
             for fd in self._fds.readers:
                 selector.register(fd, selectors.EVENT_READ)

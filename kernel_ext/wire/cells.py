@@ -25,6 +25,8 @@ class RunCell(Payload, frozen=True):
         at_most: Ranks that the pool may have while an elastic cell runs; None for no limit. It is for the pool, and for the process
             that takes the pool over.
         joins: Whether other ranks have been running it for a while: this one enters the world first.
+        announced: Whether the coordinator was sent that this rank gets the cell, before the cell itself.
+        discards: Earlier cells of which the pool has everything, as in :class:`DiscardCell`.
     """
 
     cell: str
@@ -38,6 +40,8 @@ class RunCell(Payload, frozen=True):
     at_least: int = 0
     at_most: int | None = None
     joins: bool = False
+    announced: bool = False
+    discards: tuple[str, ...] = ()
 
 
 class Acknowledge(Payload, frozen=True):

@@ -110,6 +110,7 @@ class CellRequest:
             file=self.file,
             at_least=bounds.at_least,
             at_most=bounds.at_most,
+            announced=True,
         )
 
 
@@ -160,6 +161,11 @@ class ReceiveWindow:
     def waiting(self) -> tuple[int, ...]:
         """Return the ranks whose part has not ended."""
         return tuple(rank for rank, part in self._parts.items() if not part.ended)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all parts have ended, and none had output."""
+        return all(part.ended and not part.received for part in self._parts.values())
 
     def output(self, rank: int, message: Output) -> MessageFate:
         """Decide on output of a rank."""
@@ -219,6 +225,9 @@ class ReceiveWindow:
         return MessageFate.ASK if first else MessageFate.DROP
 
 
+DISCARDS_AT_ONCE = 64
+"""Cells that ranks discard with the next cell at most; each further one is discarded at once."""
+
 REPEAT_WITHIN = 1.0
 """Seconds before the loss of a coordinator in which an interrupt may have been lost with it."""
 
@@ -247,12 +256,15 @@ class _DispatchedCell:
     # Mail arrives on the client's thread, the report of a rank's end on the starter's: both feed arrivals and handle, in one order.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def orders(self, ranks: Sequence[int]) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
+    def orders(
+        self, ranks: Sequence[int], *, announced: bool = True, discards: tuple[str, ...] = ()
+    ) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
         """Return the orders to run the cell, each with the ranks that get it: ranks that join enter the world first."""
+        order = msgspec.structs.replace(self.order, announced=announced, discards=discards)
         if joining := tuple(rank for rank in ranks if rank in self.joined):
-            yield msgspec.structs.replace(self.order, joins=True), joining
+            yield msgspec.structs.replace(order, joins=True), joining
         if others := tuple(rank for rank in ranks if rank not in self.joined):
-            yield self.order, others
+            yield order, others
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +309,7 @@ class CellDispatcher:
         stall_time: Seconds after which a line under a cell names the ranks that it waits for; None: never.
         replaceable: Whether single ranks can be started again.
         newcomers: The ranks that came later than others and lack their variables.
+        kept: Whether the ranks may outlive this process.
 
     Attributes:
         interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted, for cells that begin from then on.
@@ -314,8 +327,12 @@ class CellDispatcher:
         stall_time: float | None = None,
         replaceable: bool = True,
         newcomers: UnsyncedRanks | None = None,
+        kept: bool = False,
     ) -> None:
         self.interrupt_delay = 0.0
+        self._kept = kept
+        #: Cells that have ended and wrote nothing, with the ranks that keep their ends until the next cell comes.
+        self._discards: dict[str, frozenset[int]] = {}
         self._newcomers = newcomers or UnsyncedRanks()
         self._client = client
         self._ranks, self._transcripts = ranks, transcripts
@@ -637,7 +654,7 @@ class CellDispatcher:
             # Without `cell_started`: the rank itself reports to the coordinator that it begins a cell, and a cell that the rank has
             # ended must not count as begun again.
             for run in runs if self._connected else ():
-                for order, ranks in () if run.unknown else run.orders((rank,)):
+                for order, ranks in () if run.unknown else run.orders((rank,), announced=False):
                     self._client.post(TO_RANK, encode(order), ranks)
             self._ask_again(rank)
         self.requests.resend_pending()
@@ -685,8 +702,26 @@ class CellDispatcher:
         with contextlib.suppress(CoordinatorLostError):
             # Over one connection and in this order: the coordinator knows it before any rank can be ahead of the others in a collective.
             self._client.cell_started(run.order.cell, ranks, label=run.order.label)
-            for order, those in run.orders(ranks):
+            for order, those in run.orders(ranks, discards=self._take_discards(ranks)):
                 self._client.post(TO_RANK, encode(order), those)
+
+    def _take_discards(self, ranks: Collection[int]) -> tuple[str, ...]:
+        """Return the cells that these ranks can discard with the next one. If its message is lost, :meth:`resync` has them discarded."""
+        with self._lock:
+            found = tuple(cell for cell, those in self._discards.items() if those.issubset(ranks))
+            for cell in found:
+                del self._discards[cell]
+        return found
+
+    def _discard(self, run: _DispatchedCell, results: CellResults | None) -> None:
+        """Have the ranks forget a cell: at once if they keep much of it or may outlive this process, otherwise with their next cell."""
+        cell, ranks = run.order.cell, run.handle.ranks
+        if not self._kept and results is not None and results.ok and not results.has_values:
+            with self._lock:
+                if run.arrivals.is_empty and len(self._discards) < DISCARDS_AT_ONCE:
+                    self._discards[cell] = frozenset(ranks)
+                    return
+        self.post(TO_RANK, encode(DiscardCell(cell)), ranks)
 
     def credit_late(self, rank: int, late: Late) -> None:
         """Let a rank write more, as its output after the end of a cell was shown. Any thread."""
@@ -716,7 +751,7 @@ class CellDispatcher:
                 # These joined just when the others ended, so no handle waits for them.
                 self.interrupt(late)
             if not self._leaving:
-                self.post(TO_RANK, encode(DiscardCell(cell)), run.handle.ranks)
+                self._discard(run, results)
 
     # -- from the ranks -------------------------------------------------------------------------------------------
 

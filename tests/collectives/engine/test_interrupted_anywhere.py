@@ -199,6 +199,11 @@ class SentMessages:
         self.messages.append(message)
         return True
 
+    def send_all(self, messages: list[m.Message]) -> bool:
+        for message in messages:
+            self.send(message)
+        return True
+
 
 class InterruptedRank:
     """State of one rank of two in epoch 1. It has three collectives in flight, and executes two of them.

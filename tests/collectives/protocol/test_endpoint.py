@@ -51,6 +51,24 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def test_several_messages_leave_in_one_packet() -> None:
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender = Endpoint(a)
+    with b:
+        assert sender.send_all([Ping(1), Ping(2)])
+        assert b.recv(1 << 16) == encode(Ping(1)) + encode(Ping(2))
+    sender.close()
+
+
+def test_messages_before_one_that_is_too_large_are_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = pair
+    monkeypatch.setattr("hvdlab.collectives.protocol.codec.FRAME_LIMIT", 1000)
+    with pytest.raises(ProtocolError):
+        sender.send_all([Ping(1), Mail("t", 0, bytes(1001)), Ping(2)])
+    assert sender.send_all([Ping(3)])
+    assert receive(receiver) == [Ping(1), Ping(3)]
+
+
 def test_messages_arrive_in_order(pair: Pair) -> None:
     sender, receiver = pair
     assert sender.send(Ping(1))

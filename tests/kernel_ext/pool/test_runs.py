@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from hvdlab.collectives.client import Client
-from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher, CellRequest
+from hvdlab.kernel_ext.notebook.cells.dispatch import DISCARDS_AT_ONCE, CellDispatcher, CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
-from hvdlab.kernel_ext.wire.cells import CellDone, JoinedCell
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError, DiscardCell, JoinedCell, Output, RunCell, Stream
+from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode
 from patience import PATIENCE
 
@@ -24,6 +27,8 @@ class Said:
     def __init__(self) -> None:
         self.said: list[tuple[str, tuple[int, ...]]] = []
         self.mail: dict[str, Callable[[int, bytes], Any]] = {}
+        self.orders: list[RunCell] = []
+        self.discarded: list[str] = []
 
     def on_mail(self, topic: str, callback: Callable[[int, bytes], Any]) -> None:
         self.mail[topic] = callback
@@ -36,6 +41,10 @@ class Said:
 
     def post(self, topic: str, body: bytes, to: Sequence[int]) -> None:
         payload = decode_to_rank(body)
+        if isinstance(payload, RunCell):
+            self.orders.append(payload)
+        elif isinstance(payload, DiscardCell):
+            self.discarded.append(payload.cell)
         joins = " joins" if getattr(payload, "joins", False) else ""
         self.said.append((type(payload).__name__ + joins, tuple(to)))
 
@@ -98,6 +107,75 @@ def test_an_interrupt_is_for_one_cell() -> None:
     runs.resync([0, 1], running={"b": (0, 1)})
     assert ("interrupt", (0, 1)) not in client.said
     assert ("RunCell", (0, 1)) in client.said
+
+
+def run_cell(runs: CellDispatcher, client: Said, cell: str, ranks: Sequence[int], *messages: Payload) -> None:
+    handle = runs.dispatch(cell, ranks, CellRequest("pass", label="[1]"), NullSink())
+    for rank in ranks:
+        for message in messages or (CellDone(cell, None, 0.0),):
+            client.mail[TO_POOL](rank, encode(message))
+    handle.wait(PATIENCE)
+
+
+def test_cells_that_wrote_nothing_are_discarded_with_the_next_cell() -> None:
+    """A message of their own would wake a thread of each rank, for nothing that takes memory."""
+    client = Said()
+    runs = runs_of(client)
+    run_cell(runs, client, "a", [0, 1])
+    run_cell(runs, client, "b", [0])  # not on all of the ranks that have a
+    assert [order.discards for order in client.orders] == [(), ()]
+    assert not client.discarded
+    start(runs, "c")
+    assert client.orders[-1].discards == ("a", "b")
+    assert not client.discarded
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (Output("a", (Stream("stdout", "x"),), 1), CellDone("a", None, 0.0, total=1)),
+        (CellDone("a", None, 0.0, has_value=True, value_repr="1"),),
+        (CellDone("a", CellError("ValueError", "no", (), 0), 0.0),),
+    ],
+)
+def test_other_cells_are_discarded_at_once(messages: tuple[Payload, ...]) -> None:
+    client = Said()
+    runs = runs_of(client)
+    run_cell(runs, client, "a", [0, 1], *messages)
+    assert client.discarded == ["a"]
+    start(runs, "b")
+    assert client.orders[-1].discards == ()
+
+
+def test_cells_of_a_kept_pool_are_discarded_at_once() -> None:
+    """The next notebook must not be shown a cell whose end the notebook before has seen."""
+    client = Said()
+    runs = CellDispatcher(
+        cast(Client, client), LivingRanks(), TranscriptStore(Path("/proc/nowhere")), kept=True
+    )
+    run_cell(runs, client, "a", [0, 1])
+    assert client.discarded == ["a"]
+
+
+def test_few_cells_wait_to_be_discarded() -> None:
+    client = Said()
+    runs = runs_of(client)
+    for number in range(DISCARDS_AT_ONCE + 1):
+        run_cell(runs, client, f"{number}", [number % 2])
+    start(runs, "last")
+    waited = [cell for order in client.orders for cell in order.discards]
+    assert sorted([*waited, *client.discarded]) == sorted(map(str, range(DISCARDS_AT_ONCE + 1)))
+    for number in range(DISCARDS_AT_ONCE + 1):
+        run_cell(runs, client, f"again {number}", [5 + number])
+    assert client.discarded == [f"again {DISCARDS_AT_ONCE}"]
+
+
+def test_only_a_rank_that_was_cut_off_reports_its_cell_itself() -> None:
+    client = Said()
+    runs = runs_of(client)
+    start(runs, "a")
+    runs.rank_reconnected(1)
+    assert [order.announced for order in client.orders] == [True, False]
 
 
 class TellingSink(NullSink):

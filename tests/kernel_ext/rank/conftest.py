@@ -53,6 +53,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.settings = Settings()
         self.log: list[tuple[str, Any]] = []
+        self.together: list[bool] = []  # whether the report of each cell's end waited for the mail after it
         self.posted: queue.Queue[Any] = queue.Queue()
         self.in_flight: list[Any] = []
         self.errors: list[Exception] = []  # that came out of callbacks; the engine's own mailbox shows them
@@ -63,11 +64,12 @@ class FakeEngine:
         self._control = threading.Thread(target=self._serve, name="control")
         self._control.start()
 
-    def begin_cell(self, cell: str) -> None:
+    def begin_cell(self, cell: str, *, announced: bool = False) -> None:
         self.log.append(("begin", cell))
 
-    def end_cell(self, cell: str, error: str | None) -> None:
+    def end_cell(self, cell: str, error: str | None, *, more: bool = False) -> None:
         self.log.append(("end", error))
+        self.together.append(more)
 
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
         assert topic == TO_POOL

@@ -478,3 +478,13 @@ def test_what_can_be_sent_of_an_error_is(rank: Rank) -> None:
     assert ran.error.ename == "AbortedError"
     assert ran.error.aborted
     assert "raise error" in traceback_of(ran)
+
+
+@pytest.mark.parametrize(
+    ("source", "together"), [("pass", True), ("1 + 1", False), ("print(1)", False), ("1 / 0", False)]
+)
+def test_the_end_of_a_cell_waits_for_its_mail_only_if_nothing_can_hold_that_up(
+    rank: Rank, source: str, together: bool
+) -> None:
+    rank.run(source)
+    assert rank.engine.together == [together]

@@ -59,6 +59,18 @@ def test_output_and_end_of_a_cell_are_sent_again(rank: Rank) -> None:
     rank.play(script)
 
 
+def test_cells_are_discarded_with_the_next_one(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        first, other = pool.start("pass"), pool.start("pass")
+        assert [pool.expect(CellDone).cell for _ in range(2)] == [first, other]
+        last = pool.start("pass", discards=(first, "unknown"), announced=True)
+        pool.expect(CellDone)
+        pool.engine.mail(ListRetainedCells(7))
+        assert [held.cell for held in pool.expect(RetainedCells).cells] == [other, last]
+
+    rank.play(script)
+
+
 def test_a_cell_that_comes_again_runs_once(rank: Rank) -> None:
     rank.shell.user_ns["go"] = go = threading.Event()
     rank.shell.user_ns["ran"] = ran = []

@@ -187,7 +187,8 @@ docs: $(INSTALLED) ## build the site into out/docs; a warning, a broken link or 
 tutorial: $(INSTALLED) ## execute the notebooks of docs/tutorial, and keep their outputs in them
 	$(BIN)/python docs/tutorial/execute.py
 
-pictures: $(INSTALLED) ## make the pictures of the panel and the views again, from ranks that train in JupyterLab; needs Chromium
+pictures: $(INSTALLED) ## make the pictures of cells, the panel and the views again, from ranks that train in JupyterLab; needs Chromium
+	$(BIN)/python docs/images/cell_outputs.py
 	$(BIN)/python docs/images/panel.py
 	$(BIN)/python docs/images/live_views.py
 	$(BIN)/python docs/images/metric_views.py

@@ -9,6 +9,8 @@
     python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
     python benchmarks/chaos.py --elastic 100 --hosts                            # whole hosts that do (needs root)
     python benchmarks/chaos.py --gpu 200                                        # ranks that share a GPU
+    python benchmarks/chaos.py --watched gloo --ranks 2                         # watched groups, with Gloo inside
+    python benchmarks/chaos.py --watched nccl --ranks 4                         # with NCCL inside (a GPU for each rank)
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. The faults, their places and the
 checks afterwards are in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -37,12 +39,14 @@ from chaos.elastic import LEAST, MOST, ElasticCampaign
 from chaos.elastic_hosts import HOSTS, SLOTS, ElasticHosts
 from chaos.faults import (
     DEATHS_OF_PARTS,
+    ENDS_GLOO,
     FAULTS,
     GPU,
     KERNELS,
     ON_DEVICES,
     RESIZES,
     STALL,
+    WATCHED,
     WRAPPED,
     Fault,
 )
@@ -150,10 +154,12 @@ class PoolFaults(Kind[Campaign]):
     Attributes:
         among: The faults that are drawn from.
         device: Where the ranks' tensors are; see :class:`Campaign`.
+        inner: Torch's backend inside of the wrapped model's group, if that is watched.
     """
 
     among: Sequence[Fault] = EVERYTHING
     device = ""
+    inner = ""
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__(given)
@@ -170,6 +176,7 @@ class PoolFaults(Kind[Campaign]):
             faults=self.faults,
             views=not given.without_views,
             device=self.device,
+            inner=self.inner,
         )
 
     def stop(self, played: Campaign) -> list[str]:
@@ -188,6 +195,29 @@ class GpuFaults(PoolFaults):
         if reason := why_no_gpu():
             sys.exit(reason)
         self.planes, self.count = ["shm"], given.gpu
+
+
+class WatchedFaults(PoolFaults):
+    """Faults on ranks that train a wrapped model on a watched group."""
+
+    name = "watched"
+    among = WATCHED
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        self.inner, self.name = given.watched, f"watched_{given.watched}_{given.ranks}"
+        left_out = [ENDS_GLOO] if given.watched == "gloo" else []
+        if given.ranks == 2:
+            left_out.append("SIGKILL of two ranks at once")  # no rank would be left
+        self.faults = [fault for fault in self.faults if fault.name not in left_out]
+        if self.inner == "nccl":
+            import torch
+
+            if torch.cuda.device_count() < given.ranks:
+                sys.exit(
+                    f"{given.ranks} ranks with NCCL need a GPU each; there are {torch.cuda.device_count()}"
+                )
+        self.planes = ["shm"]  # of what the ranks do beside the model; the bytes of the model go another way
 
 
 class PoolChanges(Kind[ElasticCampaign]):
@@ -254,6 +284,8 @@ def kind_of(given: argparse.Namespace) -> Kind[Any]:
         return HostCuts(given)
     if given.gpu:
         return GpuFaults(given)
+    if given.watched:
+        return WatchedFaults(given)
     return PoolChanges(given) if given.elastic else PoolFaults(given)
 
 
@@ -310,6 +342,11 @@ def main() -> None:
     )
     parser.add_argument(
         "--gpu", type=int, metavar="N", help="N faults on ranks that share the first GPU, and nothing else"
+    )
+    parser.add_argument(
+        "--watched",
+        choices=("gloo", "nccl"),
+        help="faults on ranks that train on a watched group with this backend inside, and nothing else",
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="page whose table is written anew")

@@ -156,6 +156,7 @@ class Campaign:
         views: Whether views are open on the pool, which must show the recording's contents.
         device: Where ranks have their tensors, as torch names it; empty for arrays of numpy.
         alone: Whether no other program uses the device, so that its memory tells of leaks.
+        inner: Torch's backend inside of the watched group of the wrapped model; empty for an agreed group.
 
     Attributes:
         started: How many pools there were.
@@ -175,9 +176,10 @@ class Campaign:
         views: bool = False,
         device: str = "",
         alone: bool = True,
+        inner: str = "",
     ) -> None:
         self.seed, self.plane, self.size, self.faults = seed, plane, size, tuple(faults)
-        self.device, self.alone = device, alone
+        self.device, self.alone, self.inner = device, alone, inner
         #: The plane that the tensors of the training go over, in whose phases faults strike.
         self.struck_plane = "cuda/ipc" if device.startswith("cuda") else plane
         #: Bytes in use on the device after each of the pool's trials.
@@ -353,7 +355,7 @@ class Campaign:
                 f"training = DeviceTraining({self.seed}, {self.mailbox.path!r}, {self.device!r})\n"
             )
         if self.wraps:
-            source += f"from chaos.wrapped import Wrapped\nwrapped = Wrapped{given}\n"
+            source += f"from chaos.wrapped import Wrapped\nwrapped = Wrapped({self.seed}, {self.mailbox.path!r}, {self.inner!r})\n"
         source += "training.memory()"
         for rank, memory in self.values(source, list(ranks)).items():
             self._expected[rank] = memory

@@ -212,3 +212,44 @@ KERNELS = (
 )
 """After the first nothing is to be left, and the time is that until nothing is. After the second another process goes on
 with the pool, and the time is that until it has it."""
+
+
+def _watched(fault: Fault) -> Fault:
+    """Return the fault as it befalls a rank whose model is wrapped, and whose group is watched."""
+    spots = () if not fault.spots else tuple(spot for spot in fault.spots if spot != "any")
+    return replace(fault, phases=(), spots=spots, loop="wrapped")
+
+
+WATCHED = (
+    *(replace(fault, name=fault.name.removeprefix("DDP: ")) for fault in WRAPPED),
+    *(
+        _watched(_BY_NAME[name])
+        for name in (
+            "a rank's cell ends early",
+            "a rank is out of memory (its limit)",
+            "a rank is out of descriptors (its limit)",
+            "a rank computes for long",
+            "a rank is in a long C call",
+            "a rank is stopped (SIGSTOP) for a while",
+            "interrupt, ranks in Python code",
+            "interrupt, at any instant",
+            "interrupt, a rank in a C call",
+            "interrupt, a rank stopped",
+            "SIGKILL of two ranks at once",
+            "segmentation fault",
+            "os._exit",
+            "restart of one rank",
+            "SIGKILL, and no process can be forked",
+            "hostile bytes on every port",
+            "a rank writes 100 MB",
+            "the disk is full",
+        )
+    ),
+    Fault("the transport fails", "failing_together", "break", says="failed on rank", loop="wrapped"),
+    *(_watched(fault) for fault in DEATHS_OF_PARTS),
+)
+"""What befalls ranks that train with ``DistributedDataParallel`` on a watched group: all that befalls ranks, but for places inside of a
+data plane of hvdlab's, which a watched group has not. The same wrapped model trains on afterwards."""
+
+ENDS_GLOO = "a rank gives another shape"
+"""The fault that Gloo itself answers with the end of the process that gets more bytes than it expects."""

@@ -25,6 +25,16 @@ class Ranks(Pieces):
         if results.ok or results.deaths:
             self.outcome.wrong.append(f"the cell ended with {results.root_cause}")
 
+    def failing_together(self) -> None:
+        """A failure that all ranks see, and of which none can know which rank it befell."""
+        run = self.begin()
+        at = self.await_fault()
+        results = self.await_end(run)
+        self.victim = -1
+        self.told(at, time.monotonic(), self.outcome.said)
+        if results.ok or results.deaths:
+            self.outcome.wrong.append(f"the cell ended with {results.root_cause}")
+
     def losing_context(self) -> None:
         """The rank's memory on the device is gone while its process lives: only another process can take its place."""
         self.failing()

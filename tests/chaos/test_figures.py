@@ -64,6 +64,8 @@ def test_a_rank_is_named_by_its_number(text: str, named: bool) -> None:
     [
         ("chaos", "chaos.json"),
         ("ddp", "chaos_ddp.json"),
+        ("watched_gloo_2", "chaos_watched_2.json"),
+        ("watched_gloo_4", "chaos_watched_4.json"),
         ("elastic", "elastic.json"),
         ("elastic-hosts", "elastic_hosts.json"),
     ],

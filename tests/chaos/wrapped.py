@@ -17,13 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from chaos.victim import Training, Victim
-from hvdlab.torch.c10d import agree
+from hvdlab.torch.c10d import WatchOptions, agree
 from hvdlab.torch.c10d.work import futures_threads
 
 BUCKET = 8 / 1024
 """DDP's limit of a bucket, in its unit, MiB: the model has three buckets from its second pass on."""
 AFTER_SKIP = 3
 """Steps that ranks go on for after one of them has skipped a backward pass: their calls are alike, so that only its end shows it."""
+LATE = 0.3
+"""Seconds after which a launch of a watched group counts as late in a campaign."""
+EVERY_RANK = -1
+"""The victim of an order for all ranks."""
 CHECKED = 3
 """Steps of a check. DDP has one bucket in the first pass of a reducer, makes its buckets anew in the second, and keeps them from then on."""
 
@@ -34,18 +38,23 @@ class Wrapped(Victim):
     Args:
         seed: Seed of the model's first weights.
         mailbox: As in :class:`Victim`.
+        inner: Torch's backend inside of a watched group; empty for an agreed group.
 
     Attributes:
         module, model: The model, and the same wrapped; ``None`` before the first group.
         optimizer: Its optimizer, which counts its steps.
     """
 
-    def __init__(self, seed: int, mailbox: str) -> None:
+    def __init__(self, seed: int, mailbox: str, inner: str = "") -> None:
         super().__init__(mailbox)
         torch.manual_seed(seed)
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if inner == "nccl" else torch.device("cpu")
+        )
         self.module = nn.Sequential(
             nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
-        )
+        ).to(self.device)
+        self._watch = WatchOptions("watched", inner, LATE) if inner else WatchOptions("agreed")
         self.optimizer = torch.optim.Adam(self.module.parameters(), 1e-3)
         self.model: Any = None
         self._group: Any = None
@@ -58,11 +67,12 @@ class Wrapped(Victim):
         self.resume()
         skips = order["deed"] == "skip"
         for number in range(order["at"] + AFTER_SKIP if skips else order["steps"]):
-            hit = order["victim"] == self.rank and number == order["at"]
-            if hit and order["spot"] == "between" and self.strike(order):
+            hit = order["victim"] in (self.rank, EVERY_RANK) and number == order["at"]
+            between = order["spot"] == "between"
+            if hit and between and self.strike(order):
                 break
             # From a skipped pass on that rank's gradients meet the others' of an earlier step.
-            self.step(order if hit else None, checked=not skips)
+            self.step(order if hit and not between else None, checked=not skips)
             if number == 0:
                 self.tell("on")
         return self.steps
@@ -102,7 +112,7 @@ class Wrapped(Victim):
     def _loss(self, model: Any, rank: int) -> torch.Tensor:
         """Return the loss of a rank's batch of this step."""
         generator = torch.Generator().manual_seed(1000 * self.steps + rank)
-        batch = torch.randn(8, 32, generator=generator)
+        batch = torch.randn(8, 32, generator=generator).to(self.device)
         loss: torch.Tensor = (model(batch) - batch[:, :4]).square().mean()
         return loss
 
@@ -117,7 +127,7 @@ class Wrapped(Victim):
         ahead."""
         there: Any = dist.group.WORLD if dist.is_initialized() else None
         if there is None or not there.has_its_ranks():
-            dist.init_process_group("hvdlab")
+            dist.init_process_group("hvdlab", pg_options=self._watch)
         if self._group is not dist.group.WORLD:
             self._group = dist.group.WORLD
             self.model = nn.parallel.DistributedDataParallel(self.module, bucket_cap_mb=BUCKET)
@@ -134,7 +144,7 @@ class Wrapped(Victim):
         for parameter in self.module.parameters():
             state = self.optimizer.state[parameter]
             for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
-                found.update(tensor.detach().numpy().tobytes())
+                found.update(tensor.detach().cpu().numpy().tobytes())
         return before, found.hexdigest()[:16]
 
     def end_epoch(self) -> None:
@@ -162,4 +172,16 @@ def _mismatch(victim: Victim, order: dict[str, Any]) -> None:
     dist.all_reduce(torch.zeros(7))
 
 
-Wrapped.deeds = {**Training.deeds, "skip": _skip, "other": _other, "mismatch": _mismatch}
+def _break(victim: Victim, order: dict[str, Any]) -> None:
+    """End the connections of a watched group's inner group, as a network that fails does."""
+    group: Any = dist.group.WORLD
+    group._generation.inner.abort()
+
+
+Wrapped.deeds = {
+    **Training.deeds,
+    "skip": _skip,
+    "other": _other,
+    "mismatch": _mismatch,
+    "break": _break,
+}

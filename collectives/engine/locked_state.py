@@ -39,13 +39,14 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
 from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
-from hvdlab.collectives.engine.handles import CompletionHooks, Handle
-from hvdlab.collectives.engine.process_set_view import PostedRequest
+from hvdlab.collectives.engine.handles import BoardEntry, CompletionHooks, Handle
+from hvdlab.collectives.engine.process_set_view import BoardMember, BoardReduction, PostedRequest
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.planes.base import PhaseTimes
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
@@ -140,6 +141,40 @@ class LockedState:
             self._wake()
             raise
 
+    def post_reduction(
+        self, entry: BoardEntry, member: BoardMember, reduction: BoardReduction, source: HostArray
+    ) -> int:
+        """Post an allreduce on the board, if that is possible, as :meth:`RankState.post_reduction` does."""
+        if self.unusable is not None:
+            raise self.unusable
+        try:
+            with self._lock:
+                if self._update_in_progress:
+                    self._recover()
+                self._update_in_progress = True
+                number = self.state.post_reduction(entry, member, reduction, source)
+                self._update_in_progress = False
+                return number
+        except BaseException:
+            self._wake()
+            raise
+
+    def replace_posted(self, entry: BoardEntry, handle: Handle, member: BoardMember) -> None:
+        """Let a handle take the place of a posted entry, as :meth:`RankState.replace_posted` does."""
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            # First: if an interrupt comes, the handle is the one that is withdrawn.
+            entry.hand_over(handle)
+            self.state.replace_posted(entry, handle, member)
+            self._update_in_progress = False
+
+    def board_member(self, process_set: int) -> BoardMember | None:
+        """Return this rank's use of a process set's board, ``None`` without a board; it can be another one at any moment."""
+        group = self.state.sets.get(process_set)
+        return None if group is None else group.board_member
+
     def epoch(self, process_set: int) -> int:
         """Return the present epoch of a process set, 0 if this rank does not know the set; it can change at any moment."""
         group = self.state.sets.get(process_set)
@@ -215,18 +250,18 @@ class LockedState:
             self._update_in_progress = False
         self.flush_direct()
 
-    def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
-        """Give up the handle's epoch on all ranks, unless the handle has ended by now.
+    def withdraw(self, entry: Entry, kind: CauseKind, text: str) -> None:
+        """Give up the entry's epoch on all ranks, unless the entry has ended by now.
 
         A message that is overdue, and for which the other rank has not called its side yet, is given up alone.
         """
 
         def withdraw(state: RankState) -> None:
-            group = state.sets.get(handle.request.process_set)
-            if group is not None and handle in group.pending:
-                if kind is CauseKind.TIMEOUT and state.cancel(handle, kind, text):
+            group = state.sets.get(entry.request.process_set)
+            if group is not None and entry in group.pending:
+                if kind is CauseKind.TIMEOUT and state.cancel(entry, kind, text):
                     return
-                state.withdraw(group.id, kind, text, handle.site)
+                state.withdraw(group.id, kind, text, entry.site)
 
         self.update(withdraw)
 
@@ -339,13 +374,23 @@ class LockedState:
                 self._recover()
             self._update_in_progress = True
             self._finishing = (handle,)
-            self.state.finish_posting(handle, posting.member, agreed=True)
-            if self.state.finish_posted(handle):
+            if self.state.finish_posted(handle, posting.member):
                 complete(handle, result, None)
             self._finishing = ()
             self._update_in_progress = False
         if self.state.has_messages:  # the end of a report that the wait was long
             self.flush_direct()
+
+    def finish_reduction(self, entry: BoardEntry, member: BoardMember) -> bool:
+        """End an allreduce that was agreed on the board, on its own thread. Return whether it had not been failed in the meantime."""
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            # Not in ``_finishing``: after an interrupt no thread waits for an entry without a handle.
+            finished = self.state.finish_posted(entry, member)
+            self._update_in_progress = False
+        return finished
 
     def pending(self, now: int) -> list[PendingCollective]:
         with self._lock:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ _KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
 _PRIME, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 Key = tuple[object, ...]
+ReductionKey = tuple[str | None, np.dtype[Any], tuple[int, ...], ReduceOp]
 
 
 class SetState:
@@ -271,6 +273,42 @@ class RequestLayout:
             self.parts = (tuple(rows[0]), tuple(rows[1])) if few else (rows[0], rows[1])
 
 
+class BoardReduction:
+    """Allreduce of one name, operator, type and shape whose tensors lie on a board. Its checks were made once for all its requests.
+
+    Attributes:
+        request: A request of this kind; in place of a tensor it has this rank's place on the board.
+        name: Tensor name as the coordinator matches it.
+        layout: Its layout on the board.
+        postscale: Factor that makes an average of a sum; 1.0 for other operators.
+    """
+
+    __slots__ = ("_fold", "layout", "name", "postscale", "request")
+
+    def __init__(self, request: Request, name: str, layout: RequestLayout, member: BoardMember) -> None:
+        self.request = Request(
+            OpKind.ALLREDUCE, request.name, layout.own[0], layout.own[0], request.dtype, request.op,
+            process_set=member.process_set,
+        )  # fmt: skip
+        self.name, self.layout = name, layout
+        average = request.op is ReduceOp.AVERAGE
+        self.postscale = 1.0 / len(member.ranks) if average else 1.0
+        self._fold = member.folds.quiet(request.dtype, ReduceOp.SUM if average else request.op)
+
+    def reduce(self, number: int, out: HostArray) -> None:
+        """Reduce the members' tensors of the ``number``-th request into ``out``."""
+        self._fold(
+            self.layout.parts[number & 1],
+            out if out.ndim == 1 else out.reshape(-1),
+            1.0,
+            self.postscale,
+        )
+
+    def with_tensors(self, source: HostArray, out: HostArray) -> Request:
+        """Return a request of this kind for these tensors."""
+        return replace(self.request, input=source, output=out)
+
+
 class PostedRequest(NamedTuple):
     """Request that this rank has posted.
 
@@ -294,6 +332,7 @@ class BoardMember:
         ranks: The members' ranks, by position.
         index: This rank's position.
         folds: Scratch memory of the thread whose request is posted.
+        reductions: Allreduces that this rank has posted, by name, numpy type, shape and operator.
     """
 
     def __init__(
@@ -305,6 +344,7 @@ class BoardMember:
         #: Process ids of the members, by position.
         self._pids = [member.pid for member in members]
         self.folds = FoldScratch()
+        self.reductions: dict[ReductionKey, BoardReduction] = {}
         #: Layouts of requests, by signature.
         self._layouts: dict[Key, RequestLayout] = {}
         #: The request that this rank has posted and not left yet: one, of one thread, at a time.
@@ -354,6 +394,24 @@ class BoardMember:
         number = board.post(digest, None)
         return PostedRequest(self, number, layout.parts[number & 1])
 
+    @property
+    def is_free(self) -> bool:
+        """Return whether a request could be posted now, if no other collective of this rank is in flight."""
+        return not (self._over or self._posted is not None or self._pause) and self.board.vacant
+
+    def post_reduction(self, entry: Entry, reduction: BoardReduction, source: HostArray) -> int:
+        """Post an allreduce of :attr:`reductions` while this member :meth:`is_free`. Return its number."""
+        layout, board = reduction.layout, self.board
+        self._posted = entry
+        # In the half of the next number's parity, as in post().
+        layout.own[board.number + 1 & 1][...] = source
+        return board.post(layout.digest, None)
+
+    def replace_posted(self, entry: Entry, other: Entry) -> None:
+        """Let ``other`` be posted in place of ``entry``, if that is posted."""
+        if self._posted is entry:
+            self._posted = other
+
     def _layout(self, entry: Entry) -> RequestLayout:
         request = entry.request
         shape = None if request.input is None else request.input.shape
@@ -364,9 +422,27 @@ class BoardMember:
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()  # rare, and cheaper than an order of use
+                self._forget_layouts()  # rare, and cheaper than an order of use
             layout = self._layouts[key] = RequestLayout(request, entry.name, self)
+            self._keep_reduction(request, entry.name, layout)
         return layout
+
+    def _keep_reduction(self, request: Request, name: str, layout: RequestLayout) -> None:
+        """Keep an allreduce whose next requests need no checks, as its type and operator need no more than a fold."""
+        if request.kind is not OpKind.ALLREDUCE or not layout.own or request.op is ReduceOp.ADASUM:
+            return
+        # bfloat16 has no numpy type of its own: its bits would stand under the key of integers.
+        if request.dtype is DType.BF16 or (request.prescale, request.postscale) != (1.0, 1.0):
+            return
+        if needs_width(request.dtype, request.op, 1.0, 1.0) or type(request.name) not in (str, type(None)):
+            return
+        assert request.input is not None
+        key = request.name, storage_type(request.dtype), request.input.shape, request.op
+        self.reductions[key] = BoardReduction(request, name, layout, self)
+
+    def _forget_layouts(self) -> None:
+        self._layouts.clear()
+        self.reductions.clear()
 
     def unpost(self, *, agreed: bool) -> None:
         """Remove the posted request: this rank has read the other members' data from the board, or needs none."""
@@ -441,5 +517,5 @@ class BoardMember:
         return entry
 
     def _release(self) -> None:
-        self._layouts.clear()
+        self._forget_layouts()
         self.board.close()

@@ -35,6 +35,7 @@ from hvdlab.collectives.engine.entries import (
 from hvdlab.collectives.engine.operations import payload_of
 from hvdlab.collectives.engine.process_set_view import (
     BoardMember,
+    BoardReduction,
     PostedRequest,
     SetState,
     check_request,
@@ -52,6 +53,7 @@ from hvdlab.collectives.errors import (
     Pending,
 )
 from hvdlab.collectives.failover.rank_facts import FailoverFacts
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
@@ -225,10 +227,43 @@ class RankState:
         entry.epoch, entry.phase = group.epoch, POSTED
         return group.board_member.post(entry, 0 if plane is None else plane[1])
 
-    def finish_posting(self, entry: Entry, member: BoardMember, *, agreed: bool) -> None:
-        """Remove a posted request from the board; announce it if it was not agreed and its epoch has not failed."""
-        member.unpost(agreed=agreed)
-        if agreed or entry.phase != POSTED:
+    def post_reduction(
+        self, entry: Entry, member: BoardMember, reduction: BoardReduction, source: HostArray
+    ) -> int:
+        """Post an allreduce whose requests this member has posted before, so that it needs no checks.
+
+        Returns:
+            Its number on the board; 0 if it can't be posted now, and the caller has to make an ordinary request of it.
+        """
+        group = self.sets.get(member.process_set)
+        # Without other pending entries no name is in flight, either.
+        if group is None or group.board_member is not member or group.pending or not group.configured:
+            return 0
+        if self.lost is not None or self.failure is not None or not member.is_free:
+            return 0
+        group.pending[entry] = None
+        if reduction.request.name is not None:
+            group.names[entry.name] = entry
+        entry.epoch, entry.phase = group.epoch, POSTED
+        return member.post_reduction(entry, reduction, source)
+
+    def replace_posted(self, entry: Entry, handle: Entry, member: BoardMember) -> None:
+        """Let a handle take the place of a posted entry, which is ended; if an error has ended that before, it ends the handle."""
+        handle.name, handle.epoch, handle.received = entry.name, entry.epoch, entry.received
+        handle.phase, handle.given_up, entry.phase = entry.phase, entry.given_up, ENDED
+        if handle.phase != POSTED:
+            return
+        group = self.sets[entry.request.process_set]
+        del group.pending[entry]
+        group.pending[handle] = None
+        if group.names.get(entry.name) is entry:
+            group.names[entry.name] = handle
+        member.replace_posted(entry, handle)
+
+    def announce_posted(self, entry: Entry, member: BoardMember) -> None:
+        """Remove a posted request that was not agreed from the board; announce it if its epoch has not failed."""
+        member.unpost(agreed=False)
+        if entry.phase != POSTED:
             return
         self._end_overdue(entry)
         entry.phase = UNANNOUNCED
@@ -248,8 +283,9 @@ class RankState:
         member.unpost(agreed=True)
         self.plane_failed(member.process_set, member.board.epoch, text)
 
-    def finish_posted(self, entry: Entry) -> bool:
+    def finish_posted(self, entry: Entry, member: BoardMember) -> bool:
         """End an agreed request that has its result. Return whether it had not been failed in the meantime."""
+        member.unpost(agreed=True)
         if entry.phase != POSTED:
             return False
         self.end(entry)

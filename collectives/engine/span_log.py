@@ -117,7 +117,7 @@ class SpanLog:
         return True
 
     def posted(self, entry: Entry, sequence: int, finished: int) -> bool:
-        """Record a collective that the members agreed on and computed in shared memory. Return whether there is something to flush.
+        """Record a collective that the members agreed on and computed in shared memory. Return whether no flush is scheduled for it.
 
         Args:
             entry: The collective; it began when all had posted it.
@@ -143,7 +143,7 @@ class SpanLog:
             finished,
             _NO_PHASES if nbytes <= UNTIMED_BYTES else PhaseTimes(transfer=finished - entry.received),
         )
-        return True
+        return not self._due.locked()
 
     def failed(self, entry: Entry, now: int) -> bool:
         """Record a collective that failed at ``now`` (ns) before it was ordered. Return whether there is something to flush.

@@ -259,7 +259,7 @@ class LockedState:
         def withdraw(state: RankState) -> None:
             group = state.sets.get(entry.request.process_set)
             if group is not None and entry in group.pending:
-                if kind is CauseKind.TIMEOUT and state.cancel(entry, kind, text):
+                if kind is CauseKind.TIMEOUT and state.cancellations.cancel(entry, kind, text):
                     return
                 state.withdraw(group.id, kind, text, entry.site)
 

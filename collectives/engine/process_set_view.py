@@ -6,7 +6,7 @@ Everything here belongs to :class:`~hvdlab.collectives.engine.rank_state.RankSta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,12 +14,22 @@ import msgspec
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
+from hvdlab.collectives.engine.entries import (
+    ANNOUNCED,
+    ENDED,
+    EXECUTING,
+    UNANNOUNCED,
+    Cancellation,
+    Entry,
+    Zeros,
+    signature_of,
+)
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.errors import CauseKind, InvalidRequestError
+from hvdlab.collectives.errors import CauseKind, InvalidRequestError, Pending
 from hvdlab.collectives.planes.buffers import HOST, HostArray, HostArrays, host_view
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
+from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.fold import MANY, FoldScratch, is_direct
 from hvdlab.collectives.reduce.integers import needs_width
@@ -101,6 +111,37 @@ class SetState:
         if member is not None and member.board.epoch <= epoch:
             past[member.board.epoch], self.board_member = member, None
         return {past.pop(old).abort() for old in list(past) if old <= epoch}
+
+    def take_part(self, signature: m.Signature) -> Entry:
+        """Return a new entry with zeros for a collective that other members have submitted, as this rank has joined."""
+        entry = Zeros(self.id, signature)
+        entry.epoch = self.epoch
+        self.pending[entry] = None
+        return entry
+
+    def replace(self, entry: Entry, other: Entry) -> None:
+        """Let ``other`` be pending, under the same name, in place of ``entry``."""
+        del self.pending[entry]
+        self.pending[other] = None
+        if self.names.get(entry.name) is entry:
+            self.names[entry.name] = other
+
+    def validate(self) -> None:
+        """Assert the invariants that hold between calls."""
+        for entry in self.pending:
+            assert entry.phase != ENDED
+            if entry.phase == ANNOUNCED and self.withdrawn < 0:
+                assert entry in entry.local.queue
+        for name, entry in self.names.items():
+            assert entry in self.pending
+            assert entry.name == name
+
+
+def pending_of(collective: m.AbortedCollective) -> Pending:
+    """Return an aborted collective as errors have it."""
+    sites = dict(zip(collective.waited, collective.sites, strict=False))
+    kind = OpKind(collective.kind).label
+    return Pending(kind, collective.name, collective.waited, collective.missing, sites)
 
 
 def device_plane_names(group: SetState) -> tuple[str, ...]:
@@ -202,6 +243,88 @@ def _splits(splits: tuple[int, ...] | None, rows: int, group: SetState) -> tuple
             f"alltoall's splits {list(splits)} must not be negative, and add up to {rows} rows."
         )
     return splits
+
+
+# -- cancellations ------------------------------------------------------------------------------------------------
+
+
+class Cancellations:
+    """Cancellations of messages to other ranks, as this rank requests them from the coordinator.
+
+    Args:
+        sets: Process sets by id.
+
+    Attributes:
+        due: Tickets of the messages whose cancellation is to be requested, in order.
+    """
+
+    def __init__(self, sets: Mapping[int, SetState]) -> None:
+        self.due: list[int] = []
+        self._sets = sets
+        #: Messages that this rank gives up, by ticket.
+        self._given_up: dict[int, Cancellation] = {}
+        #: The last ticket that was used.
+        self._tickets = 0
+
+    def cancel(self, entry: Entry, kind: CauseKind, text: str) -> bool:
+        """Give up a message that waits for the other rank, and no other entry with it.
+
+        Returns:
+            Whether ``entry`` is such a message, as far as this rank knows.
+        """
+        group = self._sets.get(entry.request.process_set)
+        if entry.request.kind is not OpKind.SENDRECV or entry.phase != ANNOUNCED or group is None:
+            return False
+        if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
+            return False
+        # Dropped here, since no answer removes one that executes or has ended otherwise.
+        self._given_up = {
+            t: each for t, each in self._given_up.items() if each.entry.phase in (UNANNOUNCED, ANNOUNCED)
+        }
+        if any(each.entry is entry for each in self._given_up.values()):
+            return True  # after a second request the coordinator would remove another one
+        self._tickets += 1
+        self._given_up[self._tickets] = Cancellation(entry, kind, text)
+        self.due.append(self._tickets)
+        return True
+
+    def messages(self) -> list[m.Message]:
+        """Return the messages for :attr:`due`. They follow all announcements: entries are counted from the youngest one."""
+        out: list[m.Message] = []
+        for ticket in self.due:
+            given_up = self._given_up.get(ticket)
+            if given_up is None or given_up.asked:
+                continue
+            entry, kind, text = given_up.entry, given_up.kind, given_up.text
+            group = self._sets.get(entry.request.process_set)
+            if group is None or not group.configured or entry.epoch != group.epoch:
+                continue  # :meth:`request_again` does so in the next epoch
+            # The other rank has come in the meantime: only the end of the epoch can stop the message now.
+            if entry.phase == EXECUTING:
+                out.append(m.Withdraw(group.id, group.epoch, kind.value, text, entry.site))
+            elif entry.phase == ANNOUNCED and entry in entry.local.queue:
+                # The coordinator has cancelled those that it was asked for before, or the epoch ends.
+                asked = [each.entry for each in self._given_up.values() if each.asked]
+                younger = list(entry.local.queue)[entry.local.queue.index(entry) + 1 :]
+                later = sum(not any(one is other for other in asked) for one in younger)
+                ids = group.id, group.epoch, entry.local.id, later
+                out.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
+                given_up.asked = True
+        return out
+
+    def request_again(self, group: SetState) -> None:
+        """Request the cancellation of messages that were given up and have been announced again, in a new epoch."""
+        for ticket, given_up in self._given_up.items():
+            if given_up.entry.phase == ANNOUNCED and given_up.entry in group.pending:
+                given_up.asked = False
+                self.due.append(ticket)
+
+    def pop(self, ticket: int) -> Entry | None:
+        """Remove and return the message that the coordinator has cancelled; ``None`` if it has ended otherwise."""
+        given_up = self._given_up.pop(ticket, None)
+        if given_up is None or given_up.entry.phase != ANNOUNCED:
+            return None
+        return given_up.entry
 
 
 # -- the board ----------------------------------------------------------------------------------------------------

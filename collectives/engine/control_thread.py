@@ -313,7 +313,7 @@ class ControlHandlers:
         self._locked = locked
         self._endpoint = endpoint
         self._executor = executor
-        self._spans = spans
+        self._spans, spans.flusher = spans, self
         self._hooks = hooks
         self._address = address
         #: Waits for values of the rendezvous store.

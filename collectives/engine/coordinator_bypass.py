@@ -17,7 +17,6 @@ up to 1,024 requests (:class:`~hvdlab.collectives.engine.process_set_view.BoardM
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 
@@ -61,7 +60,6 @@ class CoordinatorBypass:
         locked: The rank's state.
         executor: The rank's planes.
         spans: Where operations are recorded.
-        schedule_events: Schedules the sending of recorded spans.
     """
 
     def __init__(
@@ -69,12 +67,10 @@ class CoordinatorBypass:
         locked: LockedState,
         executor: Executor,
         spans: SpanLog,
-        schedule_events: Callable[[], None],
     ) -> None:
         self._locked = locked
         self._executor = executor
         self._spans = spans
-        self._schedule_events = schedule_events
 
     def run(self, handle: Handle, *, queued: bool = False, limit: Limit | None = None) -> bool:
         """Try to complete, by way of the board, a handle that was not submitted yet, or not announced.
@@ -142,7 +138,7 @@ class CoordinatorBypass:
             return False
         finished = self._locked.finish_reduction(entry, member)
         if self._spans.posted(entry, FIRST_SEQUENCE + number, monotonic_ns()):
-            self._schedule_events()
+            self._spans.flusher.schedule_events()
         return finished
 
     def hand_over(self, entry: BoardEntry, handle: Handle, posting: PostedRequest) -> None:
@@ -195,7 +191,7 @@ class CoordinatorBypass:
         self._locked.finish_posted(handle, posting, result)
         sequence = FIRST_SEQUENCE + posting.number
         if self._spans.posted(handle, sequence, monotonic_ns()):
-            self._schedule_events()
+            self._spans.flusher.schedule_events()
 
     def _fail(self, member: BoardMember, error: Exception) -> None:
         """End the epoch, since a result could not be computed here."""

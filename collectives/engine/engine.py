@@ -65,8 +65,9 @@ class Engine:
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
-        self.hooks = CompletionHooks(rank, self._wake)
-        locked = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
+        self._control = Control(endpoint, str(rank))
+        self.hooks = CompletionHooks(rank, self._control)
+        locked = LockedState(rank, endpoint, self._control, self.hooks, settings.cache_capacity)
         self.rank, self.settings = rank, settings
         self._locked = locked
         #: Position on the host in an epoch of the world; computed again once that has changed.
@@ -80,8 +81,7 @@ class Engine:
         #: A bound method, looked up once: it is called for every tensor.
         self._submit = locked.submit
         self.closed = False
-        self._control = Control(endpoint, str(rank))
-        outcomes = BatchOutcomes(locked, self._spans, lambda: self._handlers.schedule_events())
+        outcomes = BatchOutcomes(locked, self._spans)
         self._executor = Executor(outcomes, self.hooks, str(rank))
         self._handlers = ControlHandlers(
             locked, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
@@ -92,7 +92,7 @@ class Engine:
             settings, hello, generation, self._handlers, self._control, self._may_return
         )
         self._inline = InlineExecutor(locked, endpoint, self._control, self._executor)
-        self._bypass = CoordinatorBypass(locked, self._executor, self._spans, self._handlers.schedule_events)
+        self._bypass = CoordinatorBypass(locked, self._executor, self._spans)
         self._waiter = HandleWaiter(rank, locked, self._inline, self._executor, self.hooks, self._bypass)
         self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._handlers)
@@ -133,9 +133,6 @@ class Engine:
             dead_after=settings.dead_after,
         )
         return cls(settings, endpoint, welcome.rank, welcome.generation)
-
-    def _wake(self) -> None:
-        self._control.wake()
 
     def _may_return(self) -> bool:
         """Return whether this rank can return when the others have continued without it.

@@ -14,7 +14,6 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from hvdlab.collectives.engine.entries import Entry
@@ -33,6 +32,14 @@ class HandleOwner(Protocol):
     def tell_blocked(self, handle: Handle, seconds: float, /) -> None: ...
 
     def tell_unblocked(self, handle: Handle, /) -> None: ...
+
+
+class Wakeable(Protocol):
+    """Control thread, as far as other threads wake it: it then sends what is queued, recovers the state and calls hooks."""
+
+    def wake(self) -> None:
+        """Wake it. Any thread; does not wait."""
+        ...
 
 
 class Handle(Entry):
@@ -183,15 +190,15 @@ class CompletionHooks:
 
     Args:
         rank: This rank.
-        wake: Wakes the control thread, so that it calls :meth:`run`.
+        control: The control thread, which calls :meth:`run` when it is woken.
 
     Attributes:
         inside: Threads that are in the middle of a hook.
     """
 
-    def __init__(self, rank: int, wake: Callable[[], None]) -> None:
+    def __init__(self, rank: int, control: Wakeable) -> None:
         self._rank = rank
-        self._wake = wake
+        self._wake = control.wake
         #: Completed handles whose hooks no thread has claimed; a handle can be in it twice.
         self._due: deque[Handle] = deque()
         # Held while a handle is removed from ``_due`` and marked, so that this is one step for other threads. No hook runs under it.

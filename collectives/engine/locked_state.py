@@ -39,7 +39,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
 from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
-from hvdlab.collectives.engine.handles import BoardEntry, CompletionHooks, Handle
+from hvdlab.collectives.engine.handles import BoardEntry, CompletionHooks, Handle, Wakeable
 from hvdlab.collectives.engine.process_set_view import BoardMember, BoardReduction, PostedRequest
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result
@@ -64,7 +64,7 @@ class LockedState:
     Args:
         rank: This rank.
         endpoint: Connection to the coordinator.
-        wake: Wakes the control thread, so that it flushes.
+        control: The control thread, which flushes when it is woken.
         hooks: Where completed handles put their hooks.
         capacity: How many tensors the coordinator knows by a local id, at most.
 
@@ -77,7 +77,7 @@ class LockedState:
         self,
         rank: int,
         endpoint: Endpoint,
-        wake: Callable[[], None],
+        control: Wakeable,
         hooks: CompletionHooks,
         capacity: int = LOCAL_LIMIT,
     ) -> None:
@@ -85,7 +85,7 @@ class LockedState:
         self.unusable: HvdlabError | None = None
         self._rank = rank
         self._endpoint = endpoint
-        self._wake = wake
+        self._wake = control.wake
         self._hooks = hooks
         #: Guards the state, and the order of messages: they are sent under it.
         self._lock = threading.Lock()
@@ -419,11 +419,10 @@ class BatchOutcomes:
     Args:
         locked: The rank's state.
         spans: Where batches are recorded.
-        schedule_events: Schedules the sending of recorded spans.
     """
 
-    def __init__(self, locked: LockedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
-        self._locked, self._spans, self._schedule_events = locked, spans, schedule_events
+    def __init__(self, locked: LockedState, spans: SpanLog) -> None:
+        self._locked, self._spans = locked, spans
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes) -> None:
         """End the handles of an executed batch, and record it. Called by the thread that ran it."""
@@ -431,12 +430,12 @@ class BatchOutcomes:
         # The handles first: threads wait for them, but not for the record.
         self._locked.finish(batch, results)
         if self._spans.batch(batch, started, finished, phases):
-            self._schedule_events()
+            self._spans.flusher.schedule_events()
 
     def batch_unfinished(self, batch: RunBatch, started: int, phases: PhaseTimes) -> None:
         """Record a batch that was not executed to its end; ``started`` is 0 if it was not begun. Its handles end elsewhere."""
         if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
-            self._schedule_events()
+            self._spans.flusher.schedule_events()
 
     def batch_failed(self, batch: RunBatch, error: Exception) -> None:
         """Report that the plane failed. The handles end on all members with the abort that follows."""

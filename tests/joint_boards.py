@@ -12,7 +12,7 @@ from hvdlab.collectives.engine.entries import NewEpoch
 from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED
-from joint_ranks import Scope, SimEntry, SimRank
+from joint_ranks import Scope, SimEntry, SimHandle, SimRank
 
 _NEVER = 1 << 62  # above every number of a post: the member has not retired
 
@@ -90,6 +90,7 @@ class AtBoard:
     entry: SimEntry
     posting: PostedRequest
     asked: bool = False
+    has_handle: bool = True
 
     @property
     def keeps_lane(self) -> bool:
@@ -116,13 +117,15 @@ class Boards:
         at = me.at_board
         assert at is not None
         board, number = _board(at), at.posting.number
+        if not at.has_handle and not (board.complete(number) and board.agreed(number)):
+            replace(me, at)
         if not board.aborted and not board.complete(number):
             at.asked = True
             me.state.ask_to_decline(at.entry, number)
             return
         me.at_board = None
         if not (board.complete(number) and board.agreed(number)):
-            me.state.finish_posting(at.entry, at.posting.member, agreed=False)
+            me.state.announce_posted(at.entry, at.posting.member)
             return
         if at.keeps_lane:
             me.state.start_posted(at.entry, at.posting.member, 0)
@@ -131,8 +134,7 @@ class Boards:
         scope = at.posting.member.process_set, board.epoch, number
         result = at.entry.name, tuple(float(part.view(np.float32)[0]) for part in at.posting.parts)
         assert self.results.setdefault(scope, result) == result, f"{scope} has two results"
-        me.state.finish_posting(at.entry, at.posting.member, agreed=True)
-        if me.state.finish_posted(at.entry):
+        if me.state.finish_posted(at.entry, at.posting.member):
             at.entry.complete(("agreed", *scope, result))
 
     def can_go_on(self, me: SimRank) -> bool:
@@ -140,6 +142,16 @@ class Boards:
         return at is not None and (
             not at.asked or _board(at).aborted or _board(at).complete(at.posting.number)
         )
+
+
+def replace(me: SimRank, at: AtBoard) -> None:
+    """Let a handle take the place of an entry that its thread has posted without one."""
+    old, handle = at.entry, SimHandle(at.entry)
+    me.state.replace_posted(old, handle, at.posting.member)
+    me.entries[me.entries.index(old)] = handle
+    if me.blocked is old:
+        me.blocked = handle
+    at.entry, at.has_handle = handle, True
 
 
 def _board(at: AtBoard) -> SimBoard:

@@ -32,6 +32,21 @@ class SimEntry(Entry):
         self.outcome = outcome
 
 
+class SimHandle(SimEntry):
+    """Entry in place of another one that could not end at the board; it ends that as well."""
+
+    __slots__ = ("_replaced",)
+
+    def __init__(self, replaced: SimEntry) -> None:
+        SimEntry.__init__(self, replaced.request, replaced.site, replaced.number)
+        self.outcome = replaced.outcome
+        self._replaced = replaced
+
+    def complete(self, outcome: object) -> None:
+        SimEntry.complete(self, outcome)
+        self._replaced.complete(outcome)
+
+
 Scope = tuple[int, int]  # process set, epoch
 Operation = tuple[int, int, int, int]  # process set, epoch, sequence, batch
 

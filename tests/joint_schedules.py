@@ -243,7 +243,7 @@ class Schedule:
             waiting = [e for e in me.entries if e.outcome is None and e.request.kind is OpKind.SENDRECV]
             if waiting:
                 entry = self.chance.choice(waiting)
-                given_up = me.state.cancel(entry, CauseKind.TIMEOUT, "it took too long")
+                given_up = me.state.cancellations.cancel(entry, CauseKind.TIMEOUT, "it took too long")
                 self._say(f"rank {me.rank} gives {entry.name} up: {given_up}")
 
     def do_barrier(self) -> None:

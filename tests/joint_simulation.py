@@ -32,6 +32,7 @@ from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, need
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
+from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers, SentMembers
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
@@ -326,9 +327,10 @@ class Simulation:
             queued = not directly or self.random.random() < 0.3
             if queued:
                 me.state.submit(entry)
-            posting = self._post(me, entry, queued=queued) if directly else None
+            again = self._post_again(me, entry) if directly and not queued else None
+            posting = again or (self._post(me, entry, queued=queued) if directly else None)
             if posting is not None:
-                me.at_board = AtBoard(entry, posting)
+                me.at_board = AtBoard(entry, posting, has_handle=again is None)
             elif not queued:
                 me.state.submit(entry)
         except HvdlabError as error:
@@ -340,6 +342,28 @@ class Simulation:
         if self.random.random() < 0.5:
             self._flush(me)
         return entry
+
+    def _post_again(self, me: SimRank, entry: SimEntry) -> PostedRequest | None:
+        """Post an allreduce without a handle, as a rank does that has posted one of the same name, type and shape before.
+
+        It has, or it has not: then this has the board's member keep the facts about it.
+        """
+        request = entry.request
+        group = me.state.sets.get(request.process_set)
+        if group is None or group.board_member is None or request.input is None:
+            return None
+        member, source = group.board_member, host_view(request.input)
+        if (request.prescale, request.postscale) != (1.0, 1.0) or request.kind is not OpKind.ALLREDUCE:
+            return None
+        if request.anonymous or request.group is not None or self.random.random() < 0.5:
+            return None
+        entry.name = request.name or request.kind.label + ".noname"
+        member._layout(entry)
+        reduction = member.reductions.get((request.name, source.dtype, source.shape, request.op))
+        if reduction is None:
+            return None
+        number = me.state.post_reduction(entry, member, reduction, source)
+        return PostedRequest(member, number, reduction.layout.parts[number & 1]) if number else None
 
     def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> PostedRequest | None:
         """Post as the direct way does: operations of the plane are posted only while nothing is executed on this

@@ -31,7 +31,7 @@ from hvdlab.collectives.engine.entries import (
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot, WorkQueue
 from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.locked_state import LockedState, complete
-from hvdlab.collectives.engine.process_set_view import BoardMember, device_plane_names
+from hvdlab.collectives.engine.process_set_view import BoardMember, SetState, device_plane_names
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.engine.span_log import SpanLog
@@ -313,7 +313,7 @@ class ControlHandlers:
         self._locked = locked
         self._endpoint = endpoint
         self._executor = executor
-        self._spans = spans
+        self._spans, spans.flusher = spans, self
         self._hooks = hooks
         self._address = address
         #: Waits for values of the rendezvous store.
@@ -463,8 +463,10 @@ class ControlHandlers:
         """Keep and record the connections that a plane of GPUs has found. Executor thread."""
 
         def record(state: RankState) -> None:
-            state.linked(process_set, epoch, links)
-            self._record_planes(state, process_set, epoch)
+            group = state.set_in(process_set, epoch)
+            if group is not None:
+                group.links = links
+                self._record_planes(group)
 
         self._locked.update(record)
 
@@ -472,8 +474,10 @@ class ControlHandlers:
         """Keep and record the name of the plane that is used for a device class. Executor thread."""
 
         def record(state: RankState) -> None:
-            state.plane_chosen(process_set, epoch, device, name)
-            self._record_planes(state, process_set, epoch)
+            group = state.set_in(process_set, epoch)
+            if group is not None:
+                group.shown_planes[device] = name
+                self._record_planes(group)
 
         self._locked.update(record)
 
@@ -481,18 +485,18 @@ class ControlHandlers:
         """Keep and record the size of chunks that the plane of the host has measured as the best. Executor thread."""
 
         def record(state: RankState) -> None:
-            state.chunks_measured(process_set, epoch, chunk_bytes)
-            self._record_planes(state, process_set, epoch)
+            group = state.set_in(process_set, epoch)
+            if group is not None:
+                group.chunk_bytes = chunk_bytes
+                self._record_planes(group)
 
         self._locked.update(record)
 
-    def _record_planes(self, state: RankState, process_set: int, epoch: int) -> None:
+    def _record_planes(self, group: SetState) -> None:
         # Under the lock: otherwise the record of a newer epoch could come in between, and this one replace it.
-        group = state.sets.get(process_set)
-        if group is not None and group.epoch == epoch:
-            host = plane_text(group.plane, group.chunk_bytes)
-            planes = planes_text((host, *device_plane_names(group)), group.links)
-            self._spans.members(process_set, epoch, len(group.members), planes)
+        host = plane_text(group.plane, group.chunk_bytes)
+        planes = planes_text((host, *device_plane_names(group)), group.links)
+        self._spans.members(group.id, group.epoch, len(group.members), planes)
 
     def _open_board(self, effect: NewEpoch, memory: int) -> None:
         members = len(effect.members)

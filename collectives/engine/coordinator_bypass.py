@@ -17,7 +17,6 @@ up to 1,024 requests (:class:`~hvdlab.collectives.engine.process_set_view.BoardM
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 
@@ -25,16 +24,23 @@ import numpy as np
 
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
-from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.handles import BoardEntry, Handle
 from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.engine.operations import run_parts
-from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
+from hvdlab.collectives.engine.process_set_view import (
+    BoardMember,
+    BoardReduction,
+    PostedRequest,
+    fits,
+    needs_plane,
+)
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Limit, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.planes.base import PlaneAborted
-from hvdlab.collectives.planes.buffers import host_view
+from hvdlab.collectives.planes.buffers import HostArray, host_view
+from hvdlab.collectives.planes.shm.agreement_board import AgreementBoard
 from hvdlab.collectives.types import OpKind
 
 PATIENCE = 0.02
@@ -54,7 +60,6 @@ class CoordinatorBypass:
         locked: The rank's state.
         executor: The rank's planes.
         spans: Where operations are recorded.
-        schedule_events: Schedules the sending of recorded spans.
     """
 
     def __init__(
@@ -62,12 +67,10 @@ class CoordinatorBypass:
         locked: LockedState,
         executor: Executor,
         spans: SpanLog,
-        schedule_events: Callable[[], None],
     ) -> None:
         self._locked = locked
         self._executor = executor
         self._spans = spans
-        self._schedule_events = schedule_events
 
     def run(self, handle: Handle, *, queued: bool = False, limit: Limit | None = None) -> bool:
         """Try to complete, by way of the board, a handle that was not submitted yet, or not announced.
@@ -98,6 +101,57 @@ class CoordinatorBypass:
         work = partial(self._meet, handle, epoch, queued, limit)
         return self._executor.with_idle_queue((request.process_set, epoch, request.device), work) or queued
 
+    def reduce(
+        self,
+        entry: BoardEntry,
+        member: BoardMember,
+        reduction: BoardReduction,
+        number: int,
+        out: HostArray,
+    ) -> bool:
+        """Wait for the other members of a posted allreduce, and complete it if all have posted the same.
+
+        Args:
+            entry: The entry, which this thread has posted.
+            member: This rank's use of the board.
+            reduction: The facts about the allreduce.
+            number: The entry's number on the board.
+            out: Array for the result.
+
+        Returns:
+            Whether it is complete. Otherwise the caller goes on with a handle; see :meth:`hand_over`.
+        """
+        board = member.board
+        if not board.complete_soon(number):
+            # An abort ends the epoch, and with it the entry, unless all had posted before.
+            with contextlib.suppress(PlaneAborted):
+                board.wait(number, _patience(board))
+            if not board.complete(number):
+                return False
+        if not board.agreed(number):
+            return False
+        entry.received = monotonic_ns()
+        try:
+            reduction.reduce(number, out)
+        except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends with this reason
+            self._fail(member, error)
+            return False
+        finished = self._locked.finish_reduction(entry, member)
+        if self._spans.posted(entry, FIRST_SEQUENCE + number, monotonic_ns()):
+            self._spans.flusher.schedule_events()
+        return finished
+
+    def hand_over(self, entry: BoardEntry, handle: Handle, posting: PostedRequest) -> None:
+        """Let a handle take the place of an entry that :meth:`reduce` could not complete; its end can be waited for like any other's."""
+        self._locked.replace_posted(entry, handle, posting.member)
+        if entry.received:
+            return  # it was agreed, but has been failed, or its result could not be computed: it ends with its epoch
+        if not posting.member.board.complete(posting.number):
+            with contextlib.suppress(PlaneAborted):
+                self._wait_long(handle, posting, None)
+        if self._decide(handle, posting):
+            self._compute(handle, posting)
+
     def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
         """Agree on a request that needs the plane, and execute it, while this thread has the executor's queue."""
         posting = self._locked.try_post(handle, (epoch, slot.operations), queued=queued)
@@ -113,11 +167,17 @@ class CoordinatorBypass:
         if not board.complete_soon(number):
             # An abort ends the epoch, and with it the handle, unless all had posted before.
             with contextlib.suppress(PlaneAborted):
-                self._wait(handle, posting, limit)
+                if not board.wait(number, _patience(board)):
+                    self._wait_long(handle, posting, limit)
+        return self._decide(handle, posting)
+
+    def _decide(self, handle: Handle, posting: PostedRequest) -> bool:
+        """Return whether a request is agreed, after the wait for it; if not, have it announced."""
+        board, number = posting.member.board, posting.number
         # The board decides, also after an abort: other members have perhaps completed the request already.
         if board.complete(number) and board.agreed(number):
             return True
-        self._locked.update(RankState.finish_posting, handle, posting.member, agreed=False)
+        self._locked.update(RankState.announce_posted, handle, posting.member)
         return False
 
     def _compute(self, handle: Handle, posting: PostedRequest) -> None:
@@ -126,19 +186,22 @@ class CoordinatorBypass:
         try:
             result = _result(handle.request, posting)
         except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends with this reason
-            self._executor.failed(member.process_set, member.board.epoch, error)
-            text = f"{type(error).__name__}: {error}"
-            self._locked.update(RankState.fail_posted, member, text)
+            self._fail(member, error)
             return
         self._locked.finish_posted(handle, posting, result)
         sequence = FIRST_SEQUENCE + posting.number
         if self._spans.posted(handle, sequence, monotonic_ns()):
-            self._schedule_events()
+            self._spans.flusher.schedule_events()
 
-    def _wait(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> None:
+    def _fail(self, member: BoardMember, error: Exception) -> None:
+        """End the epoch, since a result could not be computed here."""
+        self._executor.failed(member.process_set, member.board.epoch, error)
+        text = f"{type(error).__name__}: {error}"
+        self._locked.update(RankState.fail_posted, member, text)
+
+    def _wait_long(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> None:
+        """Wait beyond the patience: request the others' declines, and report a member that does not answer."""
         board, number = posting.member.board, posting.number
-        if board.wait(number, PATIENCE * max(1.0, board.members / FEW)):
-            return
         self._locked.update(RankState.ask_to_decline, handle, number)
         if board.wait(number, OVERDUE if limit is None else min(OVERDUE, limit.seconds)):
             return
@@ -149,6 +212,11 @@ class CoordinatorBypass:
             self._locked.withdraw(handle, CauseKind.TIMEOUT, limit.text)
         # Without a limit: the decline of a member, or the abort of the epoch, ends it.
         board.wait(number, None)
+
+
+def _patience(board: AgreementBoard) -> float:
+    """Return the seconds that a member waits before it requests the others' declines."""
+    return PATIENCE * max(1.0, board.members / FEW)
 
 
 def batch_of(entry: Entry, posting: PostedRequest) -> RunBatch:

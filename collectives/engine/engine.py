@@ -14,10 +14,10 @@ from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
 from hvdlab.collectives.engine.entries import EXECUTING
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.handles import CompletionHooks, Handle
+from hvdlab.collectives.engine.handles import BoardEntry, CompletionHooks, Handle
 from hvdlab.collectives.engine.inline_execution import HandleWaiter, InlineExecutor
 from hvdlab.collectives.engine.locked_state import BatchOutcomes, LockedState
-from hvdlab.collectives.engine.process_set_view import device_plane_names
+from hvdlab.collectives.engine.process_set_view import PostedRequest, device_plane_names
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
@@ -28,6 +28,7 @@ from hvdlab.collectives.failover.rank_reconnect import RankReconnect
 from hvdlab.collectives.metrics.sampler import sample_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.links import Links, plane_text
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
@@ -36,7 +37,7 @@ from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.system import HostPosition, bind_threads, host_key, host_position
 from hvdlab.collectives.text import call_site
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.types import DType, OpKind
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 _monotonic_ns = time.monotonic_ns
 
@@ -50,6 +51,7 @@ class Engine:
         recorder: Spans and metrics of this rank.
         failed_cells: How many cells (or attempts of elastic training) have ended here with an error, so that bindings can
             drop their unfinished work.
+        closed: Whether :meth:`close` has got past its operations, or this is a forked child.
         cells_begun: How many cells have begun here.
         elastic: This rank's part in elastic training.
         exports: The exports that hand this rank's metrics, or those of all ranks, to exporters.
@@ -63,8 +65,9 @@ class Engine:
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
-        self.hooks = CompletionHooks(rank, self._wake)
-        locked = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
+        self._control = Control(endpoint, str(rank))
+        self.hooks = CompletionHooks(rank, self._control)
+        locked = LockedState(rank, endpoint, self._control, self.hooks, settings.cache_capacity)
         self.rank, self.settings = rank, settings
         self._locked = locked
         #: Position on the host in an epoch of the world; computed again once that has changed.
@@ -77,10 +80,8 @@ class Engine:
         self._endpoint = endpoint
         #: A bound method, looked up once: it is called for every tensor.
         self._submit = locked.submit
-        #: Set once :meth:`close` has got past its operations, or in a forked child.
-        self._closed = threading.Event()
-        self._control = Control(endpoint, str(rank))
-        outcomes = BatchOutcomes(locked, self._spans, lambda: self._handlers.schedule_events())
+        self.closed = False
+        outcomes = BatchOutcomes(locked, self._spans)
         self._executor = Executor(outcomes, self.hooks, str(rank))
         self._handlers = ControlHandlers(
             locked, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
@@ -91,7 +92,7 @@ class Engine:
             settings, hello, generation, self._handlers, self._control, self._may_return
         )
         self._inline = InlineExecutor(locked, endpoint, self._control, self._executor)
-        self._bypass = CoordinatorBypass(locked, self._executor, self._spans, self._handlers.schedule_events)
+        self._bypass = CoordinatorBypass(locked, self._executor, self._spans)
         self._waiter = HandleWaiter(rank, locked, self._inline, self._executor, self.hooks, self._bypass)
         self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._handlers)
@@ -132,9 +133,6 @@ class Engine:
             dead_after=settings.dead_after,
         )
         return cls(settings, endpoint, welcome.rank, welcome.generation)
-
-    def _wake(self) -> None:
-        self._control.wake()
 
     def _may_return(self) -> bool:
         """Return whether this rank can return when the others have continued without it.
@@ -358,6 +356,58 @@ class Engine:
         except KeyboardInterrupt:
             self._waiter.withdraw_after_interrupt(handle)
             raise
+
+    def allreduce(
+        self, source: HostArray, out: HostArray, name: str | None, op: ReduceOp, process_set: int = 0
+    ) -> bool:
+        """Reduce an array by the shortest way, if this rank has posted such an allreduce before: without a request or a handle.
+
+        Args:
+            source: C-contiguous array in storage type, not of bfloat16.
+            out: Array for the result, of the same shape and type; it may be ``source``.
+            name: Tensor name, equal on all ranks; ``None`` for an anonymous one.
+            op: Reduction operator. There are no scale factors.
+            process_set: Id of the process set.
+
+        Returns:
+            Whether ``out`` has the result. Otherwise nothing was done, and the caller has to :meth:`run` a request.
+
+        Raises:
+            MismatchError, AbortedError, KeyboardInterrupt: As :meth:`Handle.wait`.
+            InvalidRequestError: The calling thread is in a completion hook.
+        """
+        if self.hooks.inside:
+            self.hooks.refuse_to_wait()
+        member = self._locked.board_member(process_set)
+        if member is None or not self.settings.direct:
+            return False
+        try:
+            reduction = member.reductions.get((name, source.dtype, source.shape, op))
+        except TypeError:
+            return False  # a name that can't be a key is none; run() refuses it
+        if reduction is None:
+            return False
+        entry = BoardEntry(reduction.request, reduction.name, call_site(3), _monotonic_ns())
+        try:
+            number = self._locked.post_reduction(entry, member, reduction, source)
+            if not number:
+                return False
+            if not self._bypass.reduce(entry, member, reduction, number, out):
+                self._go_on(
+                    entry,
+                    PostedRequest(member, number, reduction.layout.parts[number & 1]),
+                    reduction.with_tensors(source, out),
+                )
+        except KeyboardInterrupt:
+            self._waiter.withdraw_after_interrupt(entry.handle or entry)
+            raise
+        return True
+
+    def _go_on(self, entry: BoardEntry, posting: PostedRequest, request: Request) -> None:
+        """Wait for the end of an allreduce that was not agreed at once, or that has failed."""
+        handle = Handle(self, request, entry.site, entry.submitted)
+        self._bypass.hand_over(entry, handle, posting)
+        handle.wait()
 
     def join(self, process_set: int = 0) -> int:
         """Join: contribute zeros to the collectives of the other members, until all have joined.
@@ -597,10 +647,6 @@ class Engine:
 
     # -- end ------------------------------------------------------------------------------------------------------
 
-    @property
-    def closed(self) -> bool:
-        return self._closed.is_set()
-
     def close(self, timeout: float = 5.0) -> None:
         """Leave the world in order and end all threads. Idempotent.
 
@@ -609,7 +655,7 @@ class Engine:
         Raises:
             InvalidRequestError: A completion hook calls it.
         """
-        if self._closed.is_set():
+        if self.closed:
             return
         self.hooks.refuse_to_wait()
         # The order is an argument. Submissions are refused first, so that _drain() finds an end. Consumers of events close while the
@@ -622,7 +668,7 @@ class Engine:
         _drain(self._locked, self.rank, self.farewell, None if on_control else Deadline(timeout))
         self._timeline.stop()
         self.exports.close(timeout)
-        self._closed.set()
+        self.closed = True
         self._reconnecting.cancel(timeout)
         self._control.call(self._say_bye)
         self._control.stop(timeout)
@@ -638,7 +684,7 @@ class Engine:
         self._locked.queue_message(m.Bye(self.farewell))
 
     def _after_fork(self) -> None:
-        self._closed.set()
+        self.closed = True
         self.hooks.after_fork()
         self._locked.after_fork(NotInitializedError("a rank's engine in a forked process"))
         self._control.after_fork()

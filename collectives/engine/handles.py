@@ -14,7 +14,6 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from hvdlab.collectives.engine.entries import Entry
@@ -33,6 +32,14 @@ class HandleOwner(Protocol):
     def tell_blocked(self, handle: Handle, seconds: float, /) -> None: ...
 
     def tell_unblocked(self, handle: Handle, /) -> None: ...
+
+
+class Wakeable(Protocol):
+    """Control thread, as far as other threads wake it: it then sends what is queued, recovers the state and calls hooks."""
+
+    def wake(self) -> None:
+        """Wake it. Any thread; does not wait."""
+        ...
 
 
 class Handle(Entry):
@@ -148,23 +155,55 @@ class Handle(Entry):
                 self.done_lock.release()
 
 
+class BoardEntry(Entry):
+    """Entry of a collective that a thread posts on the board and waits for there. It gets a handle only if it goes to the coordinator.
+
+    Attributes:
+        handle: The handle in its place; ``None`` before :meth:`hand_over`.
+    """
+
+    __slots__ = ("_error", "handle")
+
+    def __init__(self, request: Request, name: str, site: str, submitted: int) -> None:
+        Entry.__init__(self, request, site, submitted)
+        self.name = name
+        self._error: Exception | None = None
+        self.handle: Handle | None = None
+
+    def complete(self, result: Result | None, error: Exception | None) -> None:
+        """End it with an error. For the engine only; without an error it ends on its own thread, which needs no call for that."""
+        self._error = error
+        if self.handle is not None:
+            self.handle.complete(result, error)
+
+    def hand_over(self, handle: Handle) -> None:
+        """Let ``handle`` end in place of this entry, also if an error has ended this one already."""
+        # complete() stores the error and then reads the handle; this stores the handle and then reads the error. So at least one of the
+        # two threads completes the handle; if both do, the first call counts.
+        self.handle = handle
+        if self._error is not None:
+            handle.complete(None, self._error)
+
+
 class CompletionHooks:
     """Queue of completion hooks of one rank that are due. Any thread.
 
     Args:
         rank: This rank.
-        wake: Wakes the control thread, so that it calls :meth:`run`.
+        control: The control thread, which calls :meth:`run` when it is woken.
+
+    Attributes:
+        inside: Threads that are in the middle of a hook.
     """
 
-    def __init__(self, rank: int, wake: Callable[[], None]) -> None:
+    def __init__(self, rank: int, control: Wakeable) -> None:
         self._rank = rank
-        self._wake = wake
+        self._wake = control.wake
         #: Completed handles whose hooks no thread has claimed; a handle can be in it twice.
         self._due: deque[Handle] = deque()
         # Held while a handle is removed from ``_due`` and marked, so that this is one step for other threads. No hook runs under it.
         self._claiming = threading.Lock()
-        #: Threads that are in the middle of a hook.
-        self._inside: set[int] = set()
+        self.inside: set[int] = set()
 
     def add(self, handle: Handle) -> None:
         """Queue the hook of a completed handle. A thread that recovers from an interrupt can call this again."""
@@ -207,8 +246,8 @@ class CompletionHooks:
         assert hook is not None
         # Where hooks are nested, only the outermost one ends this thread's stay.
         me = threading.get_ident()
-        nested = me in self._inside
-        self._inside.add(me)
+        nested = me in self.inside
+        self.inside.add(me)
         try:
             hook(*handle.outcome())
         except BaseException as error:  # for any error the engine's thread continues
@@ -223,7 +262,7 @@ class CompletionHooks:
             )
         finally:
             if not nested:
-                self._inside.discard(me)
+                self.inside.discard(me)
 
     def refuse_to_wait(self) -> None:
         """Raise if the calling thread is in a hook: the awaited collective can need this very thread.
@@ -231,7 +270,7 @@ class CompletionHooks:
         Raises:
             InvalidRequestError: The calling thread is in a hook.
         """
-        if self._inside and threading.get_ident() in self._inside:
+        if self.inside and threading.get_ident() in self.inside:
             raise InvalidRequestError(
                 "A completion hook must neither wait for a collective nor close the engine: the thread that calls it may be the "
                 "one that is waited for. Submit the next collective with a hook of its own, or let another thread wait."
@@ -240,5 +279,5 @@ class CompletionHooks:
     def after_fork(self) -> None:
         """Drop the hooks in a forked child; the parent calls them."""
         self._due.clear()
-        self._inside.clear()
+        self.inside.clear()
         self._claiming = threading.Lock()

@@ -25,6 +25,7 @@ import time
 
 from hvdlab.collectives.engine.control_thread import Control
 from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
+from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.handles import CompletionHooks, Handle
 from hvdlab.collectives.engine.locked_state import LockedState
@@ -109,19 +110,19 @@ class HandleWaiter:
         finally:
             self._locked.update(RankState.report_done_waiting, handle)
 
-    def withdraw_after_interrupt(self, handle: Handle) -> None:
-        """Withdraw a handle of :meth:`Engine.run` after an interrupt: only this thread knows it, so no thread will wait for it."""
-        if not handle.given_up:
-            self._interrupted(handle)
+    def withdraw_after_interrupt(self, entry: Entry) -> None:
+        """Withdraw an entry of :meth:`Engine.run` or :meth:`Engine.allreduce` after an interrupt: no other thread waits for it."""
+        if not entry.given_up:
+            self._interrupted(entry)
 
-    def _interrupted(self, handle: Handle) -> None:
+    def _interrupted(self, entry: Entry) -> None:
         # First, so that the control thread reads again even if a second interrupt ends this method.
         self._inline.interrupted()
         text = f"rank {self._rank} was interrupted"
-        self._locked.withdraw(handle, CauseKind.INTERRUPTED, text)
+        self._locked.withdraw(entry, CauseKind.INTERRUPTED, text)
         # Perhaps this thread was executing an operation of another process set.
         for set_id, epoch in self._executor.pop_interrupted():
-            self._locked.update(_withdraw, set_id, epoch, text, handle.site)
+            self._locked.update(_withdraw, set_id, epoch, text, entry.site)
 
 
 class InlineExecutor:

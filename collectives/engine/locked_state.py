@@ -39,13 +39,14 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
 from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
-from hvdlab.collectives.engine.handles import CompletionHooks, Handle
-from hvdlab.collectives.engine.process_set_view import PostedRequest
+from hvdlab.collectives.engine.handles import BoardEntry, CompletionHooks, Handle, Wakeable
+from hvdlab.collectives.engine.process_set_view import BoardMember, BoardReduction, PostedRequest
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.planes.base import PhaseTimes
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
@@ -63,7 +64,7 @@ class LockedState:
     Args:
         rank: This rank.
         endpoint: Connection to the coordinator.
-        wake: Wakes the control thread, so that it flushes.
+        control: The control thread, which flushes when it is woken.
         hooks: Where completed handles put their hooks.
         capacity: How many tensors the coordinator knows by a local id, at most.
 
@@ -76,7 +77,7 @@ class LockedState:
         self,
         rank: int,
         endpoint: Endpoint,
-        wake: Callable[[], None],
+        control: Wakeable,
         hooks: CompletionHooks,
         capacity: int = LOCAL_LIMIT,
     ) -> None:
@@ -84,7 +85,7 @@ class LockedState:
         self.unusable: HvdlabError | None = None
         self._rank = rank
         self._endpoint = endpoint
-        self._wake = wake
+        self._wake = control.wake
         self._hooks = hooks
         #: Guards the state, and the order of messages: they are sent under it.
         self._lock = threading.Lock()
@@ -139,6 +140,40 @@ class LockedState:
         except BaseException:
             self._wake()
             raise
+
+    def post_reduction(
+        self, entry: BoardEntry, member: BoardMember, reduction: BoardReduction, source: HostArray
+    ) -> int:
+        """Post an allreduce on the board, if that is possible, as :meth:`RankState.post_reduction` does."""
+        if self.unusable is not None:
+            raise self.unusable
+        try:
+            with self._lock:
+                if self._update_in_progress:
+                    self._recover()
+                self._update_in_progress = True
+                number = self.state.post_reduction(entry, member, reduction, source)
+                self._update_in_progress = False
+                return number
+        except BaseException:
+            self._wake()
+            raise
+
+    def replace_posted(self, entry: BoardEntry, handle: Handle, member: BoardMember) -> None:
+        """Let a handle take the place of a posted entry, as :meth:`RankState.replace_posted` does."""
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            # First: if an interrupt comes, the handle is the one that is withdrawn.
+            entry.hand_over(handle)
+            self.state.replace_posted(entry, handle, member)
+            self._update_in_progress = False
+
+    def board_member(self, process_set: int) -> BoardMember | None:
+        """Return this rank's use of a process set's board, ``None`` without a board; it can be another one at any moment."""
+        group = self.state.sets.get(process_set)
+        return None if group is None else group.board_member
 
     def epoch(self, process_set: int) -> int:
         """Return the present epoch of a process set, 0 if this rank does not know the set; it can change at any moment."""
@@ -218,18 +253,18 @@ class LockedState:
             change(self.state, *args, **kwargs)
             self._update_in_progress = False
 
-    def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
-        """Give up the handle's epoch on all ranks, unless the handle has ended by now.
+    def withdraw(self, entry: Entry, kind: CauseKind, text: str) -> None:
+        """Give up the entry's epoch on all ranks, unless the entry has ended by now.
 
         A message that is overdue, and for which the other rank has not called its side yet, is given up alone.
         """
 
         def withdraw(state: RankState) -> None:
-            group = state.sets.get(handle.request.process_set)
-            if group is not None and handle in group.pending:
-                if kind is CauseKind.TIMEOUT and state.cancel(handle, kind, text):
+            group = state.sets.get(entry.request.process_set)
+            if group is not None and entry in group.pending:
+                if kind is CauseKind.TIMEOUT and state.cancellations.cancel(entry, kind, text):
                     return
-                state.withdraw(group.id, kind, text, handle.site)
+                state.withdraw(group.id, kind, text, entry.site)
 
         self.update(withdraw)
 
@@ -342,13 +377,23 @@ class LockedState:
                 self._recover()
             self._update_in_progress = True
             self._finishing = (handle,)
-            self.state.finish_posting(handle, posting.member, agreed=True)
-            if self.state.finish_posted(handle):
+            if self.state.finish_posted(handle, posting.member):
                 complete(handle, result, None)
             self._finishing = ()
             self._update_in_progress = False
         if self.state.has_messages:  # the end of a report that the wait was long
             self.flush_direct()
+
+    def finish_reduction(self, entry: BoardEntry, member: BoardMember) -> bool:
+        """End an allreduce that was agreed on the board, on its own thread. Return whether it had not been failed in the meantime."""
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            # Not in ``_finishing``: after an interrupt no thread waits for an entry without a handle.
+            finished = self.state.finish_posted(entry, member)
+            self._update_in_progress = False
+        return finished
 
     def pending(self, now: int) -> list[PendingCollective]:
         with self._lock:
@@ -377,11 +422,10 @@ class BatchOutcomes:
     Args:
         locked: The rank's state.
         spans: Where batches are recorded.
-        schedule_events: Schedules the sending of recorded spans.
     """
 
-    def __init__(self, locked: LockedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
-        self._locked, self._spans, self._schedule_events = locked, spans, schedule_events
+    def __init__(self, locked: LockedState, spans: SpanLog) -> None:
+        self._locked, self._spans = locked, spans
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes) -> None:
         """End the handles of an executed batch, and record it. Called by the thread that ran it."""
@@ -389,12 +433,12 @@ class BatchOutcomes:
         # The handles first: threads wait for them, but not for the record.
         self._locked.finish(batch, results)
         if self._spans.batch(batch, started, finished, phases):
-            self._schedule_events()
+            self._spans.flusher.schedule_events()
 
     def batch_unfinished(self, batch: RunBatch, started: int, phases: PhaseTimes) -> None:
         """Record a batch that was not executed to its end; ``started`` is 0 if it was not begun. Its handles end elsewhere."""
         if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
-            self._schedule_events()
+            self._spans.flusher.schedule_events()
 
     def batch_failed(self, batch: RunBatch, error: Exception) -> None:
         """Report that the plane failed. The handles end on all members with the abort that follows."""

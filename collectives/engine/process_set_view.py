@@ -6,19 +6,30 @@ Everything here belongs to :class:`~hvdlab.collectives.engine.rank_state.RankSta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
+from hvdlab.collectives.engine.entries import (
+    ANNOUNCED,
+    ENDED,
+    EXECUTING,
+    UNANNOUNCED,
+    Cancellation,
+    Entry,
+    Zeros,
+    signature_of,
+)
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.errors import CauseKind, InvalidRequestError
+from hvdlab.collectives.errors import CauseKind, InvalidRequestError, Pending
 from hvdlab.collectives.planes.buffers import HOST, HostArray, HostArrays, host_view
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
+from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.fold import MANY, FoldScratch, is_direct
 from hvdlab.collectives.reduce.integers import needs_width
@@ -36,6 +47,7 @@ _KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
 _PRIME, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 Key = tuple[object, ...]
+ReductionKey = tuple[str | None, np.dtype[Any], tuple[int, ...], ReduceOp]
 
 
 class SetState:
@@ -99,6 +111,37 @@ class SetState:
         if member is not None and member.board.epoch <= epoch:
             past[member.board.epoch], self.board_member = member, None
         return {past.pop(old).abort() for old in list(past) if old <= epoch}
+
+    def take_part(self, signature: m.Signature) -> Entry:
+        """Return a new entry with zeros for a collective that other members have submitted, as this rank has joined."""
+        entry = Zeros(self.id, signature)
+        entry.epoch = self.epoch
+        self.pending[entry] = None
+        return entry
+
+    def replace(self, entry: Entry, other: Entry) -> None:
+        """Let ``other`` be pending, under the same name, in place of ``entry``."""
+        del self.pending[entry]
+        self.pending[other] = None
+        if self.names.get(entry.name) is entry:
+            self.names[entry.name] = other
+
+    def validate(self) -> None:
+        """Assert the invariants that hold between calls."""
+        for entry in self.pending:
+            assert entry.phase != ENDED
+            if entry.phase == ANNOUNCED and self.withdrawn < 0:
+                assert entry in entry.local.queue
+        for name, entry in self.names.items():
+            assert entry in self.pending
+            assert entry.name == name
+
+
+def pending_of(collective: m.AbortedCollective) -> Pending:
+    """Return an aborted collective as errors have it."""
+    sites = dict(zip(collective.waited, collective.sites, strict=False))
+    kind = OpKind(collective.kind).label
+    return Pending(kind, collective.name, collective.waited, collective.missing, sites)
 
 
 def device_plane_names(group: SetState) -> tuple[str, ...]:
@@ -202,6 +245,88 @@ def _splits(splits: tuple[int, ...] | None, rows: int, group: SetState) -> tuple
     return splits
 
 
+# -- cancellations ------------------------------------------------------------------------------------------------
+
+
+class Cancellations:
+    """Cancellations of messages to other ranks, as this rank requests them from the coordinator.
+
+    Args:
+        sets: Process sets by id.
+
+    Attributes:
+        due: Tickets of the messages whose cancellation is to be requested, in order.
+    """
+
+    def __init__(self, sets: Mapping[int, SetState]) -> None:
+        self.due: list[int] = []
+        self._sets = sets
+        #: Messages that this rank gives up, by ticket.
+        self._given_up: dict[int, Cancellation] = {}
+        #: The last ticket that was used.
+        self._tickets = 0
+
+    def cancel(self, entry: Entry, kind: CauseKind, text: str) -> bool:
+        """Give up a message that waits for the other rank, and no other entry with it.
+
+        Returns:
+            Whether ``entry`` is such a message, as far as this rank knows.
+        """
+        group = self._sets.get(entry.request.process_set)
+        if entry.request.kind is not OpKind.SENDRECV or entry.phase != ANNOUNCED or group is None:
+            return False
+        if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
+            return False
+        # Dropped here, since no answer removes one that executes or has ended otherwise.
+        self._given_up = {
+            t: each for t, each in self._given_up.items() if each.entry.phase in (UNANNOUNCED, ANNOUNCED)
+        }
+        if any(each.entry is entry for each in self._given_up.values()):
+            return True  # after a second request the coordinator would remove another one
+        self._tickets += 1
+        self._given_up[self._tickets] = Cancellation(entry, kind, text)
+        self.due.append(self._tickets)
+        return True
+
+    def messages(self) -> list[m.Message]:
+        """Return the messages for :attr:`due`. They follow all announcements: entries are counted from the youngest one."""
+        out: list[m.Message] = []
+        for ticket in self.due:
+            given_up = self._given_up.get(ticket)
+            if given_up is None or given_up.asked:
+                continue
+            entry, kind, text = given_up.entry, given_up.kind, given_up.text
+            group = self._sets.get(entry.request.process_set)
+            if group is None or not group.configured or entry.epoch != group.epoch:
+                continue  # :meth:`request_again` does so in the next epoch
+            # The other rank has come in the meantime: only the end of the epoch can stop the message now.
+            if entry.phase == EXECUTING:
+                out.append(m.Withdraw(group.id, group.epoch, kind.value, text, entry.site))
+            elif entry.phase == ANNOUNCED and entry in entry.local.queue:
+                # The coordinator has cancelled those that it was asked for before, or the epoch ends.
+                asked = [each.entry for each in self._given_up.values() if each.asked]
+                younger = list(entry.local.queue)[entry.local.queue.index(entry) + 1 :]
+                later = sum(not any(one is other for other in asked) for one in younger)
+                ids = group.id, group.epoch, entry.local.id, later
+                out.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
+                given_up.asked = True
+        return out
+
+    def request_again(self, group: SetState) -> None:
+        """Request the cancellation of messages that were given up and have been announced again, in a new epoch."""
+        for ticket, given_up in self._given_up.items():
+            if given_up.entry.phase == ANNOUNCED and given_up.entry in group.pending:
+                given_up.asked = False
+                self.due.append(ticket)
+
+    def pop(self, ticket: int) -> Entry | None:
+        """Remove and return the message that the coordinator has cancelled; ``None`` if it has ended otherwise."""
+        given_up = self._given_up.pop(ticket, None)
+        if given_up is None or given_up.entry.phase != ANNOUNCED:
+            return None
+        return given_up.entry
+
+
 # -- the board ----------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +396,42 @@ class RequestLayout:
             self.parts = (tuple(rows[0]), tuple(rows[1])) if few else (rows[0], rows[1])
 
 
+class BoardReduction:
+    """Allreduce of one name, operator, type and shape whose tensors lie on a board. Its checks were made once for all its requests.
+
+    Attributes:
+        request: A request of this kind; in place of a tensor it has this rank's place on the board.
+        name: Tensor name as the coordinator matches it.
+        layout: Its layout on the board.
+        postscale: Factor that makes an average of a sum; 1.0 for other operators.
+    """
+
+    __slots__ = ("_fold", "layout", "name", "postscale", "request")
+
+    def __init__(self, request: Request, name: str, layout: RequestLayout, member: BoardMember) -> None:
+        self.request = Request(
+            OpKind.ALLREDUCE, request.name, layout.own[0], layout.own[0], request.dtype, request.op,
+            process_set=member.process_set,
+        )  # fmt: skip
+        self.name, self.layout = name, layout
+        average = request.op is ReduceOp.AVERAGE
+        self.postscale = 1.0 / len(member.ranks) if average else 1.0
+        self._fold = member.folds.quiet(request.dtype, ReduceOp.SUM if average else request.op)
+
+    def reduce(self, number: int, out: HostArray) -> None:
+        """Reduce the members' tensors of the ``number``-th request into ``out``."""
+        self._fold(
+            self.layout.parts[number & 1],
+            out if out.ndim == 1 else out.reshape(-1),
+            1.0,
+            self.postscale,
+        )
+
+    def with_tensors(self, source: HostArray, out: HostArray) -> Request:
+        """Return a request of this kind for these tensors."""
+        return replace(self.request, input=source, output=out)
+
+
 class PostedRequest(NamedTuple):
     """Request that this rank has posted.
 
@@ -294,6 +455,7 @@ class BoardMember:
         ranks: The members' ranks, by position.
         index: This rank's position.
         folds: Scratch memory of the thread whose request is posted.
+        reductions: Allreduces that this rank has posted, by name, numpy type, shape and operator.
     """
 
     def __init__(
@@ -305,6 +467,7 @@ class BoardMember:
         #: Process ids of the members, by position.
         self._pids = [member.pid for member in members]
         self.folds = FoldScratch()
+        self.reductions: dict[ReductionKey, BoardReduction] = {}
         #: Layouts of requests, by signature.
         self._layouts: dict[Key, RequestLayout] = {}
         #: The request that this rank has posted and not left yet: one, of one thread, at a time.
@@ -354,6 +517,24 @@ class BoardMember:
         number = board.post(digest, None)
         return PostedRequest(self, number, layout.parts[number & 1])
 
+    @property
+    def is_free(self) -> bool:
+        """Return whether a request could be posted now, if no other collective of this rank is in flight."""
+        return not (self._over or self._posted is not None or self._pause) and self.board.vacant
+
+    def post_reduction(self, entry: Entry, reduction: BoardReduction, source: HostArray) -> int:
+        """Post an allreduce of :attr:`reductions` while this member :meth:`is_free`. Return its number."""
+        layout, board = reduction.layout, self.board
+        self._posted = entry
+        # In the half of the next number's parity, as in post().
+        layout.own[board.number + 1 & 1][...] = source
+        return board.post(layout.digest, None)
+
+    def replace_posted(self, entry: Entry, other: Entry) -> None:
+        """Let ``other`` be posted in place of ``entry``, if that is posted."""
+        if self._posted is entry:
+            self._posted = other
+
     def _layout(self, entry: Entry) -> RequestLayout:
         request = entry.request
         shape = None if request.input is None else request.input.shape
@@ -364,9 +545,27 @@ class BoardMember:
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()  # rare, and cheaper than an order of use
+                self._forget_layouts()  # rare, and cheaper than an order of use
             layout = self._layouts[key] = RequestLayout(request, entry.name, self)
+            self._keep_reduction(request, entry.name, layout)
         return layout
+
+    def _keep_reduction(self, request: Request, name: str, layout: RequestLayout) -> None:
+        """Keep an allreduce whose next requests need no checks, as its type and operator need no more than a fold."""
+        if request.kind is not OpKind.ALLREDUCE or not layout.own or request.op is ReduceOp.ADASUM:
+            return
+        # bfloat16 has no numpy type of its own: its bits would stand under the key of integers.
+        if request.dtype is DType.BF16 or (request.prescale, request.postscale) != (1.0, 1.0):
+            return
+        if needs_width(request.dtype, request.op, 1.0, 1.0) or type(request.name) not in (str, type(None)):
+            return
+        assert request.input is not None
+        key = request.name, storage_type(request.dtype), request.input.shape, request.op
+        self.reductions[key] = BoardReduction(request, name, layout, self)
+
+    def _forget_layouts(self) -> None:
+        self._layouts.clear()
+        self.reductions.clear()
 
     def unpost(self, *, agreed: bool) -> None:
         """Remove the posted request: this rank has read the other members' data from the board, or needs none."""
@@ -441,5 +640,5 @@ class BoardMember:
         return entry
 
     def _release(self) -> None:
-        self._layouts.clear()
+        self._forget_layouts()
         self.board.close()

@@ -20,7 +20,6 @@ from hvdlab.collectives.engine.entries import (
     POSTED,
     UNANNOUNCED,
     AbortPlane,
-    Cancellation,
     ClosePlanes,
     Effect,
     Entry,
@@ -29,16 +28,18 @@ from hvdlab.collectives.engine.entries import (
     NewEpoch,
     RunBatch,
     Succeed,
-    Zeros,
     plain_name,
 )
 from hvdlab.collectives.engine.operations import payload_of
 from hvdlab.collectives.engine.process_set_view import (
     BoardMember,
+    BoardReduction,
+    Cancellations,
     PostedRequest,
     SetState,
     check_request,
     needs_plane,
+    pending_of,
 )
 from hvdlab.collectives.errors import (
     AbortedError,
@@ -52,7 +53,7 @@ from hvdlab.collectives.errors import (
     Pending,
 )
 from hvdlab.collectives.failover.rank_facts import FailoverFacts
-from hvdlab.collectives.planes.links import Links
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 
@@ -76,6 +77,7 @@ class RankState:
         outdated: Whether the others continued without this rank; ``failure`` also lasts until the running cells end.
         removed: Cause with which submissions for a future epoch fail, since the coordinator has dismissed this rank, or ``None``.
         locals: The local ids, under which entries are announced.
+        cancellations: Messages to other ranks that this rank gives up.
     """
 
     def __init__(self, rank: int, local_limit: int = LOCAL_LIMIT) -> None:
@@ -92,12 +94,7 @@ class RankState:
         self._pending_announcements: dict[int, list[Entry]] = {}
         #: Other messages to send, after the announcements.
         self._messages: list[m.Message] = []
-        #: Messages to other ranks that this rank gives up, by ticket.
-        self._cancelling: dict[int, Cancellation] = {}
-        #: The last ticket that was used.
-        self._tickets = 0
-        #: Tickets of the messages that the coordinator is to be asked to cancel, in order.
-        self._to_ask: list[int] = []
+        self.cancellations = Cancellations(self.sets)
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
@@ -225,10 +222,39 @@ class RankState:
         entry.epoch, entry.phase = group.epoch, POSTED
         return group.board_member.post(entry, 0 if plane is None else plane[1])
 
-    def finish_posting(self, entry: Entry, member: BoardMember, *, agreed: bool) -> None:
-        """Remove a posted request from the board; announce it if it was not agreed and its epoch has not failed."""
-        member.unpost(agreed=agreed)
-        if agreed or entry.phase != POSTED:
+    def post_reduction(
+        self, entry: Entry, member: BoardMember, reduction: BoardReduction, source: HostArray
+    ) -> int:
+        """Post an allreduce whose requests this member has posted before, so that it needs no checks.
+
+        Returns:
+            Its number on the board; 0 if it can't be posted now, and the caller has to make an ordinary request of it.
+        """
+        group = self.sets.get(member.process_set)
+        # Without other pending entries no name is in flight, either.
+        if group is None or group.board_member is not member or group.pending or not group.configured:
+            return 0
+        if self.lost is not None or self.failure is not None or not member.is_free:
+            return 0
+        group.pending[entry] = None
+        if reduction.request.name is not None:
+            group.names[entry.name] = entry
+        entry.epoch, entry.phase = group.epoch, POSTED
+        return member.post_reduction(entry, reduction, source)
+
+    def replace_posted(self, entry: Entry, handle: Entry, member: BoardMember) -> None:
+        """Let a handle take the place of a posted entry, which is ended; if an error has ended that before, it ends the handle."""
+        handle.name, handle.epoch, handle.received = entry.name, entry.epoch, entry.received
+        handle.phase, handle.given_up, entry.phase = entry.phase, entry.given_up, ENDED
+        if handle.phase != POSTED:
+            return
+        self.sets[entry.request.process_set].replace(entry, handle)
+        member.replace_posted(entry, handle)
+
+    def announce_posted(self, entry: Entry, member: BoardMember) -> None:
+        """Remove a posted request that was not agreed from the board; announce it if its epoch has not failed."""
+        member.unpost(agreed=False)
+        if entry.phase != POSTED:
             return
         self._end_overdue(entry)
         entry.phase = UNANNOUNCED
@@ -248,8 +274,9 @@ class RankState:
         member.unpost(agreed=True)
         self.plane_failed(member.process_set, member.board.epoch, text)
 
-    def finish_posted(self, entry: Entry) -> bool:
+    def finish_posted(self, entry: Entry, member: BoardMember) -> bool:
         """End an agreed request that has its result. Return whether it had not been failed in the meantime."""
+        member.unpost(agreed=True)
         if entry.phase != POSTED:
             return False
         self.end(entry)
@@ -284,7 +311,7 @@ class RankState:
 
     @property
     def has_messages(self) -> bool:
-        return bool(self._pending_announcements or self._messages or self._to_ask)
+        return bool(self._pending_announcements or self._messages or self.cancellations.due)
 
     @property
     def queued(self) -> int:
@@ -305,9 +332,9 @@ class RankState:
             out += self._messages
             self._messages = []
         # After all announcements: a request to cancel counts the announced entries behind its own.
-        if self._to_ask:
-            out += self._cancels()
-            self._to_ask = []
+        if self.cancellations.due:
+            out += self.cancellations.messages()
+            self.cancellations.due = []
         return out
 
     def _announce(self, group: SetState, entries: list[Entry]) -> m.Announce:
@@ -376,65 +403,11 @@ class RankState:
         elif group.given_up is None:  # the first cause counts; it is sent once the next epoch has begun
             group.given_up = (kind, text, site)
 
-    def cancel(self, entry: Entry, kind: CauseKind, text: str) -> bool:
-        """Give up a message that waits for the other rank, and no other entry with it.
-
-        Returns:
-            Whether ``entry`` is such a message, as far as this rank knows.
-        """
-        group = self.sets.get(entry.request.process_set)
-        if entry.request.kind is not OpKind.SENDRECV or entry.phase != ANNOUNCED or group is None:
-            return False
-        if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
-            return False
-        # Dropped here, since no answer removes one that executes or has ended otherwise.
-        self._cancelling = {
-            t: each for t, each in self._cancelling.items() if each.entry.phase in (UNANNOUNCED, ANNOUNCED)
-        }
-        if any(each.entry is entry for each in self._cancelling.values()):
-            return True  # after a second request the coordinator would remove another one
-        self._tickets += 1
-        self._cancelling[self._tickets] = Cancellation(entry, kind, text)
-        self._to_ask.append(self._tickets)
-        return True
-
-    def _cancels(self) -> list[m.Message]:
-        """Return the messages for :attr:`_to_ask`. They follow all announcements: entries are counted from the youngest one."""
-        out: list[m.Message] = []
-        for ticket in self._to_ask:
-            given_up = self._cancelling.get(ticket)
-            if given_up is None or given_up.asked:
-                continue
-            entry, kind, text = given_up.entry, given_up.kind, given_up.text
-            group = self.sets.get(entry.request.process_set)
-            if group is None or not group.configured or entry.epoch != group.epoch:
-                continue  # :meth:`cancel_again` asks in the next epoch
-            # The other rank has come in the meantime: only the end of the epoch can stop the message now.
-            if entry.phase == EXECUTING:
-                out.append(m.Withdraw(group.id, group.epoch, kind.value, text, entry.site))
-            elif entry.phase == ANNOUNCED and entry in entry.local.queue:
-                # The coordinator has cancelled those that it was asked for before, or the epoch ends.
-                asked = [each.entry for each in self._cancelling.values() if each.asked]
-                younger = list(entry.local.queue)[entry.local.queue.index(entry) + 1 :]
-                later = sum(not any(one is other for other in asked) for one in younger)
-                ids = group.id, group.epoch, entry.local.id, later
-                out.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
-                given_up.asked = True
-        return out
-
-    def cancel_again(self, group: SetState) -> None:
-        """Request the cancellation of messages that were given up and have been announced again, in a new epoch."""
-        for ticket, given_up in self._cancelling.items():
-            if given_up.entry.phase == ANNOUNCED and given_up.entry in group.pending:
-                given_up.asked = False
-                self._to_ask.append(ticket)
-
     def cancelled(self, ticket: int) -> list[Entry]:
         """End the message of a ticket that the coordinator has cancelled, and return it, unless it has ended otherwise."""
-        given_up = self._cancelling.pop(ticket, None)
-        if given_up is None or given_up.entry.phase != ANNOUNCED:
+        entry = self.cancellations.pop(ticket)
+        if entry is None:
             return []
-        entry = given_up.entry
         self.locals.unqueue(entry)
         self.end(entry)
         return [entry]
@@ -452,24 +425,11 @@ class RankState:
         kind, text, site = why
         self._messages.append(m.Withdraw(group.id, group.epoch, kind.value, text, site))
 
-    def linked(self, set_id: int, epoch: int, links: Links) -> None:
-        """Keep the connections between GPUs that the plane of an epoch has found."""
-        # By epoch, as in the two methods below: the plane is built on the executor's thread, and a new epoch can have begun.
+    def set_in(self, set_id: int, epoch: int) -> SetState | None:
+        """Return a process set if ``epoch`` is its present one, otherwise ``None``."""
+        # For facts about a plane, which is built on the executor's thread: a new epoch can have begun.
         group = self.sets.get(set_id)
-        if group is not None and group.epoch == epoch:
-            group.links = links
-
-    def plane_chosen(self, set_id: int, epoch: int, device: str, name: str) -> None:
-        """Keep the name to show of the plane that an epoch uses for a device class."""
-        group = self.sets.get(set_id)
-        if group is not None and group.epoch == epoch:
-            group.shown_planes[device] = name
-
-    def chunks_measured(self, set_id: int, epoch: int, chunk_bytes: int) -> None:
-        """Keep the size of chunks that the plane of an epoch has measured as the best."""
-        group = self.sets.get(set_id)
-        if group is not None and group.epoch == epoch:
-            group.chunk_bytes = chunk_bytes
+        return group if group is not None and group.epoch == epoch else None
 
     def plane_failed(self, set_id: int, epoch: int, text: str) -> None:
         """Report that the data plane of an epoch failed here."""
@@ -511,7 +471,7 @@ class RankState:
         # No coordinator will read them any more.
         self._pending_announcements.clear()
         self._messages.clear()
-        self._to_ask.clear()
+        self.cancellations.due.clear()
         return effects
 
     def disconnect(self, cause: Cause) -> list[Effect]:
@@ -530,7 +490,7 @@ class RankState:
         # Most name epochs and local ids that a successor does not know.
         self._pending_announcements.clear()
         self._messages.clear()
-        self._to_ask.clear()
+        self.cancellations.due.clear()
         self.locals.clear()
         return effects
 
@@ -659,20 +619,7 @@ class RankState:
         """Assert the invariants that hold between calls."""
         self.locals.validate()
         for group in self.sets.values():
-            for entry in group.pending:
-                assert entry.phase != ENDED
-                if entry.phase == ANNOUNCED and group.withdrawn < 0:
-                    assert entry in entry.local.queue
-            for name, entry in group.names.items():
-                assert entry in group.pending
-                assert entry.name == name
-
-
-def _pending(collective: m.AbortedCollective) -> Pending:
-    """Return an aborted collective as errors have it."""
-    sites = dict(zip(collective.waited, collective.sites, strict=False))
-    kind = OpKind(collective.kind).label
-    return Pending(kind, collective.name, collective.waited, collective.missing, sites)
+            group.validate()
 
 
 # -- decisions about submissions ----------------------------------------------------------------------------------
@@ -688,7 +635,7 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
         entries = []
         for id in batch.locals:
             # The oldest of an id: the coordinator has the announcements of this rank in the order in which they were queued here.
-            entry = by_id[id].queue.popleft() if id >= 0 else _take_part(group, batch.zeros[-1 - id])
+            entry = by_id[id].queue.popleft() if id >= 0 else group.take_part(batch.zeros[-1 - id])
             entry.phase = EXECUTING
             if entry.waited:
                 state.report_waiting(entry, entry.waited)
@@ -706,14 +653,6 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
             )  # fmt: skip
             effects.append(run)
     return effects
-
-
-def _take_part(group: SetState, signature: m.Signature) -> Entry:
-    """Return a new entry with zeros for a collective that other members have submitted, as this rank has joined."""
-    entry = Zeros(group.id, signature)
-    entry.epoch = group.epoch
-    group.pending[entry] = None
-    return entry
 
 
 def _heads(state: RankState, set_id: int, epoch: int, locals: tuple[int, ...]) -> list[Entry]:
@@ -770,7 +709,7 @@ def _on_cancelled(state: RankState, message: m.Cancelled) -> list[Effect]:
     else:
         entries = _heads(state, message.process_set, message.epoch, message.locals)
     cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site, message.decision)
-    pending = _pending(message.pending)
+    pending = pending_of(message.pending)
     return [Fail(entry, state.aborted(entry, cause, pending)) for entry in entries]
 
 
@@ -798,7 +737,7 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
     if state.elastic and group.id == 0:
         # The other ranks know that this attempt has failed, and must not meet later submissions of this rank in it.
         state.failure = cause
-    known = {(c.kind, c.name): _pending(c) for c in message.pending}
+    known = {(c.kind, c.name): pending_of(c) for c in message.pending}
     state.drop_announcements(group.id)
     # The plane's end first: its operation still uses the buffers that users get back with the failures.
     effects: list[Effect] = [AbortPlane(group.id, message.epoch)]
@@ -879,7 +818,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
         else:
             entry.epoch = group.epoch
             state.announce(entry)
-    state.cancel_again(group)
+    state.cancellations.request_again(group)
     return effects
 
 

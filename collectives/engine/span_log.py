@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.planes.base import PhaseTimes
@@ -20,6 +20,14 @@ _NO_PHASES = PhaseTimes()
 """Times of a collective in which no plane took part. Never changed."""
 
 
+class EventFlusher(Protocol):
+    """Sender of recorded events, as far as the threads that record them use it."""
+
+    def schedule_events(self) -> None:
+        """Schedule the sending of recorded events, soon but not too often. Any thread."""
+        ...
+
+
 class SpanLog:
     """Log of a rank's spans: the recorder, the context of its batches, and whether a flush of it is scheduled.
 
@@ -30,6 +38,10 @@ class SpanLog:
         rank: This rank.
         enabled: Whether anything is recorded.
         remote: Whether this rank's clock can differ from the coordinator's, so that the two have to be compared.
+
+    Attributes:
+        recorder: The recorder.
+        flusher: Sends what is recorded here. Set by it before the first record.
     """
 
     INTERVAL: ClassVar[float] = 0.05
@@ -39,6 +51,7 @@ class SpanLog:
 
     def __init__(self, rank: int, enabled: bool, *, remote: bool = False) -> None:
         self.recorder = Recorder(rank, enabled=enabled)
+        self.flusher: EventFlusher
         self._remote = remote
         #: Held while a flush is scheduled.
         self._due = threading.Lock()
@@ -117,7 +130,7 @@ class SpanLog:
         return True
 
     def posted(self, entry: Entry, sequence: int, finished: int) -> bool:
-        """Record a collective that the members agreed on and computed in shared memory. Return whether there is something to flush.
+        """Record a collective that the members agreed on and computed in shared memory. Return whether no flush is scheduled for it.
 
         Args:
             entry: The collective; it began when all had posted it.
@@ -143,7 +156,7 @@ class SpanLog:
             finished,
             _NO_PHASES if nbytes <= UNTIMED_BYTES else PhaseTimes(transfer=finished - entry.received),
         )
-        return True
+        return not self._due.locked()
 
     def failed(self, entry: Entry, now: int) -> bool:
         """Record a collective that failed at ``now`` (ns) before it was ordered. Return whether there is something to flush.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,6 +91,18 @@ class FoldScratch:
         fold = self._folds.get((dtype, op))
         if fold is None:
             fold = self._folds[dtype, op] = make_fold(dtype, op)
+        self._run(fold, sources, out, prescale, postscale)
+
+    def quiet(self, dtype: DType, op: ReduceOp) -> Fold:
+        """Return a fold for one element type and operator that runs without numpy's warnings."""
+        fold = make_fold(dtype, op)
+        if self._quiet is None:
+            return partial(self._run, fold)
+        return partial(self._quiet.run, fold)  # type: ignore[call-arg]  # the fold's own arguments come with the call
+
+    def _run(
+        self, fold: Fold, sources: HostArrays, out: HostArray, prescale: float, postscale: float
+    ) -> None:
         if self._quiet is not None:
             self._quiet.run(fold, sources, out, prescale, postscale)
         else:

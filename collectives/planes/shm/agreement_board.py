@@ -75,6 +75,10 @@ class AgreementBoard:
         self._areas: tuple[HostArray, ...] = tuple(
             whole[layout.area(parity) : layout.area(parity + 1)] for parity in (0, 1)
         )
+        #: Digests of the members' requests, by parity.
+        self._digests = tuple(self._signals.declared(parity) for parity in (0, 1))
+        #: The last request that this member's thread has seen complete. Counts only grow, so it stays that.
+        self._completed = 0
         self._retired = False
 
     def complete(self, number: int) -> bool:
@@ -84,7 +88,7 @@ class AgreementBoard:
     @property
     def vacant(self) -> bool:
         """Whether this member may post its next request: all have posted the request that it has posted or declined last."""
-        return self.complete(self.number)
+        return self._completed == self.number or self.complete(self.number)
 
     def post(self, digest: int, tensor: HostArray | None) -> int:
         """Post the next request.
@@ -102,7 +106,7 @@ class AgreementBoard:
             first = self._index * _distance(len(tensor))
             np.copyto(self._areas[parity][first : first + len(tensor)], tensor)
         # Tensor and digest are stored before the count, by which the others know that both are there.
-        self._signals.declare(parity, digest)
+        self._digests[parity][self._index] = digest
         self.number = number
         self._signals.post(ARRIVED, number)
         return number
@@ -150,11 +154,14 @@ class AgreementBoard:
 
         For the thread that posts, before :meth:`wait`: this neither sleeps nor needs a clock's limit.
         """
-        return self._signals.reached_soon(ARRIVED, number)
+        if self._signals.reached_soon(ARRIVED, number):
+            self._completed = number
+            return True
+        return False
 
     def agreed(self, number: int) -> bool:
         """Return whether all have posted the same ``number``-th request. Call it only when :meth:`complete` is true for that number."""
-        asked = self._signals.declared(number & 1)
+        asked = self._digests[number & 1]
         mine = asked[self._index]
         # Compared as bytes, and zeros all at once, since each of many members reads the words of all.
         if mine == DECLINED or asked.tobytes() != mine.to_bytes(WORD, sys.byteorder) * self.members:

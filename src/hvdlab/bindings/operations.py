@@ -12,7 +12,7 @@ from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Pa
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.numbering import core_rank
-from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.buffers import HOST, HostArray
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
@@ -47,6 +47,13 @@ class Operation(NamedTuple):
     root: int = -1
     process_set: int = 0
     splits: tuple[int, ...] | None = None
+
+
+def reduced_at_once(
+    source: HostArray, out: HostArray, name: str | None, op: ReduceOp, process_set: int
+) -> bool:
+    """Reduce an array by the shortest way, as :meth:`Engine.allreduce` does. Return false if the caller has to run an operation."""
+    return context.engine("allreduce").allreduce(source, out, name, op, process_set)
 
 
 class Binding(Generic[T]):

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from hvdlab.bindings import arguments
 from hvdlab.bindings.arguments import Average
 from hvdlab.bindings.docstrings import documented
 from hvdlab.bindings.handles import Handle
-from hvdlab.bindings.operations import Operation
+from hvdlab.bindings.operations import Operation, reduced_at_once
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.numbering import shown_number
@@ -44,6 +45,10 @@ def allreduce(
     process_set: AnyProcessSet = 0,
 ) -> Array:
     """Reduce element by element over all ranks."""
+    if type(tensor) is np.ndarray and tensor.flags.carray and prescale_factor == 1.0 == postscale_factor:
+        reduced = np.empty(tensor.shape, tensor.dtype)
+        if reduced_at_once(tensor, reduced, name, op, _set_id(process_set)):
+            return reduced
     operation = _allreducing(op, prescale_factor, postscale_factor, process_set)
     output: Array = BINDING.run(operation, tensor, name)[0]
     return output
@@ -73,6 +78,10 @@ def allreduce_(
     process_set: AnyProcessSet = 0,
 ) -> Any:
     """Reduce element by element over all ranks, in place."""
+    # C-contiguous, aligned and writeable: such an array needs no further checks.
+    plain = type(tensor) is np.ndarray and tensor.flags.carray and prescale_factor == 1.0 == postscale_factor
+    if plain and reduced_at_once(tensor, tensor, name, op, _set_id(process_set)):
+        return tensor
     operation = _allreducing(op, prescale_factor, postscale_factor, process_set)
     output: Any = BINDING.run(operation, tensor, name, in_place=True)[0]
     return output

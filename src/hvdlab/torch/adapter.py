@@ -39,6 +39,7 @@ DTYPES: dict[torch.dtype, DType] = {
     torch.float64: DType.F64,
 }
 _BITS = np.dtype(np.uint16)
+_OF_NUMPY = frozenset(DTYPES) - {torch.bfloat16}
 
 
 class TorchAdapter:
@@ -186,6 +187,18 @@ ADAPTER = TorchAdapter()
 CUDA_TENSORS = CudaTensors()
 BINDING = Binding(ADAPTER, CUDA_TENSORS)
 """Runs collectives on torch tensors."""
+
+
+def plain_array(tensor: Any) -> npt.NDArray[Any] | None:
+    """Return the memory of a tensor whose collectives need no further checks, ``None`` for any other value.
+
+    Such a tensor is of no subclass, contiguous in host memory, and of an element type that numpy has.
+    """
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return None
+    if not tensor.is_cpu or tensor.dtype not in _OF_NUMPY or not ADAPTER.is_direct(tensor):
+        return None
+    return tensor.numpy(force=True)
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:

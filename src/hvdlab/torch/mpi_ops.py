@@ -20,7 +20,7 @@ from hvdlab.bindings.compression import all_compressed, compressed
 from hvdlab.bindings.docstrings import documented
 from hvdlab.bindings.framework_hooks import devices_in_use
 from hvdlab.bindings.handles import Handle, Part
-from hvdlab.bindings.operations import Operation
+from hvdlab.bindings.operations import Operation, reduced_at_once
 from hvdlab.collectives import basics, context
 from hvdlab.collectives.basics import (
     barrier,
@@ -50,7 +50,9 @@ from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.metrics.sampler import ask_frameworks
 from hvdlab.collectives.numbering import shown_number
+from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.process_sets import (
+    GLOBAL_ID,
     ProcessSet,
     add_process_set,
     global_process_set,
@@ -60,7 +62,7 @@ from hvdlab.collectives.process_sets import (
 from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.horovod.common.util import get_average_backwards_compatibility_fun
 from hvdlab.horovod.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
-from hvdlab.torch.adapter import ADAPTER, BINDING, register_conversions
+from hvdlab.torch.adapter import ADAPTER, BINDING, plain_array, register_conversions
 from hvdlab.torch.autograd import collective, collectives, exchange
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.dynamo import untraced
@@ -167,6 +169,12 @@ def allreduce(
 
     A sparse COO tensor can be summed and averaged, by an allgather of its entries; its result is not differentiable.
     """
+    if average is None and prescale_factor == 1.0 == postscale_factor and compression is Compression.none:
+        array = plain_array(tensor)
+        if array is not None and not tensor.requires_grad:
+            reduced = torch.empty_like(tensor)
+            if _reduced(array, reduced.numpy(), name, op, process_set):
+                return reduced
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
         output: torch.Tensor = synchronize(sparse_allreduce_async(tensor, name, operation.op, process_set))
@@ -203,6 +211,12 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place and return it. No gradients."""
+    if average is None and prescale_factor == 1.0 == postscale_factor:
+        array = plain_array(tensor)
+        if array is not None:
+            ADAPTER.mark_written(tensor)
+            if _reduced(array, array, name, op, process_set):
+                return tensor
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     return BINDING.run(operation, tensor, name, in_place=True)[0]
 
@@ -642,6 +656,15 @@ def _allreducing(
     process_set: ProcessSet,
 ) -> Operation:
     return arguments.allreducing(average, op, prescale_factor, postscale_factor, set_id(process_set))
+
+
+def _reduced(
+    source: HostArray, out: HostArray, name: str | None, op: ReduceOp | int | None, process_set: ProcessSet
+) -> bool:
+    """Reduce the memory of a tensor by the shortest way; see :func:`reduced_at_once`."""
+    chosen = Average if op is None else checked_operator(op)
+    id = GLOBAL_ID if process_set is global_process_set else set_id(process_set)
+    return reduced_at_once(source, out, name, chosen, id)
 
 
 def _gathering(process_set: ProcessSet) -> Operation:

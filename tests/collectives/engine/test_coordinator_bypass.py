@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from queue import SimpleQueue
+from types import FrameType
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,8 +23,15 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine import coordinator_bypass
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.process_set_view import BoardReduction
 from hvdlab.collectives.engine.requests import Limit, Request
-from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
+from hvdlab.collectives.errors import (
+    AbortedError,
+    CauseKind,
+    InvalidRequestError,
+    MismatchError,
+)
 from hvdlab.collectives.tracing.record_format import Span, decode
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from patience import PATIENCE
@@ -196,6 +207,42 @@ def test_each_is_recorded_under_one_number_on_all_ranks(three: Ranks) -> None:
     assert len(one) == len(set(one)) == 20
     assert all(ok for _, _, ok in one)
     assert others == [one] * 2
+
+
+def passed_by_one() -> tuple[set[str], list[Handle]]:
+    """Return the modules of the product that an allreduce passes on the user's thread, and the handles that it makes."""
+    coordinator_bypass.PATIENCE = PATIENCE  # however slow the machine is
+    x, modules, made = np.ones(1, np.float32), set[str](), list[Handle]()
+    create = Handle.__init__
+
+    def count(self: Handle, *arguments: Any) -> None:
+        made.append(self)
+        create(self, *arguments)
+
+    def record(frame: FrameType, event: str, argument: object) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("hvdlab."):
+            modules.add(name)
+
+    def reduce() -> None:
+        hvd.allreduce_(x, "small", op=hvd.Max)
+
+    for _ in range(3):
+        reduce()
+    with patch.object(Handle, "__init__", count):
+        sys.setprofile(record)
+        try:
+            reduce()
+        finally:
+            sys.setprofile(None)
+    return modules, made
+
+
+def test_one_that_is_agreed_makes_no_handle_and_passes_few_modules() -> None:
+    with Ranks(2) as two:
+        for modules, made in two.run(passed_by_one, timeout=PATIENCE):
+            assert not made
+            assert len(modules) <= 16, sorted(modules)
 
 
 # -- not agreed -------------------------------------------------------------------------------------------------------
@@ -553,6 +600,41 @@ def no_memory() -> str:
     except AbortedError as error:
         return f"{error.cause.kind} {error.cause.ranks} {error.cause.text}"
     return ""
+
+
+def no_memory_without_a_handle() -> str:
+    coordinator_bypass.PATIENCE = PATIENCE
+    total(1.0, "full", 3)
+    engine = context.engine()
+    failing = patch.object(BoardReduction, "reduce", side_effect=MemoryError("no memory for the fold"))
+    try:
+        with failing if engine.rank == 1 else nullcontext():
+            total(1.0, "full", 3)
+            total(1.0, "the next")
+    except AbortedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_fold_that_fails_ends_the_epoch_as_well() -> None:
+    with Ranks(3) as ranks:
+        for told in ranks.run(no_memory_without_a_handle, timeout=PATIENCE):
+            assert "MemoryError: no memory for the fold" in told
+        ranks.run(meet)
+        assert ranks.run(total, 1.0) == [3.0] * 3
+
+
+def names_that_are_none() -> None:
+    """A name that can't be a key is refused as ever, also where its shape and operator are known."""
+    total(1.0)
+    for name in ([1], 5):
+        with pytest.raises(InvalidRequestError, match="name= takes a text"):
+            total(1.0, name)  # type: ignore[arg-type]  # on purpose
+    assert total(1.0) == 3.0
+
+
+def test_a_wrong_name_is_refused(three: Ranks) -> None:
+    three.run(names_that_are_none)
 
 
 def test_a_result_that_can_t_be_computed_ends_the_epoch(three: Ranks) -> None:

@@ -66,7 +66,7 @@ def receives(state: RankState, count: int) -> list[SimEntry]:
 
 
 def cancel(state: RankState, entry: SimEntry) -> bool:
-    return state.cancel(entry, CauseKind.TIMEOUT, "it took too long")
+    return state.cancellations.cancel(entry, CauseKind.TIMEOUT, "it took too long")
 
 
 def counted(state: RankState) -> list[object]:

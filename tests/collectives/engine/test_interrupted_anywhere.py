@@ -217,8 +217,8 @@ class InterruptedRank:
 
     def __init__(self) -> None:
         self.sent, self.woken, self.calls = SentMessages(), 0, [0, 0, 0]
-        self.hooks = CompletionHooks(0, self._wake)
-        self.locked = LockedState(0, cast(Endpoint, self.sent), self._wake, self.hooks)
+        self.hooks = CompletionHooks(0, self)
+        self.locked = LockedState(0, cast(Endpoint, self.sent), self, self.hooks)
         self.locked.handle(CONFIGURE, 0)
         self.handles = [self._submit(number) for number in range(3)]
         self.locked.flush()
@@ -231,7 +231,7 @@ class InterruptedRank:
         self.locked.finish(self.batches[0], [Result()])
         self.locked.queue_message(m.Paused("a test"))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         self.woken += 1
 
     def _submit(self, number: int) -> Handle:

@@ -193,7 +193,9 @@ def test_a_rank_that_dies_ends_the_work_of_its_sets_only() -> None:
 
 
 class NothingHappens:
-    """Reports of an executor without work."""
+    """Reports of an executor without work, and a control thread that need not wake."""
+
+    def wake(self) -> None: ...
 
     def batch_done(
         self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes
@@ -206,7 +208,7 @@ class NothingHappens:
 
 def test_planes_come_on_one_thread_while_they_go_on_another() -> None:
     """As in a rank whose sets change quickly: its control thread prepares planes while its executor closes older ones."""
-    executor = Executor(NothingHappens(), CompletionHooks(0, lambda: None), "test")
+    executor = Executor(NothingHappens(), CompletionHooks(0, NothingHappens()), "test")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

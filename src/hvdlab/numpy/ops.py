@@ -47,7 +47,9 @@ def allreduce(
     """Reduce element by element over all ranks."""
     if type(tensor) is np.ndarray and tensor.flags.carray and prescale_factor == 1.0 == postscale_factor:
         reduced = np.empty(tensor.shape, tensor.dtype)
-        if reduced_at_once(tensor, reduced, name, op, _set_id(process_set)):
+        if reduced_at_once(
+            tensor, reduced, name, op, process_set if type(process_set) is int else _set_id(process_set)
+        ):
             return reduced
     operation = _allreducing(op, prescale_factor, postscale_factor, process_set)
     output: Array = BINDING.run(operation, tensor, name)[0]
@@ -80,7 +82,9 @@ def allreduce_(
     """Reduce element by element over all ranks, in place."""
     # C-contiguous, aligned and writeable: such an array needs no further checks.
     plain = type(tensor) is np.ndarray and tensor.flags.carray and prescale_factor == 1.0 == postscale_factor
-    if plain and reduced_at_once(tensor, tensor, name, op, _set_id(process_set)):
+    if plain and reduced_at_once(
+        tensor, tensor, name, op, process_set if type(process_set) is int else _set_id(process_set)
+    ):
         return tensor
     operation = _allreducing(op, prescale_factor, postscale_factor, process_set)
     output: Any = BINDING.run(operation, tensor, name, in_place=True)[0]

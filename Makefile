@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours bench figures tables docs tutorial pictures lock test-numpy test-newest test-gpu test-engines mxnet engines intel-mpi clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest test-gpu test-engines mxnet engines intel-mpi clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -93,6 +93,9 @@ chaos: $(INSTALLED) ## a thousand faults on real pools, and a thousand changes o
 
 hours: $(INSTALLED) ## random schedules of elastic jobs on a simulated clock for an hour, added to those of before; HOURS_ARGS="--minutes 600" for longer
 	$(BIN)/python benchmarks/simulated_hours.py $(or $(HOURS_ARGS),--minutes 60) --page docs/reference/faults.md
+
+kills: $(INSTALLED) ## a random rank is killed a thousand times every 60 steps, and every 15, while a model trains: six to seven hours
+	$(BIN)/python benchmarks/kills.py --kills 1000 --json benchmarks/results/kills.json --page docs/how-to/elastic.md
 
 figures: $(INSTALLED) ## costs of views and inspection, measured on this machine while it is idle: a quarter of an hour
 	$(BIN)/python benchmarks/quiet.py

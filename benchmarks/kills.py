@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -137,7 +138,11 @@ class Job:
 
     def __init__(self, ended: ExitStack, length: float) -> None:
         self._directory = Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="kills-")))
+        #: Bytes of each file that were read, and the files of processes that have ended, which were read to their ends.
         self._read: dict[Path, int] = {}
+        self._over: set[Path] = set()
+        #: Steps that each process has completed.
+        self._done: Counter[int] = Counter()
         self.steps: list[Step] = []
         script = [sys.executable, __file__, "--rank-in", str(self._directory), "--step", str(length)]
         log = ended.enter_context((self._directory / "output.txt").open("wb"))
@@ -155,25 +160,31 @@ class Job:
         """Read the steps that have been completed since."""
         new = []
         for path in self._directory.glob("*.steps"):
+            if path in self._over:
+                continue
+            over = not _lives(int(path.stem))  # before it is read: afterwards nothing is added
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
-                whole = file.read().rpartition(b"\n")[0] + b"\n"
-            if whole == b"\n":
+                whole = file.read().rpartition(b"\n")[0]
+            if over:
+                self._over.add(path)
+            if not whole:
                 continue
-            self._read[path] = self._read.get(path, 0) + len(whole)
+            self._read[path] = self._read.get(path, 0) + len(whole) + 1
             for line in whole.splitlines():
                 number, at, ranks, loss = line.split()
                 new.append(Step(float(at), int(number), int(ranks), float(loss), int(path.stem)))
+                self._done[int(path.stem)] += 1
         self.steps += sorted(new)
 
     def training(self) -> list[int]:
         """Return the processes that live and have completed a step."""
-        return [pid for pid in {step.pid for step in self.steps} if _lives(pid)]
+        return [pid for pid in self._done if _lives(pid)]
 
     def wait(self, until: float) -> None:
         """Read steps until that time. Raises ``TimeoutError`` if none comes for too long."""
         while time.monotonic() < until:
-            time.sleep(min(0.05, max(0.0, until - time.monotonic())))
+            time.sleep(min(0.25, max(0.0, until - time.monotonic())))
             self.read()
             self._check()
 
@@ -182,7 +193,7 @@ class Job:
         deadline = time.monotonic() + PATIENCE
         while True:
             self.read()
-            done = [sum(step.pid == pid for step in self.steps) for pid in self.training()]
+            done = [self._done[pid] for pid in self.training()]
             if sum(count >= steps for count in done) >= ranks:
                 return
             if time.monotonic() > deadline:

@@ -14,8 +14,8 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest import mock
@@ -169,7 +169,7 @@ class ElasticSchedule:
         assert not running, f"{host} is given up though ranks {running} run there"
         for process in its:  # one may have begun to run just now
             self.faults.append(f"rank {process.rank} is ended with the agent of {host}")
-            self._kill(process, (None, 0, f"the agent of {host} was ended"))
+            self.kill_process(process, (None, 0, f"the agent of {host} was ended"))
 
     def signal_rank(self, rank: int, number: int) -> None:
         """Send a signal that ends a rank."""
@@ -314,7 +314,7 @@ class ElasticSchedule:
         if process.end is not None:
             choices.append(lambda: self._report(process))
         elif process.signal:
-            choices.append(lambda: self._kill(process, (0, process.signal, "")))
+            choices.append(lambda: self.kill_process(process, (0, process.signal, "")))
         elif not process.pid:
             if process.host in self.down:
                 choices.append(lambda: self._refuse(process))
@@ -339,7 +339,7 @@ class ElasticSchedule:
     def _refuse(self, process: Process) -> None:
         process.end = None, 0, f"no route to {process.host}"
 
-    def _kill(self, process: Process, end: tuple[int | None, int, str]) -> None:
+    def kill_process(self, process: Process, end: tuple[int | None, int, str]) -> None:
         """End its process."""
         if process.turns is not None:
             process.turns.kill()
@@ -425,7 +425,7 @@ class ElasticSchedule:
         if alive := [process for process in self.processes if process.pid and process.end is None]:
             process = self.chance.choice(alive)
             self._fault(f"SIGKILL of rank {process.rank}")
-            self._kill(process, (0, signal.SIGKILL, ""))
+            self.kill_process(process, (0, signal.SIGKILL, ""))
 
     def do_lose_host(self) -> None:
         """End all its processes at once; connections to it are refused."""
@@ -435,7 +435,7 @@ class ElasticSchedule:
             self.down.add(host)
             for process in self.processes:
                 if process.host == host and process.end is None:
-                    self._kill(process, (None, 0, f"the agent of {host} is gone"))
+                    self.kill_process(process, (None, 0, f"the agent of {host} is gone"))
 
     def do_refuse(self) -> None:
         self.down.add(self.chance.choice(HOSTS))
@@ -457,10 +457,14 @@ class ElasticSchedule:
         cut = [p for p in self.processes if p.me is not None and p.me.alive and p.me.open and p.end is None]
         if cut and not self.sim.coordinator.restoring.active:
             process = self.chance.choice(cut)
-            self._fault(f"rank {process.rank} is cut off")
-            process.cut = True
-            self.cut.add(process.pid)
-            self.sim.cut(process.rank, away=self.chance.random() < 0.5)
+            self.cut_off(process, away=self.chance.random() < 0.5)
+
+    def cut_off(self, process: Process, *, away: bool) -> None:
+        """Let the network of a rank fail, and stay away until it is mended, or not."""
+        self._fault(f"rank {process.rank} is cut off")
+        process.cut = True
+        self.cut.add(process.pid)
+        self.sim.cut(process.rank, away=away)
 
     def do_time(self) -> None:
         """Let time pass until the launcher has something to do."""
@@ -478,13 +482,19 @@ class ElasticSchedule:
 
     # -- all of it ------------------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Play random actions; then all hosts are there, all ranks train, and training ends."""
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Have the job use the simulated clock, and each program its own engine; all programs end afterwards."""
         with ExitStack() as stack:
             clock = SimpleNamespace(monotonic=lambda: self.sim.now)
             stack.enter_context(mock.patch.object(job_module, "time", clock))
             stack.enter_context(own_engines())
             stack.callback(self.close)
+            yield
+
+    def run(self) -> None:
+        """Play random actions; then all hosts are there, all ranks train, and training ends."""
+        with self.playing():
             for _ in range(self.chance.randint(5, 60)):
                 action = self.chance.choice(self.actions)
                 if self.tell:
@@ -503,9 +513,9 @@ class ElasticSchedule:
     def finish(self) -> None:
         self.do_mend()
         self.listed = {"a": 2, "b": 2, "c": 2}
-        self._until(self._all_train, "not all ranks train together")
+        self.until(self.all_train, "not all ranks train together")
         self.stop = True
-        self._until(lambda: self.run_._finished, "the job does not end")
+        self.until(lambda: self.run_._finished, "the job does not end")
         self.check()
         self.check_worlds()
         code = self.run_._done.code
@@ -514,7 +524,7 @@ class ElasticSchedule:
         )
         assert code == 0 or may_be_silent, (code, self.said[-5:])
 
-    def _until(self, condition: Callable[[], bool], text: str) -> None:
+    def until(self, condition: Callable[[], bool], text: str) -> None:
         for round_ in range(100):
             for _ in range(100):
                 if self.run_._finished or condition():
@@ -527,7 +537,7 @@ class ElasticSchedule:
                 self._pass_time(60.0)
         raise AssertionError(f"{text}: {self._story()}")
 
-    def _all_train(self) -> bool:
+    def all_train(self) -> bool:
         """Whether there are as many ranks as may be, and all of them are in one world and have committed in it."""
         living = {process.rank for process in self.processes}
         wanted = min(self.most, sum(self.listed.values()))

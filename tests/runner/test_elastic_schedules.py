@@ -6,13 +6,14 @@ See ``joint_elastic.py`` for the events and the invariants, and for the way to r
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from effort import examples
 from hvdlab.collectives.numbering import CONSECUTIVE
-from joint_elastic import ACTIONS, ElasticSchedule, run_elastic_seed
+from joint_elastic import ACTIONS, ElasticSchedule, Process, run_elastic_seed
 from joint_schedules import soak
 
 HUNDRED_THOUSAND = 100_000
@@ -39,6 +40,59 @@ def test_schedules_are_drawn_from_all_kinds() -> None:
         assert len({getattr(schedule, attribute) for schedule in drawn}) > 1, attribute
     assert {schedule.numbers for schedule in drawn} == {CONSECUTIVE, "stable"}
     assert all(hasattr(ElasticSchedule, "do_" + action) for action in ACTIONS)
+
+
+def test_a_newcomer_alone_does_not_become_the_source_of_the_state() -> None:
+    """One of two ranks is cut off, the other dies, and the one that is started in its place begins alone, from the start, or waits.
+
+    When the first is back, both train on with its state, from which more steps were committed, though the newcomer may have trained, and may
+    have the lower number.
+    """
+    alone = 0
+    for seed in range(60):
+        schedule = ElasticSchedule(seed)
+        if schedule.least > 1 or schedule.start > 2:
+            schedule.close()
+            continue
+        with schedule.playing():
+            alone += _newcomer_trains_alone(schedule)
+    assert alone > 0, "no newcomer trained before the other was back"
+
+
+def _newcomer_trains_alone(schedule: ElasticSchedule) -> bool:
+    """Play it. Returns whether the newcomer trained before the rank that was cut off was back."""
+    schedule.listed = {"a": 1, "b": 1}
+    schedule.do_answer()
+
+    def both() -> bool:
+        return len(schedule.processes) == 2 and all(p.saved >= 12 for p in schedule.processes)
+
+    schedule.until(both, "two ranks do not train")
+    lost, kept = sorted(schedule.processes, key=lambda process: process.host)
+    saved, origin = kept.saved, kept.origin
+    schedule.cut_off(kept, away=True)
+    schedule.faults.append("the other rank is killed")
+    schedule.kill_process(lost, (0, signal.SIGKILL, ""))
+
+    def newcomers() -> list[Process]:
+        return [process for process in schedule.processes if process not in (lost, kept)]
+
+    def agreed() -> bool:
+        return kept in schedule.processes and len({process.origin for process in schedule.processes}) == 1
+
+    schedule.until(
+        lambda: any(process.me for process in newcomers()), "no rank comes in place of the lost one"
+    )
+    for _ in range(300):  # it may train now, unless it waits for the other, but does not get as far as that
+        if any(process.saved >= 6 for process in newcomers()):
+            break
+        schedule.step()
+    alone = any(process.saved for process in newcomers())
+    schedule.do_mend()
+    schedule.until(lambda: schedule.all_train() and agreed(), "the two do not train with one state")
+    assert {process.origin for process in schedule.processes} == {origin}
+    assert kept.saved >= saved
+    return alone
 
 
 @pytest.mark.soak

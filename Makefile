@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest test-gpu test-engines mxnet engines intel-mpi clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest torch-next test-gpu test-engines mxnet engines intel-mpi clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -144,6 +144,15 @@ test-newest: ## unit tests of the core on the newest Python that is here, withou
 		"$$python" -m venv --clear out/newest; \
 		out/newest/bin/python -m pip install --quiet --constraint constraints.txt numpy pandas cryptography hypothesis pytest pytest-timeout pytest-xdist --editable .; \
 		out/newest/bin/python -m pytest -m "not soak and not alone" -n $(WORKERS) --junitxml out/junit-newest.xml $(NEWEST_TESTS) $(PYTEST_ARGS)
+
+# The lock has torch's present release; this target finds out early what the next one changes. Its wheels bring CUDA's libraries: five gigabytes.
+torch-next: ## the process groups on the newest torch that pip finds, with its interface for repair, in an environment of its own
+	$(PYTHON) -m venv out/torch-next
+	grep -vE '^(torch|triton|nvidia-|cuda-)' constraints.txt > out/torch-next/constraints.txt
+	out/torch-next/bin/python -m pip install --quiet --constraint out/torch-next/constraints.txt torch --editable . \
+		pytest pytest-timeout pytest-xdist hypothesis greenlet cryptography
+	out/torch-next/bin/python -m pytest -m "not soak" tests/torch/test_c10d_reconfigure.py tests/torch/test_c10d_watched.py \
+		tests/torch/test_c10d.py $(PYTEST_ARGS)
 
 test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itself where there is no GPU, in an environment of its own
 	$(PYTHON) -m venv out/gpu

@@ -29,6 +29,7 @@ from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
+from hvdlab.torch.c10d.reconfiguration import TorchReconfiguration, handle_of, require_same_ranks
 from hvdlab.torch.c10d.submission import Calls, Messages, Submission
 from hvdlab.torch.c10d.tensors import (
     Copy,
@@ -158,6 +159,25 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def has_its_ranks(self) -> bool:
         """Return whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
         return self._calls.has_its_ranks()
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Return whether torch's interface for repair works here: always, since hvdlab's groups repair themselves."""
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """Return this rank's handle, as torch's interface for repair needs those of all ranks."""
+        return handle_of(self._calls.name_in_core, self.rank())
+
+    def reconfigure(self, opts: TorchReconfiguration) -> HvdlabWork:
+        """Meet all ranks of the group, which go on with it. Returns a work that ends when all have come.
+
+        Raises:
+            InvalidRequestError: The handles are not those of the group's ranks, or the group has lost ranks.
+        """
+        require_same_ranks(self._calls.name_in_core, self.size(), opts)
+        self._calls.require_usable("reconfigure")
+        return self.barrier()
 
     def _start_coalescing(self, device: object = None) -> None:
         """Gather this thread's operations from now on, until :meth:`_end_coalescing`. Torch's ``_coalescing_manager`` calls both."""

@@ -46,7 +46,8 @@ def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any
 
     Args:
         backend: The name under which hvdlab is known to torch.
-        original: Torch's own function. It does everything by itself, unless hvdlab makes the group and the user named no store.
+        original: Torch's own function. It does everything by itself, unless hvdlab makes the group, or the group is made with
+            ``enable_reconfigure=True``, and the user named no store.
         args, kwargs: Its arguments.
 
     Raises:
@@ -70,12 +71,9 @@ def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any
         # Torch asks one backend alone for a group that Python makes, the first one: so NCCL goes inside.
         given["pg_options"] = WatchOptions("watched", "nccl")
     named_store = given.get("store") is not None or given.get("init_method") not in (None, "env://")
-    if (
-        named_store
-        or not _is_ours(given, backend)
-        or not has_coordinator(Settings.from_env())
-        or dist.is_initialized()
-    ):
+    # A group that is to be repaired needs a store that outlives what befalls it, and the ranks have to meet before its first use.
+    meets_here = _is_ours(given, backend) or given.get("enable_reconfigure", False)
+    if named_store or not meets_here or not has_coordinator(Settings.from_env()) or dist.is_initialized():
         original(**given)
         return
     engine = context.init()

@@ -319,6 +319,12 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         """Drop the values of earlier default groups. The rank that keeps the values calls it, once all ranks have met."""
         self._ask("open")
 
+    def set_members(self, members: Sequence[int]) -> None:
+        """Let these ranks alone use the store from now on. If the first is another one than before, the values are gone."""
+        self._members = tuple(members)
+        for copy in self._clones:
+            copy.set_members(members)
+
     @property
     def timeout(self) -> timedelta:
         """Return the limit of waits that give none."""

@@ -118,7 +118,7 @@ class RankAgent:
         self._prompting = RankStdin(
             engine, lambda mail: self._reply(mail), self._capture.flush, lambda: self._gate.interrupted
         )
-        self._capture.on_absence = lambda: self._prompting.attended(False)
+        self._capture.on_absence = lambda: self._prompting.set_owner_present(False)
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds, self._prompting)
         self._debug = DebugServer(engine.post, self._call_soon, lambda: self._compiler.files, self._paused)
         self._runner = CellExecutor(
@@ -224,11 +224,11 @@ class RankAgent:
 
     @_control.handles(Acknowledge)
     def _acknowledge(self, mail: Acknowledge) -> None:
-        self._capture.credit(mail.cell, mail.taken)
+        self._capture.acknowledge(mail.cell, mail.taken)
 
     @_control.handles(AcknowledgeLate)
     def _acknowledge_late(self, mail: AcknowledgeLate) -> None:
-        self._capture.credit_late(mail.taken)
+        self._capture.acknowledge_late(mail.taken)
 
     @_control.handles(DiscardCell)
     def _discard_cell(self, mail: DiscardCell) -> None:
@@ -238,13 +238,13 @@ class RankAgent:
     def _resend(self, mail: ResendFrom) -> None:
         if any(cell == self._entered for cell, *_ in mail.cells):
             self._reply(JoinedCell(self._entered))  # before the cell's end, which may be sent again now
-        self._capture.resync(mail.cells)
+        self._capture.resend(mail.cells)
         self._prompting.ask_again()
 
     @_control.handles(SetOwner)
     def _set_owner(self, mail: SetOwner) -> None:
-        self._capture.owned(mail.pid, mail.started, mail.near)
-        self._prompting.attended(bool(mail.pid))
+        self._capture.set_owner(mail.pid, mail.started, mail.near)
+        self._prompting.set_owner_present(bool(mail.pid))
         self._debug.abandon()
 
     @_control.handles(PromptReply)
@@ -254,7 +254,7 @@ class RankAgent:
     @_control.handles(ListRetainedCells)
     def _list_retained_cells(self, mail: ListRetainedCells) -> None:
         sent = self._capture.sent
-        self._reply(RetainedCells(mail.ticket, sent.held(), sent.ended_with_notebook))
+        self._reply(RetainedCells(mail.ticket, sent.retained_cells(), sent.ended_with_notebook))
 
     @_control.handles(AskStatus)
     def _send_status(self, mail: AskStatus) -> None:
@@ -308,7 +308,7 @@ class RankAgent:
         """Take a cell. It may come twice: a pool that may have missed mail sends again what it waits for."""
         for discarded in cell.discards:
             self._discard(discarded)
-        if self._capture.sent.expect(cell.cell, cell.label, cell if cell.at_least else None):
+        if self._capture.sent.register(cell.cell, cell.label, cell if cell.at_least else None):
             self._gate.expect()
             self._enqueue(cell)
 
@@ -324,8 +324,8 @@ class RankAgent:
 
     def _discard(self, cell: str) -> None:
         """Forget a cell, of which the pool has everything. Control thread."""
-        self._capture.settled(cell)
-        self._prompting.settled(cell)
+        self._capture.discard_cell(cell)
+        self._prompting.discard_cell(cell)
 
     def _look_aside(self, question: Complete | Inspect) -> None:
         def look() -> None:

@@ -64,7 +64,7 @@ def window_of(ranks: int) -> int:
 class OutputQueue:
     """The queue, its window and the thread that sends.
 
-    Any thread may write. :meth:`credit` is meant for the control thread and never blocks for long: the lock that it takes is
+    Any thread may write. :meth:`acknowledge` is meant for the control thread and never blocks for long: the lock that it takes is
     not held while a thread sends or waits.
 
     Args:
@@ -162,20 +162,20 @@ class OutputQueue:
         """Whether the current cell has written nothing, as far as is known without a look into the pipes."""
         return not self._total
 
-    def credit(self, cell: str, taken: int) -> None:
+    def acknowledge(self, cell: str, taken: int) -> None:
         """The pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
-        self.sent.taken(cell, taken)
+        self.sent.acknowledge(cell, taken)
         with self._lock:
             if cell == self._cell and taken > self._taken:
                 self._taken = taken
                 if self._unsent is not None:
-                    self._unsent.taken(taken)
+                    self._unsent.acknowledge(taken)
                 self._room.notify_all()
             unwatched = self._pipes_unwatched
         if unwatched:
             self._wake()
 
-    def credit_late(self, taken: int) -> None:
+    def acknowledge_late(self, taken: int) -> None:
         """The pool has taken ``taken`` bytes of what was written after the ends of cells. Control thread; does not block."""
         with self._lock:
             # More than was sent: that was to a former process of this rank.
@@ -200,32 +200,32 @@ class OutputQueue:
             self._send_queued()
         self.sent.done(done)
 
-    def settled(self, cell: str) -> None:
+    def discard_cell(self, cell: str) -> None:
         """The pool has what it wanted of the cell. If the cell still runs, what it writes goes nowhere. Control thread."""
-        self.sent.settled(cell)
-        self.credit(cell, UNBOUNDED)
+        self.sent.discard_cell(cell)
+        self.acknowledge(cell, UNBOUNDED)
 
-    def owned(self, pid: int, started: int, near: bool = True) -> None:
+    def set_owner(self, pid: int, started: int, near: bool = True) -> None:
         """Note which process takes what is written from now on, as :class:`Owner` says; none does if ``pid`` is 0. Control thread.
 
         While no process does, the newest output of each cell is kept and no writer waits for room.
         """
-        self._attendance.name(pid, started, near)
+        self._attendance.set_owner(pid, started, near)
         if not pid:
-            self.sent.release()
-        self.credit_late(self.sent.late_total)  # the former process may have taken it, and is not asked
+            self.sent.allow_trimming()
+        self.acknowledge_late(self.sent.late_total)  # the former process may have taken it, and is not asked
         self._wake()
 
-    def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
+    def resend(self, cells: Sequence[tuple[str, int, int]]) -> None:
         """Send again what the pool has missed of these cells, as :class:`ResendFrom` says. Control thread.
 
         A cell that the pool does not wait for any more can't fill a window: what it writes goes nowhere.
         """
-        self.sent.resync(cells)
+        self.sent.resend(cells)
         # It is not kept, so what was lost of it will not be taken.
-        self.credit_late(self.sent.late_total)
+        self.acknowledge_late(self.sent.late_total)
         known = {cell: taken for cell, _, taken in cells}
-        self.credit(self._cell, known.get(self._cell, UNBOUNDED))
+        self.acknowledge(self._cell, known.get(self._cell, UNBOUNDED))
 
     def flush(self) -> None:
         """Send all that was written before, the pipes of fd 1 and 2 included, on the calling thread."""
@@ -287,12 +287,12 @@ class OutputQueue:
             unsent = self._unsent
             if landed is not None:
                 if unsent is not None:
-                    unsent.write_landed(landed.stream, landed.text, landed.size, landed.cut)
+                    unsent.append_spliced(landed.stream, landed.text, landed.size, landed.cut)
                 if not size:
                     return  # the beginning of a character, of which the rest has not come
             elif unsent is not None:
                 if entry[1] is None:
-                    unsent.show(entry[0], size)
+                    unsent.append_display(entry[0], size)
                 else:
                     unsent.write(entry[0], entry[1])
             self._entries.append(entry)
@@ -307,7 +307,7 @@ class OutputQueue:
     def _put_late(self, entry: _Entry, cell: str, wait: bool, landed: PipeText | None) -> None:
         """Queue what a cell that has ended writes. The caller holds the lock."""
         if landed is not None and self._unsent is not None:
-            self._unsent.write_landed(landed.stream, "", landed.size, landed.cut)
+            self._unsent.append_spliced(landed.stream, "", landed.size, landed.cut)
         size = entry[2]
         if not size and entry[1] is not None:
             return
@@ -369,7 +369,7 @@ class OutputQueue:
             if self._unsent is not None:
                 with self._lock:
                     if not self._entries and self._unsent is not None:
-                        self._unsent.reach(total)
+                        self._unsent.set_total(total)
 
     def _send_late(self) -> None:
         with self._lock:
@@ -431,7 +431,7 @@ class OutputQueue:
             self._lands = self._unsent is not None
             if self._unsent is not None:
                 try:
-                    return self._unsent.land(stream, pipe, limit)
+                    return self._unsent.splice_in(stream, pipe, limit)
                 except BlockingIOError:
                     raise
                 except OSError:  # there is no room for them; the pipe still has them
@@ -457,8 +457,8 @@ class OutputQueue:
                 for key, _ in selector.select(due - now if queued else None):
                     if key.fd == self._wake_fd:
                         os.eventfd_read(self._wake_fd)
-                    elif self._attendance.is_it(key.fd):
-                        self._attendance.has_ended(selector, self._nobody_is_there)
+                    elif self._attendance.owns(key.fd):
+                        self._attendance.on_exit(selector, self._owner_exited)
                     else:
                         self._drain_fds()
                 if self._closed:
@@ -468,14 +468,14 @@ class OutputQueue:
     def _attend(self, selector: selectors.BaseSelector) -> None:
         self._attendance.update(selector)
         if self._attendance.absent:
-            self._all_may_write()
+            self._free_writers()
 
-    def _nobody_is_there(self) -> None:
-        self.sent.release()
-        self._all_may_write()
+    def _owner_exited(self) -> None:
+        self.sent.allow_trimming()
+        self._free_writers()
         self.on_absence()
 
-    def _all_may_write(self) -> None:
+    def _free_writers(self) -> None:
         with self._lock:
             self._room.notify_all()
 
@@ -551,7 +551,7 @@ class OwnerWatch:
         self._named: tuple[int, int, bool] | None = None
         self._descriptor = -1
 
-    def name(self, pid: int, started: int, near: bool = True) -> None:
+    def set_owner(self, pid: int, started: int, near: bool = True) -> None:
         """This process takes the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards.
 
         One that is not ``near`` is not watched: it counts as there until another one is named, or none.
@@ -572,11 +572,11 @@ class OwnerWatch:
         if self._descriptor >= 0:
             selector.register(self._descriptor, selectors.EVENT_READ)
 
-    def is_it(self, descriptor: int) -> bool:
+    def owns(self, descriptor: int) -> bool:
         """Whether this descriptor, which the selector has found readable, is the process's."""
         return descriptor == self._descriptor
 
-    def has_ended(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
+    def on_exit(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
         """The process has ended: call ``then``. If another one has been named, do nothing; :meth:`update` watches that one.
 
         ``then`` runs with the lock held, so it is over before the next process can be named, and can't take back what is

@@ -63,16 +63,16 @@ class OutputLog:
         self._post = post
         self._lock = threading.RLock()
         self._cells: dict[str, _Cell] = {}
-        self._holding = False
+        self._retains_all = False
         self._late_total = 0
         #: The label of the last cell and when it ended, if it ended by a KeyboardInterrupt.
         self._interrupted: tuple[str, float] | None = None
         self._ended_with_notebook = ""
 
-    def held(self) -> tuple[RetainedCell, ...]:
-        """Return the messages for the process that uses this rank next. None of them is dropped before :meth:`release`."""
+    def retained_cells(self) -> tuple[RetainedCell, ...]:
+        """Return the messages for the process that uses this rank next. None of them is dropped before :meth:`allow_trimming`."""
         with self._lock:
-            self._holding = True
+            self._retains_all = True
             return tuple(
                 RetainedCell(
                     cell,
@@ -91,17 +91,17 @@ class OutputLog:
         """The label of a settled cell that was interrupted when the notebook ended that had seen it; empty if there is none."""
         return self._ended_with_notebook
 
-    def release(self) -> None:
-        """The process that called for :meth:`held` is gone: what is too much may be dropped again."""
+    def allow_trimming(self) -> None:
+        """The process that called for :meth:`retained_cells` is gone: what is too much may be dropped again."""
         with self._lock:
-            self._holding = False
+            self._retains_all = False
             self._ended_with_notebook = ""
             if self._interrupted is not None and not self._cells:
                 label, when = self._interrupted
                 if time.monotonic() - when < WITH_NOTEBOOK:
                     self._ended_with_notebook = label
 
-    def expect(self, cell: str, label: str = "", order: RunCell | None = None) -> bool:
+    def register(self, cell: str, label: str = "", order: RunCell | None = None) -> bool:
         """A cell came; False if it came before, and must not run again.
 
         Args:
@@ -127,7 +127,7 @@ class OutputLog:
             if known is not None:
                 known.outputs.append((before + size, body))
                 known.total = before + size
-                if unattended and not self._holding:
+                if unattended and not self._retains_all:
                     _shorten(known)
             self._post(TO_POOL, body)
             return before + size
@@ -156,19 +156,19 @@ class OutputLog:
                     self._interrupted = (known.label, time.monotonic())
             self._post(TO_POOL, encode(done))
 
-    def taken(self, cell: str, taken: int) -> None:
+    def acknowledge(self, cell: str, taken: int) -> None:
         """The pool has taken this much of a cell's output."""
         with self._lock:
             known = self._cells.get(cell)
             if known is not None:
                 _forget(known, taken)
 
-    def settled(self, cell: str) -> None:
+    def discard_cell(self, cell: str) -> None:
         """The pool has everything of a cell."""
         with self._lock:
             self._cells.pop(cell, None)
 
-    def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
+    def resend(self, cells: Sequence[tuple[str, int, int]]) -> None:
         """Retransmit what the pool lacks of these cells, and forget all other cells.
 
         Args:

@@ -193,16 +193,16 @@ class RankStdin:
         for waiting in tuple(self._waiting.values()):
             self._post(waiting.request)
 
-    def settled(self, cell: str) -> None:
+    def discard_cell(self, cell: str) -> None:
         """The pool wants nothing more of this cell. If it still runs, it was given up."""
         if cell == self._cell:
             self._settled = cell
             self._end_all(NO_NOTEBOOK)
 
-    def attended(self, somebody: bool) -> None:
+    def set_owner_present(self, present: bool) -> None:
         """Whether there is a notebook that could answer. Any thread."""
-        self._nobody = not somebody
-        if not somebody:
+        self._nobody = not present
+        if not present:
             self._end_all(NO_NOTEBOOK)
 
     def _end_all(self, sentence: str) -> None:

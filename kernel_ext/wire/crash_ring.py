@@ -129,8 +129,8 @@ class CrashRing:
             self._map[at:end] = raw
             numbers[_HEAD] = head + len(raw)
 
-    def land(self, stream: str, pipe: int, limit: int) -> bytes:
-        """Take bytes out of a stream's pipe into the area, from which :meth:`write_landed` takes them.
+    def splice_in(self, stream: str, pipe: int, limit: int) -> bytes:
+        """Take bytes out of a stream's pipe into the area, from which :meth:`append_spliced` takes them.
 
         What landed before and was not taken from there (an interrupt came between) is returned first.
 
@@ -154,8 +154,8 @@ class CrashRing:
             raise BlockingIOError  # the bytes of the other stream come first
         return os.pread(self._area, landed - known, _LANDING + known)
 
-    def write_landed(self, stream: str, text: str, size: int, cut: bytes) -> None:
-        """Put the ``size`` bytes that :meth:`land` returned last, which are this text of its stream, into the ring.
+    def append_spliced(self, stream: str, text: str, size: int, cut: bytes) -> None:
+        """Put the ``size`` bytes that :meth:`splice_in` returned last, which are this text of its stream, into the ring.
 
         Args:
             cut: What the bytes end in, if that is the beginning of a character: it is not in the text.
@@ -167,18 +167,18 @@ class CrashRing:
         if text:
             self._look_ahead(stream)
 
-    def show(self, chunk: Display | Clear, size: int) -> None:
+    def append_display(self, chunk: Display | Clear, size: int) -> None:
         """Keep a display or a clear, which counts as ``size`` bytes of output."""
         body = _encode(chunk) if size <= LARGEST_DISPLAY else b""
         raw = b"\xfd%d;%s\xfc" % (size, base64.b64encode(body))
         self._stream = ""
         self._put(raw, b"", uncounted=len(raw) - size)
 
-    def taken(self, taken: int) -> None:
+    def acknowledge(self, taken: int) -> None:
         """The pool has this much of the cell's output."""
         self._numbers[_TAKEN] = taken
 
-    def reach(self, total: int) -> None:
+    def set_total(self, total: int) -> None:
         """The cell's output has this many bytes until now. Corrects the count here, which an interrupt may have led astray."""
         self._numbers[_NOW + _AHEAD] = self._numbers[_HEAD] - total
 

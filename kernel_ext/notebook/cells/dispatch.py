@@ -143,7 +143,7 @@ class ReceiveWindow:
         known = before or {}
         self._parts = {rank: _Part(known.get(rank, 0), known.get(rank, 0)) for rank in ranks}
 
-    def begin(self, ranks: Iterable[int]) -> None:
+    def add_ranks(self, ranks: Iterable[int]) -> None:
         """These ranks get the cell as well. One that had it before is a new process, so its count begins anew."""
         self._parts.update({rank: _Part() for rank in ranks})
 
@@ -177,7 +177,7 @@ class ReceiveWindow:
         part.ended = True
         return MessageFate.TAKE
 
-    def left(self, rank: int, left: CrashOutput) -> tuple[int, CrashOutput] | None:
+    def take_crash_output(self, rank: int, left: CrashOutput) -> tuple[int, CrashOutput] | None:
         """A rank has died and left this output. Returns how many bytes before it are missing, and the part that has not come.
 
         None if the end of its cell has come. From then on what is still on its way from the rank counts as a repetition.
@@ -190,17 +190,17 @@ class ReceiveWindow:
         part.received = max(part.received, rest.total)
         return missing, rest
 
-    def died(self, rank: int) -> None:
+    def rank_died(self, rank: int) -> None:
         """Expect nothing more from this rank."""
         part = self._parts.get(rank)
         if part is not None:
             part.ended = True
 
-    def taken(self, rank: int, taken: int) -> None:
+    def acknowledged(self, rank: int, taken: int) -> None:
         """The sink has taken this many bytes of a rank's output."""
         self._parts[rank].taken = taken
 
-    def asking(self, rank: int) -> tuple[int, int] | None:
+    def resend_position(self, rank: int) -> tuple[int, int] | None:
         """Return the bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
         part = self._parts.get(rank)
         if part is None or part.ended:
@@ -391,7 +391,7 @@ class CellDispatcher:
         run.joined.update(joined)
         run.unknown = elastic is None
         if elastic is not None:
-            run.handle.feed(TakenOver(leaving))
+            run.handle.post(TakenOver(leaving))
         self._tell_dead(run)
         return run.handle
 
@@ -408,7 +408,7 @@ class CellDispatcher:
         sink: OutputSink,
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
-        watch = self.lookout.watch(lambda event: handle.feed(event))
+        watch = self.lookout.watch(lambda event: handle.post(event))
         handle = CellHandle(
             CellState(
                 cell,
@@ -462,7 +462,7 @@ class CellDispatcher:
                 # _finished() removes the cell under the same lock, so newcomers hear of its end after this.
                 self._newcomers.join(cell, ranks)
                 with run.lock:
-                    run.arrivals.begin(ranks)
+                    run.arrivals.add_ranks(ranks)
                     run.handle.join(ranks)
                 run.joined.update(ranks)
             self._send_to(run, ranks)
@@ -474,13 +474,13 @@ class CellDispatcher:
         with self._lock:
             handles = [run.handle for run in self._runs.values() if run.elastic is not None]
         for handle in handles:
-            handle.feed(RanksReleased(ranks))
+            handle.post(RanksReleased(ranks))
 
     def _tell_dead(self, run: _DispatchedCell, ranks: Sequence[int] | None = None) -> None:
         for rank in run.handle.ranks if ranks is None else ranks:
             if reason := self._ranks.loss_reason(rank):  # it died between the caller's look and now
-                run.arrivals.died(rank)
-                run.handle.feed(RankDied(rank, reason, time.monotonic_ns()))
+                run.arrivals.rank_died(rank)
+                run.handle.post(RankDied(rank, reason, time.monotonic_ns()))
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt what these ranks run; if the coordinator is lost, as soon as there is another. Any thread."""
@@ -493,7 +493,7 @@ class CellDispatcher:
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
         for handle in handles:
-            handle.feed(PoolReleased())
+            handle.post(PoolReleased())
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
         """Send mail of a kind that :meth:`resync` sends again: it may be lost with a coordinator. Any thread."""
@@ -507,7 +507,7 @@ class CellDispatcher:
                 return
             # Under the lock: a run that is taken out of these has the line by then, and gives back what it has not shown.
             for run in self._runs.values():
-                run.handle.feed(PoolNews(text))
+                run.handle.post(PoolNews(text))
             if not self._runs:
                 self._notices.append(text)
 
@@ -539,8 +539,8 @@ class CellDispatcher:
         for run in runs:
             if rank in run.handle.ranks:
                 with run.lock:
-                    run.arrivals.died(rank)
-                    run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
+                    run.arrivals.rank_died(rank)
+                    run.handle.post(RankDied(rank, reason, when, tail, detail, left))
         self.questions.rank_died(rank)
 
     def deliver_crash_output(self, rank: int, left: CrashOutput) -> bool:
@@ -553,16 +553,16 @@ class CellDispatcher:
         if run is None or rank not in run.handle.ranks:
             return False
         with run.lock:
-            found = run.arrivals.left(rank, left)
+            found = run.arrivals.take_crash_output(rank, left)
             if found is None:
                 return False
             missing, rest = found
             missing += sum(size for chunk, size in zip(rest.chunks, rest.sizes, strict=True) if chunk is None)
             if missing:
-                run.handle.feed(PoolNews(f"{missing} bytes of what rank {rank} wrote were lost with it"))
+                run.handle.post(PoolNews(f"{missing} bytes of what rank {rank} wrote were lost with it"))
             chunks = (*(chunk for chunk in rest.chunks if chunk is not None), *rest.rest)
             if chunks:
-                run.handle.feed(OutputArrived(rank, chunks, rest.total))
+                run.handle.post(OutputArrived(rank, chunks, rest.total))
         return True
 
     def _stalled(self, stall: Stall) -> None:
@@ -570,7 +570,7 @@ class CellDispatcher:
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
         for handle in handles:
-            handle.feed(CollectiveStalled(stall))
+            handle.post(CollectiveStalled(stall))
 
     # -- another coordinator --------------------------------------------------------------------------------------
 
@@ -651,7 +651,7 @@ class CellDispatcher:
             cells = [
                 (cell, *found)
                 for cell, run in self._runs.items()
-                if (found := run.arrivals.asking(rank)) is not None
+                if (found := run.arrivals.resend_position(rank)) is not None
             ]
         self._client.post(TO_RANK, encode(ResendFrom(tuple(cells))), [rank])
 
@@ -689,7 +689,7 @@ class CellDispatcher:
         self.post(TO_RANK, encode(DiscardCell(cell)), ranks)
 
     def _credit(self, cell: str, arrivals: ReceiveWindow, rank: int, taken: int) -> None:
-        arrivals.taken(rank, taken)
+        arrivals.acknowledged(rank, taken)
         self.post(TO_RANK, encode(Acknowledge(cell, taken)), [rank])
 
     def credit_late(self, rank: int, late: Late) -> None:
@@ -741,13 +741,13 @@ class CellDispatcher:
     def _take_withdrawn(self, rank: int, withdrawn: PromptWithdrawn) -> None:
         run = self._runs.get(withdrawn.cell)
         if run is not None:
-            run.handle.feed(PromptCancelled(rank, withdrawn.number))
+            run.handle.post(PromptCancelled(rank, withdrawn.number))
 
     @_mail.handles(PromptRequest)
     def _take_prompt(self, rank: int, request: PromptRequest) -> None:
         run = self._runs.get(request.cell)
         if run is not None:
-            run.handle.feed(PromptAsked(rank, request))
+            run.handle.post(PromptAsked(rank, request))
         else:
             self._reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
 
@@ -766,7 +766,7 @@ class CellDispatcher:
             if verdict is MessageFate.TAKE:
                 if isinstance(payload, CellDone):
                     self._interrupted.pop(rank, None)  # it was for this cell, not for the next
-                run.handle.feed(event)
+                run.handle.post(event)
         if verdict is MessageFate.ASK:
             with contextlib.suppress(CoordinatorLostError):
                 self._ask_again(rank)

@@ -70,7 +70,7 @@ class LimitedSink(OutputSink):
         self._explained = False
         self._transcript: KeptOutput | None = None
 
-    def kept(self, transcript: KeptOutput) -> None:
+    def set_transcript(self, transcript: KeptOutput) -> None:
         self._transcript = transcript
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
@@ -104,11 +104,11 @@ class LimitedSink(OutputSink):
     def status(self, text: str, *, final: bool) -> None:
         self._inner.status(text, final=final)
 
-    def settle(self) -> None:
-        self._inner.settle()
+    def flush(self) -> None:
+        self._inner.flush()
 
-    def hurry(self) -> None:
-        self._inner.hurry()
+    def shorten(self) -> None:
+        self._inner.shorten()
 
     def backlog(self) -> int:
         return self._inner.backlog()

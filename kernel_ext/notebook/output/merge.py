@@ -710,7 +710,7 @@ class Screen(Protocol):
         """Return the number of characters that are held back."""
         ...
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         """Shorten the output that is held back: the user has interrupted the cell."""
 
     def finish(self) -> None:
@@ -762,14 +762,14 @@ class MergingSink(OutputSink):
         limits = [t for t in (self._merger.deadline, self._screen.tick(now)) if t is not None]
         return min(limits, default=None)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._show(self._merger.take_all(self._clock()))
 
     def backlog(self) -> int:
         return self._screen.backlog()
 
-    def hurry(self) -> None:
-        self._screen.hurry()
+    def shorten(self) -> None:
+        self._screen.shorten()
 
     def _show(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:

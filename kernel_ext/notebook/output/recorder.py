@@ -61,8 +61,8 @@ class GuardedSink(OutputSink):
         """The first exception that the inner sink raised; None if it raised none."""
         return self._failure
 
-    def kept(self, transcript: KeptOutput) -> None:
-        self._guard(lambda: self._sink.kept(transcript))
+    def set_transcript(self, transcript: KeptOutput) -> None:
+        self._guard(lambda: self._sink.set_transcript(transcript))
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         self._guard(lambda: self._sink.output(rank, chunks))
@@ -79,11 +79,11 @@ class GuardedSink(OutputSink):
     def status(self, text: str, *, final: bool) -> None:
         self._guard(lambda: self._sink.status(text, final=final))
 
-    def settle(self) -> None:
-        self._guard(self._sink.settle)
+    def flush(self) -> None:
+        self._guard(self._sink.flush)
 
-    def hurry(self) -> None:
-        self._guard(self._sink.hurry)
+    def shorten(self) -> None:
+        self._guard(self._sink.shorten)
 
     def tick(self, now: float) -> float | None:
         return self._guard(lambda: self._sink.tick(now))
@@ -121,7 +121,7 @@ class CellRecorder(OutputSink):
         self._wake: Callable[[], None] | None = None
         self._late: ShowLate | None = None
         for sink in each_sink(sinks):
-            sink.kept(transcript)
+            sink.set_transcript(transcript)
 
     @property
     def failure(self) -> Exception | None:
@@ -159,7 +159,7 @@ class CellRecorder(OutputSink):
         """
         with self.transcript.lock:
             for sink in each_sink(sinks):
-                sink.kept(self.transcript)
+                sink.set_transcript(self.transcript)
                 self.transcript.replay(sink, ranks)
                 if self.transcript.running:
                     self._attached = (*self._attached, (GuardedSink(sink), frozenset(ranks)))
@@ -203,16 +203,16 @@ class CellRecorder(OutputSink):
         times = [sink.tick(now) for sink in self._all()]
         return min((at for at in times if at is not None), default=None)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         for sink in self._all():
-            sink.settle()
+            sink.flush()
 
     def backlog(self) -> int:
         return max((sink.backlog() for sink in self._all()), default=0)
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         for sink in self._all():
-            sink.hurry()
+            sink.shorten()
 
     def finished(self, results: CellResults) -> None:
         with self.transcript.lock:

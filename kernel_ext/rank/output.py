@@ -101,12 +101,12 @@ class OutputQueue:
         self._late: deque[tuple[str, _Entry]] = deque()  # written after the end of these cells
         self._late_queued = 0  # bytes in _late
         self._late_leaving = 0  # bytes that were in _late and are not in the log's total yet
-        self._late_taken = 0  # of those that were sent, what the pool has taken
-        self._over = False  # the end of the current cell is on its way: what is written now comes after it
+        self._late_taken = 0  # bytes of late output that the pool has taken
+        self._over = False  # the end of the current cell is on its way, and all further output is late
         self._queued = 0  # bytes in _entries
-        self._lands = False  # whether what was read from a pipe last is in the area of unsent output
+        self._lands = False  # whether the bytes that were read from a pipe last are in the crash ring
         self._total = 0  # bytes of the current cell, queued ones included
-        self._taken = 0  # of those, what the pool has taken
+        self._taken = 0  # bytes of those that the pool has taken
         self._cell = ""
         self._woken = False
         self._urgent = False
@@ -125,7 +125,7 @@ class OutputQueue:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left and end. Writers that wait for the window go on; what they write then is dropped."""
+        """Send the rest and end. Writers that wait for room go on, and their text is dropped from then on."""
         if self._closed:
             return
         self.flush()
@@ -144,7 +144,7 @@ class OutputQueue:
     # -- cells --------------------------------------------------------------------------------------------------------
 
     def begin_cell(self, cell: str) -> None:
-        """Attribute what is written from now on to ``cell``, with a fresh window."""
+        """Attribute further output to ``cell``, which gets a window of its own."""
         self.flush()
         with self._sending, self._lock:
             self._send_queued()
@@ -163,7 +163,7 @@ class OutputQueue:
         return not self._total
 
     def acknowledge(self, cell: str, taken: int) -> None:
-        """The pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
+        """Make room: the pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
         self.sent.acknowledge(cell, taken)
         with self._lock:
             if cell == self._cell and taken > self._taken:
@@ -176,7 +176,7 @@ class OutputQueue:
             self._wake()
 
     def acknowledge_late(self, taken: int) -> None:
-        """The pool has taken ``taken`` bytes of what was written after the ends of cells. Control thread; does not block."""
+        """Make room: the pool has taken ``taken`` bytes of the output after the ends of cells. Control thread; does not block."""
         with self._lock:
             # More than was sent: that was to a former process of this rank.
             self._late_taken = max(self._late_taken, min(taken, self.sent.late_total))
@@ -186,29 +186,29 @@ class OutputQueue:
             self._wake()
 
     def finish(self, done: CellDone) -> None:
-        """Send what is left of the cell's output, then its end.
+        """Send the rest of the cell's output, then its end.
 
-        Waits for the room that this takes, as a writer does: what its subprocesses wrote would come after its end otherwise.
+        Waits for room as a writer does: the output of its subprocesses would otherwise come after its end.
         """
         self.flush()
         if self._fds is not None and not self._forked:
             self._drain_all(self._fds)
         with self._lock:
-            # Set before the rest is sent: what another thread queued after that would follow the end of the cell.
+            # Set before the rest is sent: text that another thread queued after that would follow the end of the cell.
             self._over = True
         with self._sending:
             self._send_queued()
         self.sent.done(done)
 
     def discard_cell(self, cell: str) -> None:
-        """The pool has what it wanted of the cell. If the cell still runs, what it writes goes nowhere. Control thread."""
+        """Drop the cell, of which the pool has everything. If it still runs, its further output goes nowhere. Control thread."""
         self.sent.discard_cell(cell)
         self.acknowledge(cell, UNBOUNDED)
 
     def set_owner(self, pid: int, started: int, near: bool = True) -> None:
-        """Note which process takes what is written from now on, as :class:`Owner` says; none does if ``pid`` is 0. Control thread.
+        """Set the process that acknowledges output, as :class:`SetOwner` does; none if ``pid`` is 0. Control thread.
 
-        While no process does, the newest output of each cell is kept and no writer waits for room.
+        Without an owner the newest output of each cell is kept, and no writer waits for room.
         """
         self._attendance.set_owner(pid, started, near)
         if not pid:
@@ -217,12 +217,12 @@ class OutputQueue:
         self._wake()
 
     def resend(self, cells: Sequence[tuple[str, int, int]]) -> None:
-        """Send again what the pool has missed of these cells, as :class:`ResendFrom` says. Control thread.
+        """Send again the output of these cells that the pool has missed, as :class:`ResendFrom` asks. Control thread.
 
-        A cell that the pool does not wait for any more can't fill a window: what it writes goes nowhere.
+        A cell for which the pool no longer waits can't fill a window: its output goes nowhere.
         """
         self.sent.resend(cells)
-        # It is not kept, so what was lost of it will not be taken.
+        # Late output is not kept, so bytes of it that were lost will never be acknowledged.
         self.acknowledge_late(self.sent.late_total)
         known = {cell: taken for cell, _, taken in cells}
         self.acknowledge(self._cell, known.get(self._cell, UNBOUNDED))
@@ -246,7 +246,7 @@ class OutputQueue:
         if self.widgets.entered and self.widgets.write(name, text):
             return
         if self._fds is not None:
-            # What subprocesses and C code wrote since the last write belongs before this text. They need time to do so,
+            # Output of subprocesses and C code since the last write belongs before this text. They need time to write,
             # hence looking is only worth a system call when some has passed.
             now = monotonic()
             if now - self._last_write > GAP:
@@ -295,7 +295,9 @@ class OutputQueue:
                     unsent.append_display(entry[0], size)
                 else:
                     unsent.write(entry[0], entry[1])
+            # The ring first: a rank that is killed here leaves the text to the fork server, which compares byte counts with the notebook.
             self._entries.append(entry)
+            # The count last: an interrupt before it makes the window too wide by one entry, never too narrow for ever.
             self._queued += size
             self._total += size
             if self._woken and (self._urgent or self._queued < BATCH):
@@ -305,7 +307,7 @@ class OutputQueue:
         self._wake()
 
     def _put_late(self, entry: _Entry, cell: str, wait: bool, landed: PipeText | None) -> None:
-        """Queue what a cell that has ended writes. The caller holds the lock."""
+        """Queue output of a cell that has ended. The caller holds the lock."""
         if landed is not None and self._unsent is not None:
             self._unsent.append_spliced(landed.stream, "", landed.size, landed.cut)
         size = entry[2]
@@ -412,7 +414,7 @@ class OutputQueue:
         return self._window - (self._late_ahead() if self._over else self._total - self._taken)
 
     def _drain_all(self, fds: FdCapture) -> None:
-        """Send what is in the pipes now, but not what is written meanwhile: a process may go on to write for ever."""
+        """Send the bytes that are in the pipes now. Later ones are left there, since a process can write for ever."""
         with fds.lock:
             written = fds.written()
         while True:
@@ -480,7 +482,7 @@ class OutputQueue:
             self._room.notify_all()
 
     def _watch(self, selector: selectors.BaseSelector, watching: bool) -> bool:
-        """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""
+        """Watch the pipes only while there is room for their bytes: a full window is a full pipe for writers."""
         if self._fds is None:
             return False
         with self._lock:
@@ -579,8 +581,8 @@ class OwnerWatch:
     def on_exit(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
         """The process has ended: call ``then``. If another one has been named, do nothing; :meth:`update` watches that one.
 
-        ``then`` runs with the lock held, so it is over before the next process can be named, and can't take back what is
-        done for that one.
+        ``then`` runs with the lock held: a new owner could otherwise be set between the check and the call, and ``then`` would undo
+        the setup for it.
         """
         with self._lock:
             if self._named is None:
@@ -600,7 +602,7 @@ ECHO = "hvdlab.rank.echo"
 """Mail of a rank to itself: once it is back, everything before it has left."""
 
 ECHO_WITHIN = 0.5
-"""Seconds that this may take; code that calls ``os._exit`` wants the process gone, perhaps because it hangs."""
+"""Seconds that this takes at most; code that calls ``os._exit`` needs the process gone, perhaps because it hangs."""
 
 
 class EngineMail(Protocol):
@@ -616,7 +618,7 @@ class ExitFlush:
     """Takes the place of ``os._exit``; a process that the rank forked gets the real one.
 
     Args:
-        capture: What has not been sent yet.
+        capture: The output that has not been sent yet.
         engine: Sends it.
     """
 
@@ -656,7 +658,7 @@ _ATTRIBUTE = "_hvdlab_cell"
 
 
 def set_current_cell(cell: str) -> None:
-    """Count what the calling context does and starts from now on as this cell's. Tasks inherit the context."""
+    """Attribute all that the calling context does and starts from now on to this cell. Tasks inherit the context."""
     CELL.set(cell)
 
 
@@ -681,7 +683,7 @@ def follow_threads() -> Callable[[], None]:
         setattr(self, _ATTRIBUTE, current_cell())
         start(self, *args, **kwargs)
 
-    threading.Thread.start = start_of_cell  # type: ignore[method-assign]  # that is what is wanted
+    threading.Thread.start = start_of_cell  # type: ignore[method-assign]  # every thread of the process is to be followed
 
     def undo() -> None:
         threading.Thread.start = start  # type: ignore[method-assign]  # as above
@@ -738,7 +740,7 @@ class RankStream(io.TextIOBase):
         return False
 
     def flush(self) -> None:
-        """Nothing to do: what was written leaves within 50 ms, and all of it before the cell ends."""
+        """Do nothing: text leaves within 50 ms, and all of it before the cell ends."""
 
     def close(self) -> None:
         """Ignored, as user code that closes ``sys.stdout`` would silence all later cells."""

@@ -92,7 +92,7 @@ class OutputLog:
         return self._ended_with_notebook
 
     def allow_trimming(self) -> None:
-        """The process that called for :meth:`retained_cells` is gone: what is too much may be dropped again."""
+        """Trim each cell to its newest bytes again, now that the process that called for :meth:`retained_cells` has ended."""
         with self._lock:
             self._retains_all = False
             self._ended_with_notebook = ""
@@ -102,7 +102,7 @@ class OutputLog:
                     self._ended_with_notebook = label
 
     def register(self, cell: str, label: str = "", order: RunCell | None = None) -> bool:
-        """A cell came; False if it came before, and must not run again.
+        """Enter a cell that came. Return False if it came before, and must not run again.
 
         Args:
             order: The message that it came with, if the next process that uses this rank may have to send it to other ranks.
@@ -117,14 +117,16 @@ class OutputLog:
     def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> int:
         """Send output of this many bytes; ``unattended`` if no process takes it. Returns the cell's bytes until now.
 
-        Output is numbered here and nowhere else: an interrupt can leave a writer's own reckoning wrong, and a number that
-        does not follow on the last one would look like a loss that no retransmit can mend.
+        Only the log numbers output. An interrupt can leave a writer's own count wrong, and a number that does not follow on the
+        last one would look like a loss that no retransmit can mend.
         """
         with self._lock:
             known = self._cells.get(cell)
             before = known.total if known is not None else 0
             body = encode(Output(cell, tuple(chunks), before + size, before))
             if known is not None:
+                # Kept and counted before it is posted. After an interrupt between the two the pool sees a gap and asks for these
+                # bytes; the other way round it would have bytes that the log numbers a second time.
                 known.outputs.append((before + size, body))
                 known.total = before + size
                 if unattended and not self._retains_all:
@@ -138,7 +140,7 @@ class OutputLog:
         return self._late_total
 
     def late(self, cell: str, chunks: Sequence[Chunk], size: int) -> None:
-        """Send what was written after the cell's end, of this many bytes.
+        """Send output after the cell's end, of this many bytes.
 
         It is not kept: the pool does not wait for it to be complete.
         """
@@ -157,19 +159,19 @@ class OutputLog:
             self._post(TO_POOL, encode(done))
 
     def acknowledge(self, cell: str, taken: int) -> None:
-        """The pool has taken this much of a cell's output."""
+        """Drop the messages of a cell whose bytes the pool has taken."""
         with self._lock:
             known = self._cells.get(cell)
             if known is not None:
                 _forget(known, taken)
 
     def discard_cell(self, cell: str) -> None:
-        """The pool has everything of a cell."""
+        """Forget a cell, of which the pool has everything."""
         with self._lock:
             self._cells.pop(cell, None)
 
     def resend(self, cells: Sequence[tuple[str, int, int]]) -> None:
-        """Retransmit what the pool lacks of these cells, and forget all other cells.
+        """Retransmit the messages of these cells that the pool lacks, and forget all other cells.
 
         Args:
             cells: ``(cell, received, taken)``, in bytes. One that has not come here is ignored: the pool sends it again.
@@ -183,6 +185,7 @@ class OutputLog:
                 if known is None:
                     continue
                 _forget(known, taken)
+                # In order, under the lock: a message that the sending thread posted in between would come before its predecessors.
                 if known.before > received:
                     self._post(TO_POOL, _bridge(cell, received, known.before))
                 for total, body in known.outputs:
@@ -202,7 +205,7 @@ def _forget(known: _Cell, taken: int) -> None:
 
 
 def _bridge(cell: str, received: int, before: int) -> bytes:
-    """A message in the place of what is not here any more: the pool takes nothing behind a gap, and would ask for ever."""
+    """Return a message in the place of bytes that were trimmed: the pool takes nothing behind a gap, and would ask for ever."""
     text = (
         f"[{before - received} bytes of what this rank wrote here are lost: they were too much to be kept]\n"
     )

@@ -48,9 +48,9 @@ class _Rank:
 
 
 class LimitedSink(OutputSink):
-    """Sink that passes on what each rank may show.
+    """Sink that passes on the beginning and the end of each rank's output.
 
-    Lines that carriage returns rewrite count once, and what ``clear_output`` removes counts no longer, so that bars
+    Lines that carriage returns rewrite count once, and output that ``clear_output`` removes counts no longer, so that bars
     and plots that are redrawn go on for ever.
 
     Args:

@@ -375,7 +375,7 @@ Key = Hashable
 
 
 class RankQueue:
-    """A queue that knows what it contains and since when.
+    """Queue that knows its contents and since when they wait.
 
     Args:
         rank: The rank that wrote the lines.
@@ -477,7 +477,7 @@ class _Rich:
 
 
 class LineMerger:
-    """Merges what several ranks write.
+    """Merger of the output of several ranks.
 
     Args:
         ranks: All ranks that take part.
@@ -505,7 +505,7 @@ class LineMerger:
     # -- input --------------------------------------------------------------------------------------------------------
 
     def feed(self, rank: int, chunks: Iterable[Chunk], now: float) -> None:
-        """Take what a rank wrote."""
+        """Add output of a rank."""
         for chunk in chunks:
             if self._plain:
                 self._pass_on(rank, chunk, now)
@@ -555,7 +555,7 @@ class LineMerger:
             self._emit((rank,), keys)
 
     def _pass_on(self, rank: int, chunk: Chunk, now: float) -> None:
-        """Pass on what the only rank wrote, until it has nested bars: frontends do not follow the cursor to them."""
+        """Pass on the output of the only rank, until it has nested bars: frontends do not follow the cursor to them."""
         if not isinstance(chunk, Stream):
             self._emit((rank,), [_Rich(chunk)])
             return

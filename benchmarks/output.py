@@ -43,7 +43,7 @@ def rank_stream(fds: FdCapture | None, unsent: CrashRing | None = None) -> Itera
     def post(topic: str, body: bytes) -> None:
         output = codec.decode_to_pool(body)
         assert isinstance(output, Output)
-        capture.credit(output.cell, output.total)
+        capture.acknowledge(output.cell, output.total)
 
     capture = OutputQueue(post, fds=fds, unsent=unsent)
     capture.start()

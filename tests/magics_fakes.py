@@ -243,7 +243,7 @@ class FakePool:
             recorder,
             FakeLink(chosen),
         )
-        recorder.driven(lambda: handle.feed(DeadlineReached()))
+        recorder.driven(lambda: handle.post(DeadlineReached()))
         for rank in chosen.values():
             thread = threading.Thread(
                 target=self._run_rank, args=(rank, handle, request.source, request.line_offset)
@@ -258,14 +258,14 @@ class FakePool:
         def emit(chunk: Chunk) -> None:
             nonlocal total
             total += 100
-            handle.feed(OutputArrived(rank.rank, (chunk,), total))
+            handle.post(OutputArrived(rank.rank, (chunk,), total))
 
         rank.emit = emit
         done = rank.run(source, offset, "c")
         if done is None:
-            handle.feed(RankDied(rank.rank, "killed by SIGKILL", time.monotonic_ns()))
+            handle.post(RankDied(rank.rank, "killed by SIGKILL", time.monotonic_ns()))
         else:
-            handle.feed(DoneArrived(rank.rank, done))
+            handle.post(DoneArrived(rank.rank, done))
 
 
 @dataclass

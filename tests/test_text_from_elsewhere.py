@@ -220,7 +220,7 @@ class _Said(NullSink):
     def backlog(self) -> int:
         return 0
 
-    def hurry(self) -> None: ...
+    def shorten(self) -> None: ...
 
 
 def waiting_cell(name: str) -> str:
@@ -229,11 +229,11 @@ def waiting_cell(name: str) -> str:
     run = CellState("c", range(2), now=time.monotonic(), stall_time=1.0)
     handle = CellHandle(run, sink, FakeLink({}))
     stall = Stall(0, 10.0, int(OpKind.ALLREDUCE), name, (0,), (1,), (name,))
-    handle.feed(CollectiveStalled(stall))
+    handle.post(CollectiveStalled(stall))
     for rank, pending in ((0, (PendingNow("allreduce", name, name, 10.0),)), (1, ())):
-        handle.feed(StackArrived(rank, Stack(0, "c", (StackFrame(name, name, 1, name),), pending)))
+        handle.post(StackArrived(rank, Stack(0, "c", (StackFrame(name, name, 1, name),), pending)))
     for rank in range(2):
-        handle.feed(DoneArrived(rank, CellDone("c", None, 0.1)))
+        handle.post(DoneArrived(rank, CellDone("c", None, 0.1)))
     handle.wait()
     for effect in (Note(name), ShowStatus(name)):
         handle._perform(effect)

@@ -832,7 +832,7 @@ class Pool:
         except BaseException:
             self._parts.transcripts.forget(cell)
             raise
-        recorder.driven(lambda: handle.feed(DeadlineReached()))
+        recorder.driven(lambda: handle.post(DeadlineReached()))
         return handle
 
     # -- number of ranks -------------------------------------------------------------------------------------------------

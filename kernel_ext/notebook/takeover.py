@@ -167,7 +167,7 @@ def resume_cell(
     handle = runs.take_over(
         left.cell, left.label, before, recorder, order=left.order, joined=left.joined, leaving=leaving
     )
-    recorder.driven(lambda: handle.feed(DeadlineReached()))
+    recorder.driven(lambda: handle.post(DeadlineReached()))
     if left.missing:
-        handle.feed(PoolNews(left.missing))
+        handle.post(PoolNews(left.missing))
     return handle

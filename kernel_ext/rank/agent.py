@@ -1,4 +1,4 @@
-"""The agent of a rank: takes the pool's mail, runs cells on the main thread, answers what it can while they run."""
+"""The agent of a rank: takes the pool's mail, runs cells on the main thread, and answers requests while they run where it can."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RankAgent:
         shell: The InteractiveShell that cells run in.
         loop: The loop of the main thread.
         engine: The rank's collective engine, connected.
-        leave: Called when the pool wants this rank to go, after its cell; by default it stops the loop.
+        leave: Called when the pool lets this rank go, after its cell; by default it stops the loop.
         fds: Redirected file descriptors, if the agent captures output below Python.
         unsent: Shared memory in which the process that forked this one finds unsent output if this one is killed.
     """
@@ -118,7 +118,7 @@ class RankAgent:
         self._prompting = RankStdin(
             engine, lambda mail: self._reply(mail), self._capture.flush, lambda: self._gate.interrupted
         )
-        self._capture.on_absence = lambda: self._prompting.attended(False)
+        self._capture.on_absence = lambda: self._prompting.set_owner_present(False)
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds, self._prompting)
         self._debug = DebugServer(engine.post, self._call_soon, lambda: self._compiler.files, self._paused)
         self._runner = CellExecutor(
@@ -141,7 +141,7 @@ class RankAgent:
             shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
         )
         self._viewer = VariableViewer(shell, lambda: self._cell, lambda answer: self._reply(answer))
-        #: What another rank knew, until this one has begun the cell that it is needed for.
+        #: Variables of another rank, until this one has begun the cell that needs them.
         self._snapshot: sync.PendingSnapshot | None = None
         #: The cell that this rank has entered last while others ran it.
         self._entered = ""
@@ -173,7 +173,7 @@ class RankAgent:
         self._engine.on_mail(TO_RANK, self._on_mail)
 
     def close(self) -> None:
-        """Send what is left, and give the shell, the streams and SIGINT back. Main thread; the engine stays open."""
+        """Send the rest of the output, and give the shell, the streams and SIGINT back. Main thread; the engine stays open."""
         if self._worker is not None:
             self._leaving, self._leave = True, lambda: None
             self._worker.cancel()
@@ -224,11 +224,11 @@ class RankAgent:
 
     @_control.handles(Acknowledge)
     def _acknowledge(self, mail: Acknowledge) -> None:
-        self._capture.credit(mail.cell, mail.taken)
+        self._capture.acknowledge(mail.cell, mail.taken)
 
     @_control.handles(AcknowledgeLate)
     def _acknowledge_late(self, mail: AcknowledgeLate) -> None:
-        self._capture.credit_late(mail.taken)
+        self._capture.acknowledge_late(mail.taken)
 
     @_control.handles(DiscardCell)
     def _discard_cell(self, mail: DiscardCell) -> None:
@@ -238,13 +238,13 @@ class RankAgent:
     def _resend(self, mail: ResendFrom) -> None:
         if any(cell == self._entered for cell, *_ in mail.cells):
             self._reply(JoinedCell(self._entered))  # before the cell's end, which may be sent again now
-        self._capture.resync(mail.cells)
+        self._capture.resend(mail.cells)
         self._prompting.ask_again()
 
     @_control.handles(SetOwner)
     def _set_owner(self, mail: SetOwner) -> None:
-        self._capture.owned(mail.pid, mail.started, mail.near)
-        self._prompting.attended(bool(mail.pid))
+        self._capture.set_owner(mail.pid, mail.started, mail.near)
+        self._prompting.set_owner_present(bool(mail.pid))
         self._debug.abandon()
 
     @_control.handles(PromptReply)
@@ -254,7 +254,7 @@ class RankAgent:
     @_control.handles(ListRetainedCells)
     def _list_retained_cells(self, mail: ListRetainedCells) -> None:
         sent = self._capture.sent
-        self._reply(RetainedCells(mail.ticket, sent.held(), sent.ended_with_notebook))
+        self._reply(RetainedCells(mail.ticket, sent.retained_cells(), sent.ended_with_notebook))
 
     @_control.handles(AskStatus)
     def _send_status(self, mail: AskStatus) -> None:
@@ -305,16 +305,16 @@ class RankAgent:
 
     @_control.handles(RunCell)
     def _expect(self, cell: RunCell) -> None:
-        """Take a cell. It may come twice: a pool that may have missed mail sends again what it waits for."""
+        """Queue a cell. It can come twice: a pool that has perhaps missed mail sends the cells again for which it waits."""
         for discarded in cell.discards:
             self._discard(discarded)
-        if self._capture.sent.expect(cell.cell, cell.label, cell if cell.at_least else None):
+        if self._capture.sent.register(cell.cell, cell.label, cell if cell.at_least else None):
             self._gate.expect()
             self._enqueue(cell)
 
     @_control.handles(PushValue, PullValue, LoadSnapshot, OpenComparison, EvaluateExpressions)
     def _queue_request(self, request: RankRequest) -> None:
-        """Queue a request for the main thread. It may come twice: repeat an answer whose transfer is open, else do it once."""
+        """Queue a request for the main thread. It can come twice: repeat an answer whose transfer is open, otherwise do it once."""
         ticket = request.ticket
         answer = self._outgoing.cached_reply(ticket) or self._comparing.cached_reply(ticket)
         if answer is not None:
@@ -324,8 +324,8 @@ class RankAgent:
 
     def _discard(self, cell: str) -> None:
         """Forget a cell, of which the pool has everything. Control thread."""
-        self._capture.settled(cell)
-        self._prompting.settled(cell)
+        self._capture.discard_cell(cell)
+        self._prompting.discard_cell(cell)
 
     def _look_aside(self, question: Complete | Inspect) -> None:
         def look() -> None:
@@ -491,7 +491,7 @@ class RankAgent:
         self._reply(self._snapshot.prepare(self._shell, request.ticket))
 
     def _enter(self) -> None:
-        """Before a cell that other ranks have been running: wait until they let this rank in, then bind what they know."""
+        """Before a cell that other ranks have been running: wait until they let this rank in, then bind their variables."""
         context.init()
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:

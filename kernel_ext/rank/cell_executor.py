@@ -83,11 +83,11 @@ class CellExecutor:
 
     @property
     def preparing(self) -> bool:
-        """Whether a cell is being compiled: what IPython would show about that goes into the cell's error instead."""
+        """Whether a cell is being compiled: IPython's messages about that go into the cell's error instead."""
         return self._run is not None and not self._inside
 
     async def run(self, request: RunCell, enter: Callable[[], None] | None = None) -> None:
-        """Run the cell and report its end; whatever the cell does, this returns normally.
+        """Run the cell and report its end. This returns normally, also if the cell fails or raises SystemExit.
 
         Args:
             enter: Called before the cell's code, as a part of the cell.
@@ -152,7 +152,7 @@ class CellExecutor:
         )
 
     def _number_like_notebook(self, label: str) -> None:
-        """Let ``Out[7]`` and ``In[7]`` mean what they mean in the notebook."""
+        """Let ``Out[7]`` and ``In[7]`` have the numbers of the notebook."""
         number = cell_number(label)
         history = self._shell.history_manager
         if number is None or history is None:
@@ -217,7 +217,7 @@ class CellExecutor:
             self._engine.end_cell(run.request.cell, error, more=more)
 
     def _run_hooks(self, result: Any) -> None:
-        """Run what IPython runs after a cell, such as drawing the figures that it made."""
+        """Run IPython's hooks after a cell, which for example draw the figures that it made."""
         self._inside = True
         try:
             self._guarded(lambda: self._trigger(result))
@@ -230,7 +230,7 @@ class CellExecutor:
         self._show_pages()
 
     def _show_pages(self) -> None:
-        """Show what ``len?`` and ``%psource`` would open a pager for; drop other payloads, which a frontend would act on."""
+        """Show the pages for which ``len?`` and ``%psource`` open a pager; drop other payloads, which a frontend would act on."""
         payloads = self._shell.payload_manager
         for payload in payloads.read_payload():
             if payload.get("source") == "page":
@@ -295,7 +295,7 @@ def _is_good_exit(error: BaseException) -> bool:
 def end_child(error: BaseException | None) -> NoReturn:
     """End a process that the cell forked when it leaves the cell's code: it is no second rank.
 
-    Its exit status is what Python's own would be; it neither closes nor reports anything that belongs to the rank.
+    Its exit status is that of Python itself; it neither closes nor reports anything that belongs to the rank.
     """
     if error is None:
         status = 0

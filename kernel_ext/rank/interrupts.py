@@ -64,7 +64,7 @@ class InterruptDelivery:
 
     Args:
         loop: The main thread's.
-        engine: Ends what native code waits for while an interrupt is held.
+        engine: Ends the waits of native code while an interrupt is held.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: HoldsInterrupts) -> None:
@@ -172,7 +172,7 @@ class InterruptDelivery:
             sys.unraisablehook = self._hook
 
     def begin(self) -> None:
-        """A cell begins: interrupts from now on are for it."""
+        """Begin a cell: interrupts from now on are for it."""
         self._take_signals()  # an earlier cell may have changed them
         self._take_hook()
         with self._lock:
@@ -186,7 +186,7 @@ class InterruptDelivery:
             self._running = True
 
     def end(self) -> None:
-        """The cell has ended: what arrives from now on is dropped."""
+        """End the cell: interrupts that arrive from now on are dropped."""
         with self._lock:
             self._running = False
             self.pending = False

@@ -64,7 +64,7 @@ def window_of(ranks: int) -> int:
 class OutputQueue:
     """The queue, its window and the thread that sends.
 
-    Any thread may write. :meth:`credit` is meant for the control thread and never blocks for long: the lock that it takes is
+    Any thread may write. :meth:`acknowledge` is meant for the control thread and never blocks for long: the lock that it takes is
     not held while a thread sends or waits.
 
     Args:
@@ -101,12 +101,12 @@ class OutputQueue:
         self._late: deque[tuple[str, _Entry]] = deque()  # written after the end of these cells
         self._late_queued = 0  # bytes in _late
         self._late_leaving = 0  # bytes that were in _late and are not in the log's total yet
-        self._late_taken = 0  # of those that were sent, what the pool has taken
-        self._over = False  # the end of the current cell is on its way: what is written now comes after it
+        self._late_taken = 0  # bytes of late output that the pool has taken
+        self._over = False  # the end of the current cell is on its way, and all further output is late
         self._queued = 0  # bytes in _entries
-        self._lands = False  # whether what was read from a pipe last is in the area of unsent output
+        self._lands = False  # whether the bytes that were read from a pipe last are in the crash ring
         self._total = 0  # bytes of the current cell, queued ones included
-        self._taken = 0  # of those, what the pool has taken
+        self._taken = 0  # bytes of those that the pool has taken
         self._cell = ""
         self._woken = False
         self._urgent = False
@@ -125,7 +125,7 @@ class OutputQueue:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left and end. Writers that wait for the window go on; what they write then is dropped."""
+        """Send the rest and end. Writers that wait for room go on, and their text is dropped from then on."""
         if self._closed:
             return
         self.flush()
@@ -144,7 +144,7 @@ class OutputQueue:
     # -- cells --------------------------------------------------------------------------------------------------------
 
     def begin_cell(self, cell: str) -> None:
-        """Attribute what is written from now on to ``cell``, with a fresh window."""
+        """Attribute further output to ``cell``, which gets a window of its own."""
         self.flush()
         with self._sending, self._lock:
             self._send_queued()
@@ -162,21 +162,21 @@ class OutputQueue:
         """Whether the current cell has written nothing, as far as is known without a look into the pipes."""
         return not self._total
 
-    def credit(self, cell: str, taken: int) -> None:
-        """The pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
-        self.sent.taken(cell, taken)
+    def acknowledge(self, cell: str, taken: int) -> None:
+        """Make room: the pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
+        self.sent.acknowledge(cell, taken)
         with self._lock:
             if cell == self._cell and taken > self._taken:
                 self._taken = taken
                 if self._unsent is not None:
-                    self._unsent.taken(taken)
+                    self._unsent.acknowledge(taken)
                 self._room.notify_all()
             unwatched = self._pipes_unwatched
         if unwatched:
             self._wake()
 
-    def credit_late(self, taken: int) -> None:
-        """The pool has taken ``taken`` bytes of what was written after the ends of cells. Control thread; does not block."""
+    def acknowledge_late(self, taken: int) -> None:
+        """Make room: the pool has taken ``taken`` bytes of the output after the ends of cells. Control thread; does not block."""
         with self._lock:
             # More than was sent: that was to a former process of this rank.
             self._late_taken = max(self._late_taken, min(taken, self.sent.late_total))
@@ -186,46 +186,46 @@ class OutputQueue:
             self._wake()
 
     def finish(self, done: CellDone) -> None:
-        """Send what is left of the cell's output, then its end.
+        """Send the rest of the cell's output, then its end.
 
-        Waits for the room that this takes, as a writer does: what its subprocesses wrote would come after its end otherwise.
+        Waits for room as a writer does: the output of its subprocesses would otherwise come after its end.
         """
         self.flush()
         if self._fds is not None and not self._forked:
             self._drain_all(self._fds)
         with self._lock:
-            # Set before the rest is sent: what another thread queued after that would follow the end of the cell.
+            # Set before the rest is sent: text that another thread queued after that would follow the end of the cell.
             self._over = True
         with self._sending:
             self._send_queued()
         self.sent.done(done)
 
-    def settled(self, cell: str) -> None:
-        """The pool has what it wanted of the cell. If the cell still runs, what it writes goes nowhere. Control thread."""
-        self.sent.settled(cell)
-        self.credit(cell, UNBOUNDED)
+    def discard_cell(self, cell: str) -> None:
+        """Drop the cell, of which the pool has everything. If it still runs, its further output goes nowhere. Control thread."""
+        self.sent.discard_cell(cell)
+        self.acknowledge(cell, UNBOUNDED)
 
-    def owned(self, pid: int, started: int, near: bool = True) -> None:
-        """Note which process takes what is written from now on, as :class:`Owner` says; none does if ``pid`` is 0. Control thread.
+    def set_owner(self, pid: int, started: int, near: bool = True) -> None:
+        """Set the process that acknowledges output, as :class:`SetOwner` does; none if ``pid`` is 0. Control thread.
 
-        While no process does, the newest output of each cell is kept and no writer waits for room.
+        Without an owner the newest output of each cell is kept, and no writer waits for room.
         """
-        self._attendance.name(pid, started, near)
+        self._attendance.set_owner(pid, started, near)
         if not pid:
-            self.sent.release()
-        self.credit_late(self.sent.late_total)  # the former process may have taken it, and is not asked
+            self.sent.allow_trimming()
+        self.acknowledge_late(self.sent.late_total)  # the former process may have taken it, and is not asked
         self._wake()
 
-    def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
-        """Send again what the pool has missed of these cells, as :class:`ResendFrom` says. Control thread.
+    def resend(self, cells: Sequence[tuple[str, int, int]]) -> None:
+        """Send again the output of these cells that the pool has missed, as :class:`ResendFrom` asks. Control thread.
 
-        A cell that the pool does not wait for any more can't fill a window: what it writes goes nowhere.
+        A cell for which the pool no longer waits can't fill a window: its output goes nowhere.
         """
-        self.sent.resync(cells)
-        # It is not kept, so what was lost of it will not be taken.
-        self.credit_late(self.sent.late_total)
+        self.sent.resend(cells)
+        # Late output is not kept, so bytes of it that were lost will never be acknowledged.
+        self.acknowledge_late(self.sent.late_total)
         known = {cell: taken for cell, _, taken in cells}
-        self.credit(self._cell, known.get(self._cell, UNBOUNDED))
+        self.acknowledge(self._cell, known.get(self._cell, UNBOUNDED))
 
     def flush(self) -> None:
         """Send all that was written before, the pipes of fd 1 and 2 included, on the calling thread."""
@@ -246,7 +246,7 @@ class OutputQueue:
         if self.widgets.entered and self.widgets.write(name, text):
             return
         if self._fds is not None:
-            # What subprocesses and C code wrote since the last write belongs before this text. They need time to do so,
+            # Output of subprocesses and C code since the last write belongs before this text. They need time to write,
             # hence looking is only worth a system call when some has passed.
             now = monotonic()
             if now - self._last_write > GAP:
@@ -287,15 +287,17 @@ class OutputQueue:
             unsent = self._unsent
             if landed is not None:
                 if unsent is not None:
-                    unsent.write_landed(landed.stream, landed.text, landed.size, landed.cut)
+                    unsent.append_spliced(landed.stream, landed.text, landed.size, landed.cut)
                 if not size:
                     return  # the beginning of a character, of which the rest has not come
             elif unsent is not None:
                 if entry[1] is None:
-                    unsent.show(entry[0], size)
+                    unsent.append_display(entry[0], size)
                 else:
                     unsent.write(entry[0], entry[1])
+            # The ring first: a rank that is killed here leaves the text to the fork server, which compares byte counts with the notebook.
             self._entries.append(entry)
+            # The count last: an interrupt before it makes the window too wide by one entry, never too narrow for ever.
             self._queued += size
             self._total += size
             if self._woken and (self._urgent or self._queued < BATCH):
@@ -305,9 +307,9 @@ class OutputQueue:
         self._wake()
 
     def _put_late(self, entry: _Entry, cell: str, wait: bool, landed: PipeText | None) -> None:
-        """Queue what a cell that has ended writes. The caller holds the lock."""
+        """Queue output of a cell that has ended. The caller holds the lock."""
         if landed is not None and self._unsent is not None:
-            self._unsent.write_landed(landed.stream, "", landed.size, landed.cut)
+            self._unsent.append_spliced(landed.stream, "", landed.size, landed.cut)
         size = entry[2]
         if not size and entry[1] is not None:
             return
@@ -369,7 +371,7 @@ class OutputQueue:
             if self._unsent is not None:
                 with self._lock:
                     if not self._entries and self._unsent is not None:
-                        self._unsent.reach(total)
+                        self._unsent.set_total(total)
 
     def _send_late(self) -> None:
         with self._lock:
@@ -412,7 +414,7 @@ class OutputQueue:
         return self._window - (self._late_ahead() if self._over else self._total - self._taken)
 
     def _drain_all(self, fds: FdCapture) -> None:
-        """Send what is in the pipes now, but not what is written meanwhile: a process may go on to write for ever."""
+        """Send the bytes that are in the pipes now. Later ones are left there, since a process can write for ever."""
         with fds.lock:
             written = fds.written()
         while True:
@@ -431,7 +433,7 @@ class OutputQueue:
             self._lands = self._unsent is not None
             if self._unsent is not None:
                 try:
-                    return self._unsent.land(stream, pipe, limit)
+                    return self._unsent.splice_in(stream, pipe, limit)
                 except BlockingIOError:
                     raise
                 except OSError:  # there is no room for them; the pipe still has them
@@ -457,8 +459,8 @@ class OutputQueue:
                 for key, _ in selector.select(due - now if queued else None):
                     if key.fd == self._wake_fd:
                         os.eventfd_read(self._wake_fd)
-                    elif self._attendance.is_it(key.fd):
-                        self._attendance.has_ended(selector, self._nobody_is_there)
+                    elif self._attendance.owns(key.fd):
+                        self._attendance.on_exit(selector, self._owner_exited)
                     else:
                         self._drain_fds()
                 if self._closed:
@@ -468,19 +470,19 @@ class OutputQueue:
     def _attend(self, selector: selectors.BaseSelector) -> None:
         self._attendance.update(selector)
         if self._attendance.absent:
-            self._all_may_write()
+            self._free_writers()
 
-    def _nobody_is_there(self) -> None:
-        self.sent.release()
-        self._all_may_write()
+    def _owner_exited(self) -> None:
+        self.sent.allow_trimming()
+        self._free_writers()
         self.on_absence()
 
-    def _all_may_write(self) -> None:
+    def _free_writers(self) -> None:
         with self._lock:
             self._room.notify_all()
 
     def _watch(self, selector: selectors.BaseSelector, watching: bool) -> bool:
-        """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""
+        """Watch the pipes only while there is room for their bytes: a full window is a full pipe for writers."""
         if self._fds is None:
             return False
         with self._lock:
@@ -551,7 +553,7 @@ class OwnerWatch:
         self._named: tuple[int, int, bool] | None = None
         self._descriptor = -1
 
-    def name(self, pid: int, started: int, near: bool = True) -> None:
+    def set_owner(self, pid: int, started: int, near: bool = True) -> None:
         """This process takes the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards.
 
         One that is not ``near`` is not watched: it counts as there until another one is named, or none.
@@ -572,15 +574,15 @@ class OwnerWatch:
         if self._descriptor >= 0:
             selector.register(self._descriptor, selectors.EVENT_READ)
 
-    def is_it(self, descriptor: int) -> bool:
+    def owns(self, descriptor: int) -> bool:
         """Whether this descriptor, which the selector has found readable, is the process's."""
         return descriptor == self._descriptor
 
-    def has_ended(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
+    def on_exit(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
         """The process has ended: call ``then``. If another one has been named, do nothing; :meth:`update` watches that one.
 
-        ``then`` runs with the lock held, so it is over before the next process can be named, and can't take back what is
-        done for that one.
+        ``then`` runs with the lock held: a new owner could otherwise be set between the check and the call, and ``then`` would undo
+        the setup for it.
         """
         with self._lock:
             if self._named is None:
@@ -600,7 +602,7 @@ ECHO = "hvdlab.rank.echo"
 """Mail of a rank to itself: once it is back, everything before it has left."""
 
 ECHO_WITHIN = 0.5
-"""Seconds that this may take; code that calls ``os._exit`` wants the process gone, perhaps because it hangs."""
+"""Seconds that this takes at most; code that calls ``os._exit`` needs the process gone, perhaps because it hangs."""
 
 
 class EngineMail(Protocol):
@@ -616,7 +618,7 @@ class ExitFlush:
     """Takes the place of ``os._exit``; a process that the rank forked gets the real one.
 
     Args:
-        capture: What has not been sent yet.
+        capture: The output that has not been sent yet.
         engine: Sends it.
     """
 
@@ -656,7 +658,7 @@ _ATTRIBUTE = "_hvdlab_cell"
 
 
 def set_current_cell(cell: str) -> None:
-    """Count what the calling context does and starts from now on as this cell's. Tasks inherit the context."""
+    """Attribute all that the calling context does and starts from now on to this cell. Tasks inherit the context."""
     CELL.set(cell)
 
 
@@ -681,7 +683,7 @@ def follow_threads() -> Callable[[], None]:
         setattr(self, _ATTRIBUTE, current_cell())
         start(self, *args, **kwargs)
 
-    threading.Thread.start = start_of_cell  # type: ignore[method-assign]  # that is what is wanted
+    threading.Thread.start = start_of_cell  # type: ignore[method-assign]  # every thread of the process is to be followed
 
     def undo() -> None:
         threading.Thread.start = start  # type: ignore[method-assign]  # as above
@@ -738,7 +740,7 @@ class RankStream(io.TextIOBase):
         return False
 
     def flush(self) -> None:
-        """Nothing to do: what was written leaves within 50 ms, and all of it before the cell ends."""
+        """Do nothing: text leaves within 50 ms, and all of it before the cell ends."""
 
     def close(self) -> None:
         """Ignored, as user code that closes ``sys.stdout`` would silence all later cells."""

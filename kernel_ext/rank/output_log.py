@@ -63,16 +63,16 @@ class OutputLog:
         self._post = post
         self._lock = threading.RLock()
         self._cells: dict[str, _Cell] = {}
-        self._holding = False
+        self._retains_all = False
         self._late_total = 0
         #: The label of the last cell and when it ended, if it ended by a KeyboardInterrupt.
         self._interrupted: tuple[str, float] | None = None
         self._ended_with_notebook = ""
 
-    def held(self) -> tuple[RetainedCell, ...]:
-        """Return the messages for the process that uses this rank next. None of them is dropped before :meth:`release`."""
+    def retained_cells(self) -> tuple[RetainedCell, ...]:
+        """Return the messages for the process that uses this rank next. None of them is dropped before :meth:`allow_trimming`."""
         with self._lock:
-            self._holding = True
+            self._retains_all = True
             return tuple(
                 RetainedCell(
                     cell,
@@ -91,18 +91,18 @@ class OutputLog:
         """The label of a settled cell that was interrupted when the notebook ended that had seen it; empty if there is none."""
         return self._ended_with_notebook
 
-    def release(self) -> None:
-        """The process that called for :meth:`held` is gone: what is too much may be dropped again."""
+    def allow_trimming(self) -> None:
+        """Trim each cell to its newest bytes again, now that the process that called for :meth:`retained_cells` has ended."""
         with self._lock:
-            self._holding = False
+            self._retains_all = False
             self._ended_with_notebook = ""
             if self._interrupted is not None and not self._cells:
                 label, when = self._interrupted
                 if time.monotonic() - when < WITH_NOTEBOOK:
                     self._ended_with_notebook = label
 
-    def expect(self, cell: str, label: str = "", order: RunCell | None = None) -> bool:
-        """A cell came; False if it came before, and must not run again.
+    def register(self, cell: str, label: str = "", order: RunCell | None = None) -> bool:
+        """Enter a cell that came. Return False if it came before, and must not run again.
 
         Args:
             order: The message that it came with, if the next process that uses this rank may have to send it to other ranks.
@@ -117,17 +117,19 @@ class OutputLog:
     def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> int:
         """Send output of this many bytes; ``unattended`` if no process takes it. Returns the cell's bytes until now.
 
-        Output is numbered here and nowhere else: an interrupt can leave a writer's own reckoning wrong, and a number that
-        does not follow on the last one would look like a loss that no retransmit can mend.
+        Only the log numbers output. An interrupt can leave a writer's own count wrong, and a number that does not follow on the
+        last one would look like a loss that no retransmit can mend.
         """
         with self._lock:
             known = self._cells.get(cell)
             before = known.total if known is not None else 0
             body = encode(Output(cell, tuple(chunks), before + size, before))
             if known is not None:
+                # Kept and counted before it is posted. After an interrupt between the two the pool sees a gap and asks for these
+                # bytes; the other way round it would have bytes that the log numbers a second time.
                 known.outputs.append((before + size, body))
                 known.total = before + size
-                if unattended and not self._holding:
+                if unattended and not self._retains_all:
                     _shorten(known)
             self._post(TO_POOL, body)
             return before + size
@@ -138,7 +140,7 @@ class OutputLog:
         return self._late_total
 
     def late(self, cell: str, chunks: Sequence[Chunk], size: int) -> None:
-        """Send what was written after the cell's end, of this many bytes.
+        """Send output after the cell's end, of this many bytes.
 
         It is not kept: the pool does not wait for it to be complete.
         """
@@ -156,20 +158,20 @@ class OutputLog:
                     self._interrupted = (known.label, time.monotonic())
             self._post(TO_POOL, encode(done))
 
-    def taken(self, cell: str, taken: int) -> None:
-        """The pool has taken this much of a cell's output."""
+    def acknowledge(self, cell: str, taken: int) -> None:
+        """Drop the messages of a cell whose bytes the pool has taken."""
         with self._lock:
             known = self._cells.get(cell)
             if known is not None:
                 _forget(known, taken)
 
-    def settled(self, cell: str) -> None:
-        """The pool has everything of a cell."""
+    def discard_cell(self, cell: str) -> None:
+        """Forget a cell, of which the pool has everything."""
         with self._lock:
             self._cells.pop(cell, None)
 
-    def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
-        """Retransmit what the pool lacks of these cells, and forget all other cells.
+    def resend(self, cells: Sequence[tuple[str, int, int]]) -> None:
+        """Retransmit the messages of these cells that the pool lacks, and forget all other cells.
 
         Args:
             cells: ``(cell, received, taken)``, in bytes. One that has not come here is ignored: the pool sends it again.
@@ -183,6 +185,7 @@ class OutputLog:
                 if known is None:
                     continue
                 _forget(known, taken)
+                # In order, under the lock: a message that the sending thread posted in between would come before its predecessors.
                 if known.before > received:
                     self._post(TO_POOL, _bridge(cell, received, known.before))
                 for total, body in known.outputs:
@@ -202,7 +205,7 @@ def _forget(known: _Cell, taken: int) -> None:
 
 
 def _bridge(cell: str, received: int, before: int) -> bytes:
-    """A message in the place of what is not here any more: the pool takes nothing behind a gap, and would ask for ever."""
+    """Return a message in the place of bytes that were trimmed: the pool takes nothing behind a gap, and would ask for ever."""
     text = (
         f"[{before - received} bytes of what this rank wrote here are lost: they were too much to be kept]\n"
     )

@@ -1,4 +1,4 @@
-"""Output below Python: what subprocesses and C code write to file descriptors 1 and 2.
+"""Output below Python, of subprocesses and C code, on the file descriptors 1 and 2.
 
 Each descriptor becomes the writing end of a pipe that the rank reads itself. Children inherit it, so their output
 arrives too, and keeps arriving after a fork. The process that starts the rank may make the pipes (``StdPipes.make``) before

@@ -152,7 +152,7 @@ class ShellSetup:
                     self._undo.append(functools.partial(_remove_magic, known[kind], name, refuse))
 
     def _show_traceback(self, etype: Any, evalue: BaseException, stb: list[str]) -> None:
-        """Print what IPython shows beside the cell's own error, such as for ``%tb`` or a figure that can't be drawn."""
+        """Print IPython's messages beside the cell's own error, such as for ``%tb`` or a figure that can't be drawn."""
         if not self._saved_parts:
             type(self._shell)._showtraceback(self._shell, etype, evalue, stb)
         elif not self.preparing():

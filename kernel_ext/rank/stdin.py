@@ -1,4 +1,4 @@
-"""Asking the user from a rank: ``input()``, ``getpass()`` and what a debugger reads.
+"""Asking the user from a rank: ``input()``, ``getpass()`` and a debugger's prompts.
 
 The thread that asks waits; the rank's control thread goes on answering, and the coordinator knows that this rank is at a
 prompt, so that it does not take the ranks that wait for this one for stuck.
@@ -70,7 +70,7 @@ class RankStdin:
     Args:
         engine: Paused while a question is open.
         post: Sends mail to the pool.
-        flush: Sends what was written before.
+        flush: Sends all earlier output.
         interrupted: Whether the running cell has been interrupted.
     """
 
@@ -193,16 +193,16 @@ class RankStdin:
         for waiting in tuple(self._waiting.values()):
             self._post(waiting.request)
 
-    def settled(self, cell: str) -> None:
-        """The pool wants nothing more of this cell. If it still runs, it was given up."""
+    def discard_cell(self, cell: str) -> None:
+        """End the questions of this cell, of which the pool waits for nothing. If it still runs, it was given up."""
         if cell == self._cell:
             self._settled = cell
             self._end_all(NO_NOTEBOOK)
 
-    def attended(self, somebody: bool) -> None:
-        """Whether there is a notebook that could answer. Any thread."""
-        self._nobody = not somebody
-        if not somebody:
+    def set_owner_present(self, present: bool) -> None:
+        """Set whether there is a notebook that can answer. Any thread."""
+        self._nobody = not present
+        if not present:
             self._end_all(NO_NOTEBOOK)
 
     def _end_all(self, sentence: str) -> None:

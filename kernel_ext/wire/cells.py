@@ -52,7 +52,7 @@ class Acknowledge(Payload, frozen=True):
 
 
 class AcknowledgeLate(Payload, frozen=True):
-    """The pool has taken ``taken`` bytes of what this rank wrote after the ends of cells; it may have a window more in flight."""
+    """The pool has taken ``taken`` bytes of this rank's output after the ends of cells; the rank can have a window more in flight."""
 
     taken: int
 
@@ -61,15 +61,15 @@ class ResendFrom(Payload, frozen=True):
     """The pool may have missed mail: a coordinator died, or this pool has only now come to these ranks.
 
     Every cell of this rank that the pool waits for is listed, as ``(cell, received, taken)``: bytes of output that
-    have arrived, and those of them that the pool has taken, as in :class:`Acknowledge`. The rank retransmits what follows
-    ``received``, the cell's :class:`CellDone` too if there is one, and forgets what it keeps of other cells.
+    have arrived, and those of them that the pool has taken, as in :class:`Acknowledge`. The rank retransmits all that follows
+    ``received``, the cell's :class:`CellDone` too if there is one, and forgets all other cells.
     """
 
     cells: tuple[tuple[str, int, int], ...]
 
 
 class JoinedCell(Payload, frozen=True):
-    """This rank has entered a cell that the pool sent it to join, and knows what the others know."""
+    """This rank has entered a cell that the pool sent it to join, with the variables of the others."""
 
     cell: str
 
@@ -84,7 +84,7 @@ class SetOwner(Payload, frozen=True):
     """This process uses the kept pool from now on; no process does if ``pid`` is 0.
 
     ``started`` is when it started, in clock ticks since the boot. If it is ``near``, it runs on the rank's host, and the rank sees its end;
-    else what keeps the pool tells the rank.
+    otherwise the pool's keeper sends this message again when the process has ended.
     """
 
     pid: int
@@ -153,9 +153,9 @@ class CrashOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         cell: The cell that wrote it.
         before: Bytes of its output before the first of ``chunks``, in the count of :class:`Output`.
-        chunks: What followed; None is a display that was too large to be kept.
+        chunks: The output that followed; None is a display that was too large to be kept.
         sizes: The bytes for which each of ``chunks`` counts.
-        rest: What followed in the pipes of the rank's descriptors 1 and 2, which it had not read itself.
+        rest: The bytes after that in the pipes of the rank's descriptors 1 and 2, which it had not read itself.
     """
 
     cell: str
@@ -198,7 +198,7 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
         interrupted: True for KeyboardInterrupt.
         mismatch: True for MismatchError (the same text on all ranks).
         syntax: True if the source did not compile (the same on all ranks).
-        cause: What kind of event aborted it (a value of ``CauseKind``), and ``why`` in words, if aborted.
+        cause: The kind of event that aborted it (a value of ``CauseKind``), and ``why`` in words, if aborted.
         site: The cell's innermost line, such as ``cell [7] line 4 in step``; empty if no line of the cell was reached.
         recorded: The last steps of a training that was recorded, in lines; ``wrong`` the first that was not finite.
         decision: Entry of the coordinator's decision log that led to it; 0 if the coordinator did not.
@@ -248,7 +248,7 @@ class RetainedCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
         before: Bytes of its output that the rank does not have any more.
         dropped: Those of them that no process has taken: they were too much to be kept.
         running: Whether it has not ended.
-        order: What the rank was sent, if the cell is elastic: ranks that come later have to get it, too.
+        order: The message that the rank was sent, if the cell is elastic: ranks that come later have to get it, too.
         interrupted: Whether it has ended by a KeyboardInterrupt.
     """
 

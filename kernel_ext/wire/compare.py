@@ -180,7 +180,7 @@ class VariableView(RankReply, frozen=True):
     """Answer to AskView: some lines about the value, or in ``error`` why there are none.
 
     Attributes:
-        lines: What kind of value it is, then more about it.
+        lines: The kind of the value, then more about it.
         nbytes: Size of its arrays, or of itself.
         cell: Id of the cell that was running: the value may have been changing.
         names: Its attributes.

@@ -2,14 +2,14 @@
 
 Output leaves a rank in batches, and mail may still be on its way when the rank is killed. So all that the rank writes in
 a cell is copied first, for the price of a few bytes in memory, into an area that the process which forked it has, too:
-after the rank's end that process reads there what the pool has not received (:func:`read`).
+after the rank's end that process reads there the bytes that the pool has not received (:func:`read`).
 
 The area is a ring. It holds UTF-8, in which the bytes from 0xFC on never occur: they mark what follows. A number in the
 header counts all bytes, and another says how far that is from the count of the cell's output, so that an ordinary
 write is one copy and one number.
 
-What comes from a pipe (descriptors 1 and 2) is not even in this process's own memory before it is in the area: the
-system moves it from the pipe to the end of the area's file, whose size says how much that is. So there is no moment in
+Bytes from a pipe (descriptors 1 and 2) are not even in this process's own memory before they are in the area: the
+system moves them from the pipe to the end of the area's file, whose size says how much that is. So there is no moment in
 which a rank that is killed has taken bytes out of the pipe and left them nowhere.
 
 Other numbers of the header have to change together with the count of all bytes, although a kill may come between any
@@ -102,7 +102,7 @@ class CrashRing:
         self._stop = 0
 
     def begin(self, cell: str, window: int) -> None:
-        """Forget everything; what follows is this cell's, of which ``window`` bytes may be on their way at most."""
+        """Forget everything, and begin with this cell, of which at most ``window`` bytes are on their way at a time."""
         numbers = self._numbers
         numbers[_NAME] = 0
         if numbers[_HEAD] > KEPT:
@@ -111,6 +111,7 @@ class CrashRing:
         numbers[_HEAD] = numbers[_TAKEN] = 0
         numbers[_NOW + _AHEAD] = 0
         self._stream, self._shift, self._stop = "", HEADER, 0
+        # The name's length last: until then there is no cell to read here, and a reader never finds a name with another's bytes.
         name = cell.encode()[:_LONGEST_NAME]
         self._map[_CELL_AT : _CELL_AT + len(name)] = name
         numbers[_NAME] = len(name)
@@ -127,15 +128,16 @@ class CrashRing:
             self._look_ahead(stream)
         else:
             self._map[at:end] = raw
+            # After the copy: a rank that is killed between the two has written nothing, instead of bytes of an older text.
             numbers[_HEAD] = head + len(raw)
 
-    def land(self, stream: str, pipe: int, limit: int) -> bytes:
-        """Take bytes out of a stream's pipe into the area, from which :meth:`write_landed` takes them.
+    def splice_in(self, stream: str, pipe: int, limit: int) -> bytes:
+        """Take bytes out of a stream's pipe into the area, from which :meth:`append_spliced` takes them.
 
-        What landed before and was not taken from there (an interrupt came between) is returned first.
+        Bytes that were spliced in before and not appended (an interrupt came between) are returned first.
 
         Args:
-            limit: How many bytes to take at most; what is left from before may be more.
+            limit: Bytes to take at most; those that are left from before can be more.
 
         Raises:
             BlockingIOError: The pipe is empty.
@@ -154,11 +156,11 @@ class CrashRing:
             raise BlockingIOError  # the bytes of the other stream come first
         return os.pread(self._area, landed - known, _LANDING + known)
 
-    def write_landed(self, stream: str, text: str, size: int, cut: bytes) -> None:
-        """Put the ``size`` bytes that :meth:`land` returned last, which are this text of its stream, into the ring.
+    def append_spliced(self, stream: str, text: str, size: int, cut: bytes) -> None:
+        """Put the ``size`` bytes that :meth:`splice_in` returned last, which are this text of its stream, into the ring.
 
         Args:
-            cut: What the bytes end in, if that is the beginning of a character: it is not in the text.
+            cut: The beginning of a character in which the bytes end, if they do: it is not in the text.
         """
         mark, raw = (_MARKS[stream], text.encode()) if text else (b"", b"")
         known = self._numbers[_NOW + _LANDED]
@@ -167,23 +169,24 @@ class CrashRing:
         if text:
             self._look_ahead(stream)
 
-    def show(self, chunk: Display | Clear, size: int) -> None:
+    def append_display(self, chunk: Display | Clear, size: int) -> None:
         """Keep a display or a clear, which counts as ``size`` bytes of output."""
         body = _encode(chunk) if size <= LARGEST_DISPLAY else b""
         raw = b"\xfd%d;%s\xfc" % (size, base64.b64encode(body))
         self._stream = ""
         self._put(raw, b"", uncounted=len(raw) - size)
 
-    def taken(self, taken: int) -> None:
-        """The pool has this much of the cell's output."""
+    def acknowledge(self, taken: int) -> None:
+        """Store that the pool has this much of the cell's output."""
         self._numbers[_TAKEN] = taken
 
-    def reach(self, total: int) -> None:
-        """The cell's output has this many bytes until now. Corrects the count here, which an interrupt may have led astray."""
+    def set_total(self, total: int) -> None:
+        """Set the bytes of the cell's output so far. A KeyboardInterrupt between a copy and its count can leave the count here wrong."""
         self._numbers[_NOW + _AHEAD] = self._numbers[_HEAD] - total
 
     def close(self) -> None:
         """Leave nothing to read here: the cell's name is taken out."""
+        # First: a reader that comes later finds no cell, and prints nothing that the pool has had.
         self._numbers[_NAME] = 0
         self._numbers.release()
         self._map.close()

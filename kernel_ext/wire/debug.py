@@ -38,7 +38,7 @@ class DebugMessage(Payload, frozen=True):
 
 
 class CloseDebug(Payload, frozen=True):
-    """Notebook to rank: the session has ended; whatever is stopped goes on."""
+    """Notebook to rank: the session has ended, and stopped threads go on."""
 
     session: int
 

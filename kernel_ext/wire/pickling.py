@@ -34,7 +34,7 @@ class _Bounded(io.BytesIO):
 
 
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """cloudpickle that moves frameworks' arrays to the CPU and drops the unused rest of what a view looks into.
+    """cloudpickle that moves frameworks' arrays to the CPU and drops the unused rest of the array that a view looks into.
 
     Args:
         file: Where the pickle goes.
@@ -89,7 +89,7 @@ def dump_parts(value: Any, *, move: bool = True) -> list[memoryview]:
 
 
 def dump(value: Any, limit: int | None = None) -> bytes:
-    """Pickle ``value``. Raises :class:`TooLarge` beyond ``limit`` bytes, and what the value's own methods raise."""
+    """Pickle ``value``. Raises :class:`TooLarge` beyond ``limit`` bytes, and any exception of the value's own methods."""
     buffer = _Bounded(limit)
     ValuePickler(buffer, limit).dump(value)
     return buffer.getvalue()

@@ -101,7 +101,7 @@ class SharedBufferReader:
         self._open: dict[str, mmap.mmap] = {}
 
     def read(self, shared: SharedRange, target: memoryview) -> None:
-        """Copy what is shared to ``target``. Raises ``OSError`` if there is no such window."""
+        """Copy the shared bytes to ``target``. Raises ``OSError`` if there is no such window."""
         with memoryview(self._look(shared)) as view:
             target[:] = view[: shared.length]
 

@@ -31,7 +31,7 @@ class Complete(RankRequest, frozen=True):
 
 
 class Inspect(RankRequest, frozen=True):
-    """Ask for the documentation of what stands at ``cursor``."""
+    """Ask for the documentation of the name at ``cursor``."""
 
     code: str
     cursor: int
@@ -100,7 +100,7 @@ class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Stack(RankReply, frozen=True):
     """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
 
-    ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running. ``paused`` says why the
+    ``frames`` are the cell's own and those that they called, innermost last; empty if no cell is running. ``paused`` says why the
     rank waits for the user, such as at a prompt, as it reads after ``rank 3 is``; empty if it does not.
     """
 
@@ -134,14 +134,14 @@ class Inspection(RankReply, frozen=True):
 
 
 class ExpressionValues(RankReply, frozen=True):
-    """Answer to EvaluateExpressions: for each name what Jupyter's protocol wants in ``user_expressions``."""
+    """Answer to EvaluateExpressions: for each name the value of ``user_expressions`` in Jupyter's protocol."""
 
     results: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankStatus:
-    """One rank now. Its ``repr`` leaves out what is not known or not there.
+    """One rank now. Its ``repr`` leaves out all that is not known or not there.
 
     Attributes:
         rank: Its number.
@@ -155,7 +155,7 @@ class RankStatus:
         cpu: Seconds of processor time that it has used, or ``None`` if it did not answer.
         threads: Number of its threads.
         plane: Data plane that it uses.
-        pending: Collectives that it is in, and what else it waits for other ranks for.
+        pending: Collectives that it is in, and other calls in which it waits for ranks.
         servers: Parameter servers of its key-value stores.
         device_memory: Bytes of GPUs' memory that its frameworks hold, used or kept for later.
         links: What its CUDA tensors go over to the other ranks, which it names by kind of link: ``same GPU``, ``NVLink``, ``PCIe``, ``peer

@@ -20,7 +20,7 @@ class PushValue(RankRequest, frozen=True):
 
 
 class WriteChunk(RankRequest, frozen=True):
-    """A piece of what a :class:`PushValue` or a :class:`LoadSnapshot` with this ``transfer_id`` will take: ``data`` of one part at an offset.
+    """A piece of the value that a :class:`PushValue` or a :class:`LoadSnapshot` with this ``transfer_id`` will take: ``data`` of one part at an offset.
 
     ``sizes`` are the bytes of all parts. The rank answers with a :class:`Acked`; from then on ``shared`` memory may change.
     """
@@ -40,7 +40,7 @@ class PullValue(RankRequest, frozen=True):
 
 
 class ReadChunk(RankRequest, frozen=True):
-    """Ask for a :class:`TransferChunk` of what the :class:`Value` with ticket ``transfer_id`` did not carry.
+    """Ask for a :class:`TransferChunk` of the parts that the :class:`Value` with ticket ``transfer_id`` did not carry.
 
     ``share`` says that the pool is on the rank's host and can look into its memory.
     """
@@ -65,7 +65,7 @@ class TakeSnapshot(RankRequest, frozen=True):
 class Snapshot(RankReply, frozen=True):
     """Answer to TakeSnapshot: ``sizes`` are the bytes of its parts, which the pool fetches (:class:`ReadChunk`) and then releases.
 
-    ``names`` and ``modules`` are in it; ``failed`` has name to reason for what is not. With an ``error`` there is nothing.
+    ``names`` and ``modules`` are in it; ``failed`` has name to reason for the variables that are not. With an ``error`` there is nothing.
     """
 
     sizes: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Snapshot(RankReply, frozen=True):
 
 
 class LoadSnapshot(RankRequest, frozen=True):
-    """Take what another rank knows, which the pool has brought as :class:`WriteChunk` of this transfer: :class:`SnapshotLoaded`.
+    """Bind the variables of another rank, which the pool has brought as :class:`WriteChunk` of this transfer: :class:`SnapshotLoaded`.
 
     The rank binds it when it enters a cell that it joins.
     """

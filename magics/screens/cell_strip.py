@@ -217,7 +217,7 @@ class StripSink(OutputSink):
     def status(self, text: str, *, final: bool) -> None:
         self._strip.stalled = "" if final else text
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._strip.refresh_at_next_tick()
 
     def tick(self, now: float) -> float | None:

@@ -195,8 +195,8 @@ class NotebookScreen:
     def backlog(self) -> int:
         return self._outbox.backlog
 
-    def hurry(self) -> None:
-        self._outbox.hurry()
+    def shorten(self) -> None:
+        self._outbox.shorten()
 
     def _display(
         self, data: dict[str, Any], metadata: dict[str, Any], area: str, *, update: bool = False

@@ -91,7 +91,7 @@ class PacedOutbox:
                 self._publisher.stream(message.name, text)
         return None
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         """Keep little from now on: the user has interrupted the cell."""
         self._hurried = True
         self._blocked_until = float("-inf")  # less is due now

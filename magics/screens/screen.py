@@ -69,7 +69,7 @@ class TerminalScreen:
     def backlog(self) -> int:
         return 0
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         pass
 
     def finish(self) -> None:

@@ -41,7 +41,7 @@ class SlowSink(OutputSink):
     def backlog(self) -> int:
         return self.held
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         raise AssertionError("the user has not interrupted anything")
 
 

@@ -105,7 +105,7 @@ def test_a_printed_line_passes_few_modules(capsys: Any) -> None:
     with passed(modules):
         queue = OutputQueue(post, unsent=CrashRing(area))
         queue.start()
-        queue.sent.expect("c", "[1]")
+        queue.sent.register("c", "[1]")
         queue.begin_cell("c")
         print(LINE, file=RankStream(queue, "stdout", None))
         assert arrived.wait(10)

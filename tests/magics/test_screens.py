@@ -253,7 +253,7 @@ def test_after_an_interrupt_only_the_end_of_a_backlog_is_shown() -> None:
     notebook, recorder, clock = screen()
     lines = [f"{i:<98}\n" for i in range(100_000)]
     notebook.write(Text("stdout", "".join(lines)))
-    notebook.hurry()
+    notebook.shorten()
     clock.now = 1.0
     notebook.tick(clock.now)
     notebook.write(Text("stdout", "last\n"))
@@ -290,7 +290,7 @@ def test_what_is_held_back_is_shown_before_the_user_is_asked() -> None:
     sink.output(1, (Stream("stdout", "only here\n"),))
     sink.tick(clock())
     assert recorder.sent == []
-    sink.settle()
+    sink.flush()
     assert recorder.sent == [("stdout", "[1] only here\n")]
 
 

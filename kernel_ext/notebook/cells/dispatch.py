@@ -153,7 +153,7 @@ class ReceiveWindow:
         known = before or {}
         self._parts = {rank: _Part(known.get(rank, 0), known.get(rank, 0)) for rank in ranks}
 
-    def begin(self, ranks: Iterable[int]) -> None:
+    def add_ranks(self, ranks: Iterable[int]) -> None:
         """Expect parts of these ranks, too. A rank that had the cell before is a new process: its count begins from zero."""
         self._parts.update({rank: _Part() for rank in ranks})
 
@@ -187,7 +187,7 @@ class ReceiveWindow:
         part.ended = True
         return MessageFate.TAKE
 
-    def left(self, rank: int, left: CrashOutput) -> tuple[int, CrashOutput] | None:
+    def take_crash_output(self, rank: int, left: CrashOutput) -> tuple[int, CrashOutput] | None:
         """Take the output that a dead rank has left. Returns the number of bytes missing before it, and its part that had not come.
 
         Returns None if the end of its cell has come. From then on messages still on their way from the rank are repetitions.
@@ -200,17 +200,17 @@ class ReceiveWindow:
         part.received = max(part.received, rest.total)
         return missing, rest
 
-    def died(self, rank: int) -> None:
+    def rank_died(self, rank: int) -> None:
         """Expect nothing more from this rank."""
         part = self._parts.get(rank)
         if part is not None:
             part.ended = True
 
-    def taken(self, rank: int, taken: int) -> None:
+    def acknowledged(self, rank: int, taken: int) -> None:
         """Record that the sink has taken this many bytes of a rank's output."""
         self._parts[rank].taken = taken
 
-    def asking(self, rank: int) -> tuple[int, int] | None:
+    def resend_position(self, rank: int) -> tuple[int, int] | None:
         """Return the bytes received and taken, for the request to send all that follows; None if its part has ended."""
         part = self._parts.get(rank)
         if part is None or part.ended:
@@ -277,7 +277,7 @@ class _DispatchedLink:
     watch: CellProbe
 
     def acknowledge(self, rank: int, taken: int) -> None:
-        self.arrivals.taken(rank, taken)
+        self.arrivals.acknowledged(rank, taken)
         self.dispatcher.post(TO_RANK, encode(Acknowledge(self.cell, taken)), [rank])
 
     def interrupt(self, ranks: tuple[int, ...]) -> None:
@@ -421,7 +421,7 @@ class CellDispatcher:
         run.joined.update(joined)
         run.unknown = elastic is None
         if elastic is not None:
-            run.handle.feed(TakenOver(leaving))
+            run.handle.post(TakenOver(leaving))
         self._tell_dead(run)
         return run.handle
 
@@ -438,7 +438,7 @@ class CellDispatcher:
         sink: OutputSink,
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
-        watch = self.stack_probe.watch(lambda event: handle.feed(event))
+        watch = self.stack_probe.watch(lambda event: handle.post(event))
         link = _DispatchedLink(self, cell, arrivals, watch)
         handle = CellHandle(
             CellState(
@@ -490,7 +490,7 @@ class CellDispatcher:
                 # finish() removes the cell under the same lock, so newcomers learn of its end after this.
                 self._newcomers.join(cell, ranks)
                 with run.lock:
-                    run.arrivals.begin(ranks)
+                    run.arrivals.add_ranks(ranks)
                     run.handle.join(ranks)
                 run.joined.update(ranks)
             self._send_to(run, ranks)
@@ -502,13 +502,13 @@ class CellDispatcher:
         with self._lock:
             handles = [run.handle for run in self._runs.values() if run.elastic is not None]
         for handle in handles:
-            handle.feed(RanksReleased(ranks))
+            handle.post(RanksReleased(ranks))
 
     def _tell_dead(self, run: _DispatchedCell, ranks: Sequence[int] | None = None) -> None:
         for rank in run.handle.ranks if ranks is None else ranks:
             if reason := self._ranks.loss_reason(rank):  # it died after the caller had chosen it
-                run.arrivals.died(rank)
-                run.handle.feed(RankDied(rank, reason, time.monotonic_ns()))
+                run.arrivals.rank_died(rank)
+                run.handle.post(RankDied(rank, reason, time.monotonic_ns()))
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt the cells of these ranks; if the coordinator is lost, as soon as there is another. Any thread."""
@@ -522,7 +522,7 @@ class CellDispatcher:
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
         for handle in handles:
-            handle.feed(PoolReleased())
+            handle.post(PoolReleased())
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
         """Send mail of a kind that :meth:`resync` sends again: it can be lost with a coordinator. Any thread."""
@@ -536,7 +536,7 @@ class CellDispatcher:
                 return
             # Under the lock: a run that is taken out of these has the line by then, and gives back the lines that it has not shown.
             for run in self._runs.values():
-                run.handle.feed(PoolNews(text))
+                run.handle.post(PoolNews(text))
             if not self._runs:
                 self._notices.append(text)
 
@@ -574,8 +574,8 @@ class CellDispatcher:
         for run in runs:
             if rank in run.handle.ranks:
                 with run.lock:
-                    run.arrivals.died(rank)
-                    run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
+                    run.arrivals.rank_died(rank)
+                    run.handle.post(RankDied(rank, reason, when, tail, detail, left))
         self.requests.rank_died(rank)
 
     def deliver_crash_output(self, rank: int, left: CrashOutput) -> bool:
@@ -588,16 +588,16 @@ class CellDispatcher:
         if run is None or rank not in run.handle.ranks:
             return False
         with run.lock:
-            found = run.arrivals.left(rank, left)
+            found = run.arrivals.take_crash_output(rank, left)
             if found is None:
                 return False
             missing, rest = found
             missing += sum(size for chunk, size in zip(rest.chunks, rest.sizes, strict=True) if chunk is None)
             if missing:
-                run.handle.feed(PoolNews(f"{missing} bytes of what rank {rank} wrote were lost with it"))
+                run.handle.post(PoolNews(f"{missing} bytes of what rank {rank} wrote were lost with it"))
             chunks = (*(chunk for chunk in rest.chunks if chunk is not None), *rest.rest)
             if chunks:
-                run.handle.feed(OutputArrived(rank, chunks, rest.total))
+                run.handle.post(OutputArrived(rank, chunks, rest.total))
         return True
 
     def _stalled(self, stall: Stall) -> None:
@@ -605,7 +605,7 @@ class CellDispatcher:
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
         for handle in handles:
-            handle.feed(CollectiveStalled(stall))
+            handle.post(CollectiveStalled(stall))
 
     # -- another coordinator --------------------------------------------------------------------------------------
 
@@ -686,7 +686,7 @@ class CellDispatcher:
             cells = [
                 (cell, *found)
                 for cell, run in self._runs.items()
-                if (found := run.arrivals.asking(rank)) is not None
+                if (found := run.arrivals.resend_position(rank)) is not None
             ]
         self._client.post(TO_RANK, encode(ResendFrom(tuple(cells))), [rank])
 
@@ -778,13 +778,13 @@ class CellDispatcher:
     def _take_withdrawn(self, rank: int, withdrawn: PromptWithdrawn) -> None:
         run = self._runs.get(withdrawn.cell)
         if run is not None:
-            run.handle.feed(PromptCancelled(rank, withdrawn.number))
+            run.handle.post(PromptCancelled(rank, withdrawn.number))
 
     @_mail.handles(PromptRequest)
     def _take_prompt(self, rank: int, request: PromptRequest) -> None:
         run = self._runs.get(request.cell)
         if run is not None:
-            run.handle.feed(PromptAsked(rank, request))
+            run.handle.post(PromptAsked(rank, request))
         else:
             self.reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
 
@@ -804,7 +804,7 @@ class CellDispatcher:
                 if isinstance(payload, CellDone):
                     # The interrupt was for this cell: `_interrupt_again` must not hit the next one.
                     self._interrupted.pop(rank, None)
-                run.handle.feed(event)
+                run.handle.post(event)
         if verdict is MessageFate.ASK:
             with contextlib.suppress(CoordinatorLostError):
                 self._ask_again(rank)

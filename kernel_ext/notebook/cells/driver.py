@@ -124,7 +124,7 @@ class CellHandle:
         """Return whether the run is over and all its output was written."""
         return self._ended.is_set()
 
-    def feed(self, event: Event) -> None:
+    def post(self, event: Event) -> None:
         """Report an event. Any thread, also a signal handler; never blocks."""
         self._events.put(event)
         # Behind the event: the main thread, which this wakes from its question, finds it in the queue.
@@ -137,11 +137,11 @@ class CellHandle:
     def join(self, ranks: tuple[int, ...]) -> None:
         """Expect these ranks, which are about to get the cell as well. Any thread; the cell must be elastic."""
         self.ranks = tuple(sorted({*self.ranks, *ranks}))
-        self.feed(RanksJoined(ranks))
+        self.post(RanksJoined(ranks))
 
     def interrupt(self) -> None:
         """Ask the ranks to stop. Any thread; the second call soon gives up those that don't answer."""
-        self.feed(InterruptRequested())
+        self.post(InterruptRequested())
 
     def wait(self, timeout: float | None = None) -> CellResults:
         """Wait for the end, driving the run if no other thread does.
@@ -249,7 +249,7 @@ class CellHandle:
                 self._desk.rank_gone(rank)
             case InterruptRequested():
                 self._desk.interrupted()
-                self._sink.hurry()
+                self._sink.shorten()
         if (asking := self._desk.ranks) != self._at_prompts:
             self._at_prompts = asking
             self._take(AtPrompts(asking), now)
@@ -258,14 +258,14 @@ class CellHandle:
 
     def _ask_user(self, question: Question) -> None:
         """Let the user answer a rank, on this thread; if output can be shown beside the prompt, another drives the run."""
-        self._sink.settle()
+        self._sink.flush()
         if self._desk.shows_beside:
             self._sink.status(visible_lines(self._desk.status()), final=False)
         self._tick(time.monotonic())
         try:
             reply = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
         except KeyboardInterrupt:
-            self.feed(self._on_signal)
+            self.post(self._on_signal)
             reply = ""
         if reply:
             self._sink.note(visible_lines(reply))
@@ -325,7 +325,7 @@ class CellHandle:
             return
 
         def on_sigint(signum: int, frame: FrameType | None) -> None:
-            self.feed(self._on_signal)
+            self.post(self._on_signal)
 
         previous = signal.signal(signal.SIGINT, on_sigint)
         try:

@@ -49,7 +49,7 @@ class OutputSink:
         """The exception that kept output from being shown, for a sink that goes on after one; None if there is none."""
         return None
 
-    def kept(self, transcript: KeptOutput) -> None:
+    def set_transcript(self, transcript: KeptOutput) -> None:
         """Remember where the output is kept. Called before anything else."""
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
@@ -77,10 +77,10 @@ class OutputSink:
             self.note(text, warning=True)
         self._waiting_noted = not final
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Show all that was written before, since a rank is about to ask the user something."""
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         """Shorten the output that is held back, since the user has interrupted the run."""
 
     def tick(self, now: float) -> float | None:

@@ -15,7 +15,7 @@ _HELD = 4 << 20
 
 
 def write_text(transcript: Transcript, path: Path, ranks: Sequence[int], *, merge: bool = True) -> int:
-    """Write what these ranks wrote, labelled as in a notebook; of displays their text form. Returns the bytes.
+    """Write the output of these ranks, labelled as in a notebook, and of displays their text form. Return the bytes.
 
     Raises:
         OSError: The file can't be written.

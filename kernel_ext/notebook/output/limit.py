@@ -48,9 +48,9 @@ class _Rank:
 
 
 class LimitedSink(OutputSink):
-    """Sink that passes on what each rank may show.
+    """Sink that passes on the beginning and the end of each rank's output.
 
-    Lines that carriage returns rewrite count once, and what ``clear_output`` removes counts no longer, so that bars
+    Lines that carriage returns rewrite count once, and output that ``clear_output`` removes counts no longer, so that bars
     and plots that are redrawn go on for ever.
 
     Args:
@@ -70,7 +70,7 @@ class LimitedSink(OutputSink):
         self._explained = False
         self._transcript: KeptOutput | None = None
 
-    def kept(self, transcript: KeptOutput) -> None:
+    def set_transcript(self, transcript: KeptOutput) -> None:
         self._transcript = transcript
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
@@ -104,11 +104,11 @@ class LimitedSink(OutputSink):
     def status(self, text: str, *, final: bool) -> None:
         self._inner.status(text, final=final)
 
-    def settle(self) -> None:
-        self._inner.settle()
+    def flush(self) -> None:
+        self._inner.flush()
 
-    def hurry(self) -> None:
-        self._inner.hurry()
+    def shorten(self) -> None:
+        self._inner.shorten()
 
     def backlog(self) -> int:
         return self._inner.backlog()

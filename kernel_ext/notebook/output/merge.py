@@ -375,7 +375,7 @@ Key = Hashable
 
 
 class RankQueue:
-    """A queue that knows what it contains and since when.
+    """Queue that knows its contents and since when they wait.
 
     Args:
         rank: The rank that wrote the lines.
@@ -477,7 +477,7 @@ class _Rich:
 
 
 class LineMerger:
-    """Merges what several ranks write.
+    """Merger of the output of several ranks.
 
     Args:
         ranks: All ranks that take part.
@@ -505,7 +505,7 @@ class LineMerger:
     # -- input --------------------------------------------------------------------------------------------------------
 
     def feed(self, rank: int, chunks: Iterable[Chunk], now: float) -> None:
-        """Take what a rank wrote."""
+        """Add output of a rank."""
         for chunk in chunks:
             if self._plain:
                 self._pass_on(rank, chunk, now)
@@ -555,7 +555,7 @@ class LineMerger:
             self._emit((rank,), keys)
 
     def _pass_on(self, rank: int, chunk: Chunk, now: float) -> None:
-        """Pass on what the only rank wrote, until it has nested bars: frontends do not follow the cursor to them."""
+        """Pass on the output of the only rank, until it has nested bars: frontends do not follow the cursor to them."""
         if not isinstance(chunk, Stream):
             self._emit((rank,), [_Rich(chunk)])
             return
@@ -710,7 +710,7 @@ class Screen(Protocol):
         """Return the number of characters that are held back."""
         ...
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         """Shorten the output that is held back: the user has interrupted the cell."""
 
     def finish(self) -> None:
@@ -762,14 +762,14 @@ class MergingSink(OutputSink):
         limits = [t for t in (self._merger.deadline, self._screen.tick(now)) if t is not None]
         return min(limits, default=None)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._show(self._merger.take_all(self._clock()))
 
     def backlog(self) -> int:
         return self._screen.backlog()
 
-    def hurry(self) -> None:
-        self._screen.hurry()
+    def shorten(self) -> None:
+        self._screen.shorten()
 
     def _show(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:

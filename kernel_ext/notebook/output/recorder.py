@@ -18,7 +18,7 @@ from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
 
 class ShowLate(Protocol):
-    """Shows what ranks write after the end of a cell."""
+    """View of the output of ranks after the end of a cell."""
 
     def __call__(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
         """Have it shown, and then call ``shown``: the rank waits for that before it sends much more. Any thread; does not block."""
@@ -61,8 +61,8 @@ class GuardedSink(OutputSink):
         """The first exception that the inner sink raised; None if it raised none."""
         return self._failure
 
-    def kept(self, transcript: KeptOutput) -> None:
-        self._guard(lambda: self._sink.kept(transcript))
+    def set_transcript(self, transcript: KeptOutput) -> None:
+        self._guard(lambda: self._sink.set_transcript(transcript))
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         self._guard(lambda: self._sink.output(rank, chunks))
@@ -79,11 +79,11 @@ class GuardedSink(OutputSink):
     def status(self, text: str, *, final: bool) -> None:
         self._guard(lambda: self._sink.status(text, final=final))
 
-    def settle(self) -> None:
-        self._guard(self._sink.settle)
+    def flush(self) -> None:
+        self._guard(self._sink.flush)
 
-    def hurry(self) -> None:
-        self._guard(self._sink.hurry)
+    def shorten(self) -> None:
+        self._guard(self._sink.shorten)
 
     def tick(self, now: float) -> float | None:
         return self._guard(lambda: self._sink.tick(now))
@@ -121,7 +121,7 @@ class CellRecorder(OutputSink):
         self._wake: Callable[[], None] | None = None
         self._late: ShowLate | None = None
         for sink in each_sink(sinks):
-            sink.kept(transcript)
+            sink.set_transcript(transcript)
 
     @property
     def failure(self) -> Exception | None:
@@ -129,11 +129,11 @@ class CellRecorder(OutputSink):
         return self._failure or next((sink.failure for sink in self._own if sink.failure is not None), None)
 
     def driven(self, wake: Callable[[], None]) -> None:
-        """Set what :meth:`attach` calls to have the driver of the run call :meth:`tick` soon."""
+        """Set the callback by which :meth:`attach` has the driver of the run call :meth:`tick` soon."""
         self._wake = wake
 
     def show_late(self, show: ShowLate | None) -> None:
-        """Give what ranks write after the end of their cell to ``show``."""
+        """Give output of ranks after the end of their cell to ``show``."""
         self._late = show
 
     def late(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ class CellRecorder(OutputSink):
 
         Args:
             rank: The rank.
-            chunks: What it wrote.
+            chunks: The output.
             shown: Called once it is shown, or recorded if it is not to be shown.
         """
         if rank in self.transcript.ranks:
@@ -153,13 +153,13 @@ class CellRecorder(OutputSink):
         shown()
 
     def attach(self, sinks: Sinks, ranks: Sequence[int]) -> None:
-        """Show what these ranks have written, and what they write from now on, on further sinks as well.
+        """Show the output of these ranks so far, and all that follows, on further sinks as well.
 
         Any thread. Once the cell has ended, the sinks get all and no ending.
         """
         with self.transcript.lock:
             for sink in each_sink(sinks):
-                sink.kept(self.transcript)
+                sink.set_transcript(self.transcript)
                 self.transcript.replay(sink, ranks)
                 if self.transcript.running:
                     self._attached = (*self._attached, (GuardedSink(sink), frozenset(ranks)))
@@ -203,16 +203,16 @@ class CellRecorder(OutputSink):
         times = [sink.tick(now) for sink in self._all()]
         return min((at for at in times if at is not None), default=None)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         for sink in self._all():
-            sink.settle()
+            sink.flush()
 
     def backlog(self) -> int:
         return max((sink.backlog() for sink in self._all()), default=0)
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         for sink in self._all():
-            sink.hurry()
+            sink.shorten()
 
     def finished(self, results: CellResults) -> None:
         with self.transcript.lock:
@@ -287,7 +287,7 @@ class TranscriptStore:
         return None
 
     def late(self, rank: int, cell: str, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
-        """A rank wrote this after the end of a cell; see :meth:`CellRecorder.late`. What a forgotten cell writes is dropped. Any thread."""
+        """A rank wrote this after the end of a cell; see :meth:`CellRecorder.late`. Output of a forgotten cell is dropped. Any thread."""
         with self._lock:
             recorder = self._recorders.get(cell)
         if recorder is None:

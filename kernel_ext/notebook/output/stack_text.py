@@ -91,8 +91,8 @@ class RankLocations:
     """Where ranks are: their Python stacks, equal ones together, and the collectives they are in.
 
     Attributes:
-        stacks: Rank to what it answered.
-        silent: Rank to what a look at its process showed, for ranks that did not answer.
+        stacks: Rank to its answer.
+        silent: Rank to the description of its process, for ranks that did not answer.
     """
 
     def __init__(self, stacks: Mapping[int, Stack], silent: Mapping[int, str] | None = None) -> None:

@@ -64,7 +64,7 @@ class Transcript:
         total: Bytes that came.
         lost: Bytes that were not kept, and ``why``.
         ended: Ranks whose part has ended.
-        ending: What the cell left at its end; None while it runs.
+        ending: The report or the values at the cell's end; None while it runs.
         lock: Held while something is added or replayed.
     """
 
@@ -120,14 +120,14 @@ class Transcript:
             self.ended.add(rank)
 
     def finish(self, ending: Ending) -> None:
-        """The cell is over; what its files lack is written."""
+        """Store the cell's ending, and complete its files."""
         with self.lock:
             self.ending = ending
             if self._spool.size and not self.why:
                 self._write()
 
     def flush(self) -> None:
-        """Write what the files lack, if there are files."""
+        """Complete the files, if there are any."""
         with self.lock:
             if self._spool.size and not self.why:
                 self._write()
@@ -208,7 +208,7 @@ class Transcript:
         yield from self._recent
 
     def replay(self, sink: OutputSink, ranks: Sequence[int] | None = None) -> None:
-        """Give a sink what was kept of these ranks (by default all) and of no others, as if they wrote it now.
+        """Give a sink the kept output of these ranks (by default all) and of no others, as if they wrote it now.
 
         Raises:
             OSError: The files can't be read.
@@ -265,7 +265,7 @@ class Spool:
         self.size = 0
 
     def text_file(self, rank: int) -> Path:
-        """The file with what a rank wrote; there is none if it wrote nothing."""
+        """Return the file with a rank's output; there is none if it wrote nothing."""
         return self.directory / f"rank-{rank}.txt"
 
     def append(self, entries: Sequence[Entry]) -> None:

@@ -112,7 +112,7 @@ def in_output(content: str) -> str:
 
 
 def label_html(ranks: Sequence[int]) -> str:
-    """Return the small dim line above what a rank shows."""
+    """Return the small dim line above a rank's display."""
     return _LABEL.format(format_ranks(ranks))
 
 
@@ -130,6 +130,6 @@ def _block(data: Mapping[str, Any]) -> str:
 
 
 def _picture(kind: str, content: str | bytes) -> str:
-    """Return an element for bytes, or for what is in base64 already."""
+    """Return an element for bytes, or for a text in base64."""
     encoded = base64.b64encode(content).decode() if isinstance(content, bytes) else content.replace("\n", "")
     return f'<img src="data:{kind};base64,{html.escape(encoded)}">'

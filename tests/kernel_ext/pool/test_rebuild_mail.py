@@ -32,7 +32,7 @@ class Link:
         self.done: CellDone | None = None
         self.written = ""
         self._sent_done = False
-        assert self.sent.expect(CELL)
+        assert self.sent.register(CELL)
 
     def _post(self, topic: str, body: bytes) -> None:
         assert topic == TO_POOL
@@ -65,19 +65,19 @@ class Link:
                 self.ask()
 
     def ask(self) -> None:
-        found = self.arrivals.asking(0)
+        found = self.arrivals.resend_position(0)
         self.to_rank.append((CELL, *found) if found else ("", 0, 0))
 
     def take(self) -> None:
         """Send the pool's acknowledgement of the mail that it has."""
-        self.arrivals.taken(0, len(self.text))
-        self.sent.taken(CELL, len(self.text))
+        self.arrivals.acknowledged(0, len(self.text))
+        self.sent.acknowledge(CELL, len(self.text))
 
     def hear(self) -> None:
         """Deliver the pool's requests to the rank."""
         while self.to_rank:
             cell, received, taken = self.to_rank.popleft()
-            self.sent.resync([(cell, received, taken)] if cell else [])
+            self.sent.resend([(cell, received, taken)] if cell else [])
 
     def lose(self, back: int, forth: bool) -> None:
         """Lose the last messages with the coordinator, and those written until the pool is back."""
@@ -168,25 +168,25 @@ def test_what_was_taken_or_settled_is_not_kept() -> None:
         link.write(1000)
         link.deliver(1)
         link.take()
-    link.sent.resync([(CELL, 0, 0)])
+    link.sent.resend([(CELL, 0, 0)])
     (gap,) = link.to_pool  # one sentence instead of the output that the pool has received
     assert len(gap) < 200
     link.deliver(1)
     assert link.text == link.written
     link.finish()
     link.to_pool.clear()
-    link.sent.settled(CELL)
-    link.sent.resync([(CELL, 0, 0)])
+    link.sent.discard_cell(CELL)
+    link.sent.resend([(CELL, 0, 0)])
     assert not link.to_pool
 
 
 def test_a_cell_that_comes_twice_is_known_until_nobody_wants_it() -> None:
     link = Link()
-    assert not link.sent.expect(CELL)
+    assert not link.sent.register(CELL)
     link.finish()
-    assert not link.sent.expect(CELL)
-    link.sent.resync([])
-    assert link.sent.expect(CELL)
+    assert not link.sent.register(CELL)
+    link.sent.resend([])
+    assert link.sent.register(CELL)
 
 
 def test_a_question_is_asked_again_of_those_who_have_not_answered() -> None:

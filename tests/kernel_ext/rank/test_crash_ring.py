@@ -53,10 +53,10 @@ def test_streams_and_displays_stay_in_order(area: int) -> None:
     unsent.write("stdout", "a")
     unsent.write("stdout", "b\n")
     unsent.write("stderr", "grün\n")
-    unsent.show(shown, 20)
-    unsent.show(Clear(True), 16)
+    unsent.append_display(shown, 20)
+    unsent.append_display(Clear(True), 16)
     unsent.write("stdout", "z")
-    unsent.show(Display({"image/png": "x"}, {}), LARGEST_DISPLAY + 1)
+    unsent.append_display(Display({"image/png": "x"}, {}), LARGEST_DISPLAY + 1)
     left = read(area)
     assert left is not None
     assert (left.cell, left.before) == ("c7", 0)
@@ -76,7 +76,7 @@ def test_only_what_was_not_taken_is_found(area: int) -> None:
     unsent.begin("c", 1 << 20)
     unsent.write("stdout", "taken")
     unsent.write("stdout", "not")
-    unsent.taken(5)
+    unsent.acknowledge(5)
     assert read(area) == CrashOutput("c", 5, (Stream("stdout", "not"),), (3,))
     unsent.begin("d", 1 << 20)
     assert read(area) == CrashOutput("d")
@@ -87,7 +87,7 @@ def test_the_count_follows_the_one_that_messages_have(area: int) -> None:
     unsent = CrashRing(area)
     unsent.begin("c", 1 << 20)
     unsent.write("stdout", "written but never queued")
-    unsent.reach(10)
+    unsent.set_total(10)
     unsent.write("stdout", "next")
     left = read(area)
     assert left is not None
@@ -135,7 +135,7 @@ def test_whatever_a_crash_has_left_there_is_no_second_one(body: bytes, header: b
     try:
         unsent = CrashRing(area)
         unsent.begin("c", 1 << 20)
-        unsent.show(Clear(), 16)
+        unsent.append_display(Clear(), 16)
         unsent.write("stdout", "x" * 300)
         os.pwrite(area, body, HEADER)
         read(area)
@@ -162,19 +162,19 @@ def test_what_was_taken_out_of_a_pipe_is_found_until_it_is_written(area: int) ->
     unsent.begin("c", 1 << 20)
     reader, writer = os.pipe2(os.O_NONBLOCK)
     with pytest.raises(BlockingIOError):
-        unsent.land("stderr", reader, 100)
+        unsent.splice_in("stderr", reader, 100)
     raw = "grün".encode()
     os.write(writer, raw[:3])
-    assert unsent.land("stderr", reader, 100) == raw[:3]
+    assert unsent.splice_in("stderr", reader, 100) == raw[:3]
     assert unread(area) == {"stdout": b"", "stderr": raw[:3]}
-    unsent.write_landed("stderr", "gr", 3, raw[2:3])
+    unsent.append_spliced("stderr", "gr", 3, raw[2:3])
     assert unread(area) == {"stdout": b"", "stderr": raw[2:3]}
     assert read(area) == CrashOutput("c", 0, (Stream("stderr", "gr"),), (2,))
     unsent.write("stdout", "printed")
     os.write(writer, raw[3:])
-    assert unsent.land("stderr", reader, 100) == raw[3:]
+    assert unsent.splice_in("stderr", reader, 100) == raw[3:]
     assert unread(area) == {"stdout": b"", "stderr": raw[2:]}
-    unsent.write_landed("stderr", "ün", 2, b"")
+    unsent.append_spliced("stderr", "ün", 2, b"")
     assert unread(area) == {"stdout": b"", "stderr": b""}
     assert text_of(read(area)) == "grprintedün"
     os.close(reader)
@@ -186,13 +186,13 @@ def test_what_an_interrupt_left_landed_is_taken_next(area: int) -> None:
     unsent.begin("c", 1 << 20)
     reader, writer = os.pipe2(os.O_NONBLOCK)
     os.write(writer, b"first")
-    assert unsent.land("stdout", reader, 100) == b"first"
+    assert unsent.splice_in("stdout", reader, 100) == b"first"
     os.write(writer, b"second")
     with pytest.raises(BlockingIOError):
-        unsent.land("stderr", reader, 100)
-    assert unsent.land("stdout", reader, 100) == b"first"
-    unsent.write_landed("stdout", "first", 5, b"")
-    assert unsent.land("stdout", reader, 3) == b"sec"
+        unsent.splice_in("stderr", reader, 100)
+    assert unsent.splice_in("stdout", reader, 100) == b"first"
+    unsent.append_spliced("stdout", "first", 5, b"")
+    assert unsent.splice_in("stdout", reader, 3) == b"sec"
     assert unread(area)["stdout"] == b"sec"
     os.close(reader)
     os.close(writer)

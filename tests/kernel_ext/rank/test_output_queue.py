@@ -348,20 +348,20 @@ def test_late_output_on_its_way_leaves_no_room_for_more() -> None:
 
 
 def test_late_credit_that_was_for_a_former_process_is_ignored(capture: OutputQueue) -> None:
-    capture.credit_late(1 << 40)
+    capture.acknowledge_late(1 << 40)
     assert capture._late_taken == 0
 
 
 def test_credit_of_an_older_cell_is_ignored(capture: OutputQueue) -> None:
     capture.begin_cell("new")
-    capture.credit("old", 1 << 40)
+    capture.acknowledge("old", 1 << 40)
     assert capture._taken == 0
 
 
 def test_the_end_of_the_rank_frees_writers(sent: Sent) -> None:
     capture = OutputQueue(sent)
     capture.start()
-    capture.sent.expect("cell")
+    capture.sent.register("cell")
     capture.begin_cell("cell")
     writer = threading.Thread(target=lambda: [capture.write("stdout", "x" * PIECE) for _ in range(100)])
     writer.start()
@@ -406,7 +406,7 @@ def test_an_interrupt_anywhere_in_writing_leaves_no_gap(
             for _ in range(3):
                 capture.write("stdout", "abc")
 
-    capture.sent.expect("cell")
+    capture.sent.register("cell")
     capture.begin_cell("cell")
     writer = threading.Thread(target=interrupted)
     writer.start()

@@ -173,34 +173,34 @@ def test_the_order_of_an_elastic_cell_is_kept_for_the_next_process(rank: Rank) -
 
 def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
     sent = OutputLog(lambda topic, body: None)
-    sent.expect("a", "[1]")
+    sent.register("a", "[1]")
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)
-    assert sent.held() == (RetainedCell("a", "[1]", 2 * UNATTENDED, 2 * UNATTENDED, True),)
+    assert sent.retained_cells() == (RetainedCell("a", "[1]", 2 * UNATTENDED, 2 * UNATTENDED, True),)
     sent.output("a", [], UNATTENDED, unattended=True)
-    assert sent.held()[0].before == 2 * UNATTENDED
-    sent.release()
+    assert sent.retained_cells()[0].before == 2 * UNATTENDED
+    sent.allow_trimming()
     sent.output("a", [], UNATTENDED, unattended=True)
-    assert sent.held()[0].before == 4 * UNATTENDED
-    sent.taken("a", 5 * UNATTENDED)
+    assert sent.retained_cells()[0].before == 4 * UNATTENDED
+    sent.acknowledge("a", 5 * UNATTENDED)
     sent.done(CellDone("a", None, 0.0))
-    assert sent.held() == (RetainedCell("a", "[1]", 5 * UNATTENDED, 4 * UNATTENDED, False),)
+    assert sent.retained_cells() == (RetainedCell("a", "[1]", 5 * UNATTENDED, 4 * UNATTENDED, False),)
 
 
 def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
     """SetOwner, question and a second SetOwner come before the sending thread has checked the owners."""
     capture = OutputQueue(lambda topic, body: None)
-    capture.sent.expect("a", "[1]")
-    capture.owned(*me())
+    capture.sent.register("a", "[1]")
+    capture.set_owner(*me())
     for _ in range(2):
         capture.sent.output("a", [], UNATTENDED, unattended=True)
-    (held,) = capture.sent.held()
-    capture.owned(*me())
+    (held,) = capture.sent.retained_cells()
+    capture.set_owner(*me())
     capture.sent.output("a", [], UNATTENDED, unattended=True)
-    assert capture.sent.held() == (held,)
-    capture.owned(0, 0)
+    assert capture.sent.retained_cells() == (held,)
+    capture.set_owner(0, 0)
     capture.sent.output("a", [], UNATTENDED, unattended=True)
-    assert capture.sent.held()[0].before == 3 * UNATTENDED
+    assert capture.sent.retained_cells()[0].before == 3 * UNATTENDED
     capture.start()
     capture.close()
 
@@ -208,13 +208,13 @@ def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
 def test_a_gap_is_told_instead_of_what_is_missing() -> None:
     posted: list[Payload] = []
     sent = OutputLog(lambda topic, body: posted.append(decode_to_pool(body)))
-    sent.expect("a", "[1]")
+    sent.register("a", "[1]")
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)
     sent.done(CellDone("a", None, 0.0))
     arrivals = ReceiveWindow([0], {0: 5})
     posted.clear()
-    sent.resync([("a", 5, 5)])
+    sent.resend([("a", 5, 5)])
     *outputs, done = posted
     assert [arrivals.output(0, output) for output in outputs] == [MessageFate.TAKE] * 2
     assert f"{2 * UNATTENDED - 5} bytes" in text_of(outputs[0])
@@ -225,13 +225,13 @@ def test_the_end_of_one_does_nothing_once_another_is_named() -> None:
     attendance = OwnerWatch()
     ends: list[str] = []
     with selectors.DefaultSelector() as selector:
-        attendance.name(*me())
+        attendance.set_owner(*me())
         attendance.update(selector)
-        attendance.name(*me())
-        attendance.has_ended(selector, lambda: ends.append("the first"))
+        attendance.set_owner(*me())
+        attendance.on_exit(selector, lambda: ends.append("the first"))
         assert not attendance.absent
         attendance.update(selector)
-        attendance.has_ended(selector, lambda: ends.append("the second"))
+        attendance.on_exit(selector, lambda: ends.append("the second"))
         assert attendance.absent
     assert ends == ["the second"]
 
@@ -239,11 +239,11 @@ def test_the_end_of_one_does_nothing_once_another_is_named() -> None:
 def test_a_process_of_another_host_counts_as_there_until_the_rank_learns_otherwise() -> None:
     attendance = OwnerWatch()
     with selectors.DefaultSelector() as selector:
-        attendance.name(1, 1, near=False)  # here this is another process, or none
+        attendance.set_owner(1, 1, near=False)  # here this is another process, or none
         attendance.update(selector)
         assert not attendance.absent
         assert not selector.get_map()
-        attendance.name(0, 0)
+        attendance.set_owner(0, 0)
         attendance.update(selector)
         assert attendance.absent
 

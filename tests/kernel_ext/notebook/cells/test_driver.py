@@ -56,8 +56,8 @@ class Sink(OutputSink):
     def backlog(self) -> int:
         return self.held
 
-    def hurry(self) -> None:
-        self.calls.append(("hurry",))
+    def shorten(self) -> None:
+        self.calls.append(("shorten",))
 
     def finished(self, results: CellResults) -> None:
         self.calls.append(("finished",))
@@ -91,9 +91,9 @@ class Run:
         self.sink.calls.append(("closed",))
         self.untold = self.handle.take_undelivered_notices()
 
-    def feed(self, *events: Event) -> None:
+    def post(self, *events: Event) -> None:
         for event in events:
-            self.handle.feed(event)
+            self.handle.post(event)
 
 
 def done(rank: int, error: CellError | None = None) -> DoneArrived:
@@ -106,7 +106,7 @@ def wrote(rank: int, total: int) -> OutputArrived:
 
 def test_the_waiting_thread_writes_the_output() -> None:
     run = Run()
-    run.feed(wrote(0, 10), done(0), done(1))
+    run.post(wrote(0, 10), done(0), done(1))
     assert run.handle.wait().ok
     assert run.sink.thread is threading.current_thread()
     assert run.sink.calls == [("output", 0), ("done", 0), ("done", 1), ("finished",), ("closed",)]
@@ -116,7 +116,7 @@ def test_the_waiting_thread_writes_the_output() -> None:
 def test_in_the_background_another_thread_does() -> None:
     run = Run()
     run.handle.drive_in_background()
-    run.feed(wrote(0, 10), done(0), done(1))
+    run.post(wrote(0, 10), done(0), done(1))
     assert run.handle.wait(PATIENCE).ok
     assert run.sink.thread is not threading.current_thread()
 
@@ -136,23 +136,23 @@ def test_a_sink_shows_what_is_due_though_no_rank_says_anything() -> None:
     with patch.object(run.sink, "tick", ticked):
         run.handle.drive_in_background()
         assert shown.wait(PATIENCE)
-        run.feed(done(0), done(1))
+        run.post(done(0), done(1))
         assert run.handle.wait(PATIENCE).ok
 
 
 def test_a_wait_that_is_too_short_can_be_repeated() -> None:
     run = Run()
-    run.feed(done(0))
+    run.post(done(0))
     with pytest.raises(TimeoutError, match="still runs after"):
         run.handle.wait(0.05)
-    run.feed(done(1))
+    run.post(done(1))
     assert run.handle.wait().ok
     assert run.handle.wait().ok
 
 
 def test_the_time_limit_needs_no_event() -> None:
     run = Run(timeout=0.05)
-    answer = threading.Thread(target=lambda: (run.interrupted.wait(PATIENCE), run.feed(done(0), done(1))))
+    answer = threading.Thread(target=lambda: (run.interrupted.wait(PATIENCE), run.post(done(0), done(1))))
     answer.start()
     results = run.handle.wait()
     answer.join()
@@ -162,12 +162,12 @@ def test_the_time_limit_needs_no_event() -> None:
 def test_credit_waits_until_the_sink_has_written() -> None:
     run = Run()
     run.sink.held = BACKLOG + 1
-    run.feed(wrote(0, 2 << 20))
+    run.post(wrote(0, 2 << 20))
     with pytest.raises(TimeoutError):
         run.handle.wait(0.001)
     assert run.credits == []
     run.sink.due = time.monotonic()
-    run.feed(done(0), done(1))
+    run.post(done(0), done(1))
     run.handle.wait()
     assert run.credits == [(0, 2 << 20)]
     assert run.sink.calls.index(("due",)) < run.sink.calls.index(("finished",))
@@ -184,7 +184,7 @@ def test_a_sink_that_fails_does_not_keep_the_run_from_its_end(call: str, backgro
     setattr(run.sink, call, fail)
     if background:
         run.handle.drive_in_background()
-    run.feed(wrote(0, 2 << 20), done(0), done(1))
+    run.post(wrote(0, 2 << 20), done(0), done(1))
     with pytest.raises(RuntimeError, match="disk is full"):
         run.handle.wait(PATIENCE)
     assert run.handle.results is not None
@@ -198,9 +198,9 @@ def test_an_interrupt_from_any_thread_reaches_the_ranks_and_the_sink() -> None:
     run.handle.drive_in_background()
     run.handle.interrupt()
     assert run.interrupted.wait(PATIENCE)
-    run.feed(done(0), done(1))
+    run.post(done(0), done(1))
     assert run.handle.wait(PATIENCE).interrupted
-    assert ("hurry",) in run.sink.calls
+    assert ("shorten",) in run.sink.calls
 
 
 @pytest.mark.parametrize("held_back", [False, True])
@@ -210,7 +210,7 @@ def test_a_line_behind_the_end_of_the_run_is_not_lost(held_back: bool) -> None:
     run = Run()
     if held_back:
         run.sink.due = time.monotonic() + 0.05
-    run.feed(PoolNews("in time"), done(0), done(1), PoolNews("too late"))
+    run.post(PoolNews("in time"), done(0), done(1), PoolNews("too late"))
     assert run.handle.wait().ok
     notes = [call[1] for call in run.sink.calls if call[0] == "note"]
     assert (notes, run.untold) == (["in time"], ["too late"])
@@ -225,7 +225,7 @@ def test_who_waits_longer_drives_on() -> None:
 
     short = threading.Thread(target=give_up)
     short.start()
-    timer = threading.Timer(0.2, run.feed, (done(0), done(1)))
+    timer = threading.Timer(0.2, run.post, (done(0), done(1)))
     timer.start()
     assert run.handle.wait(PATIENCE).ok
     short.join()
@@ -238,7 +238,7 @@ def test_two_threads_may_wait() -> None:
     threads = [threading.Thread(target=lambda: found.append(run.handle.wait(PATIENCE))) for _ in range(2)]
     for thread in threads:
         thread.start()
-    run.feed(done(0), done(1))
+    run.post(done(0), done(1))
     for thread in threads:
         thread.join()
     assert len(found) == 2
@@ -280,7 +280,7 @@ class InterruptingUser:
 def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
     class Obeying(Run):
         def interrupt(self, ranks: tuple[int, ...]) -> None:
-            self.feed(done(0), done(1))
+            self.post(done(0), done(1))
 
     run = Obeying()
     asked: list[Question] = []
@@ -291,7 +291,7 @@ def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
             return super().ask(question, *args)
 
     run.handle._desk = Desk(InterruptingUser(run), None)
-    run.feed(PromptAsked(0, PromptRequest("c", 1, DEBUGGER, "ipdb> ")))
+    run.post(PromptAsked(0, PromptRequest("c", 1, DEBUGGER, "ipdb> ")))
     run.handle.wait(PATIENCE)
     # A notebook's frontend keeps a second box, and runs no cell as long as it is there.
     assert len(asked) == 1

@@ -40,7 +40,7 @@ class Shown(OutputSink):
     def backlog(self) -> int:
         return 0
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         pass
 
     def text(self, rank: int = 0) -> str:
@@ -74,7 +74,7 @@ def test_what_is_within_the_share_passes_as_it_is(shown: Shown) -> None:
 
 def test_the_beginning_and_the_end_are_shown(shown: Shown, tmp_path: Path) -> None:
     sink = limited(shown)
-    sink.kept(Transcript("c", "[7]", (0,), tmp_path))
+    sink.set_transcript(Transcript("c", "[7]", (0,), tmp_path))
     for _ in range(20):
         write(sink, BLOCK)
     write(sink, "the end\n")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.torch.c10d.world import World
+from hvdlab.torch.c10d.world import C10dWorld
 from hvdlab.torch.functions import allgather_object
 
 _UUID_BITS = 62
@@ -68,7 +68,7 @@ def reconfigure(group: Any = None, timeout: timedelta | None = None) -> tuple[in
     # In the order of ranks on all of them, so all take the first one's number.
     offers = allgather_object(mine)
     uuid, ranks = offers[0][2], tuple(rank for rank, _, _ in offers)
-    store = context.companion(World).store
+    store = context.companion(C10dWorld).store
     if store is not None:  # in which torch's backend exchanges addresses, under keys with the new number
         store.set_members(ranks)
     torch_reconfigure(

@@ -22,9 +22,17 @@ from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import hooks_of, loaded, names
 from hvdlab.collectives.fingerprint import fingerprint, threads_for
 from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
-from hvdlab.kernel_ext.rank.elements import Bytes, compare, not_finite
 from hvdlab.kernel_ext.rank.errors import one_line
-from hvdlab.kernel_ext.rank.object_tree import FINGERPRINTS, Found, Hidden, leaves_of, type_name
+from hvdlab.kernel_ext.rank.object_tree import (
+    FINGERPRINTS,
+    Bytes,
+    Found,
+    Hidden,
+    compare,
+    leaves_of,
+    not_finite,
+    type_name,
+)
 from hvdlab.kernel_ext.rank.object_tree import Leaves as Walked
 from hvdlab.kernel_ext.rank.values import PATIENCE
 from hvdlab.kernel_ext.wire.codec import ToPool

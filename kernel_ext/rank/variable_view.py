@@ -15,13 +15,16 @@ from hvdlab.bindings.framework_hooks import loaded
 from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.compare import ComparedValue
 from hvdlab.kernel_ext.rank.completion import user_variables
-from hvdlab.kernel_ext.rank.elements import Bytes, array_source, element, numeric
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.rank.object_tree import (
+    Bytes,
     Long,
+    array_source,
     content,
+    element,
     is_scalar,
     leaves_of,
+    numeric,
     parts_of,
     shortened,
     type_name,

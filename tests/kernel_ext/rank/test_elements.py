@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvdlab.kernel_ext.rank import elements
-from hvdlab.kernel_ext.rank.elements import array_source, compare, not_finite
+from hvdlab.kernel_ext.rank import object_tree
+from hvdlab.kernel_ext.rank.object_tree import array_source, compare, not_finite
 from hvdlab.kernel_ext.wire.compare import Difference
 
 
@@ -63,7 +63,7 @@ def test_what_has_no_magnitude_is_compared_by_its_bytes() -> None:
 
 
 def test_equal_arrays_do_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elements, "STRIDE", 7 * 8)
+    monkeypatch.setattr(object_tree, "STRIDE", 7 * 8)
     a = np.arange(100.0)
     assert differ(a, a.copy()).count == 0
     b = a.copy()

@@ -21,7 +21,7 @@ import numpy as np
 from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import hooks_of, loaded, names
 from hvdlab.collectives.fingerprint import fingerprint, threads_for
-from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
+from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.rank.object_tree import (
     FINGERPRINTS,

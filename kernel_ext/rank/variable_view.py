@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import loaded
-from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.compare import ComparedValue
-from hvdlab.kernel_ext.rank.completion import user_variables
+from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded, user_variables
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.rank.object_tree import (
     Bytes,

@@ -28,8 +28,7 @@ from hvdlab.kernel_ext.notebook.output.stack_text import short_path
 from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankMail, RankRequests
 from hvdlab.kernel_ext.wire.channel import RankReply
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
-from hvdlab.kernel_ext.wire.stack_dump import NAME, SIGNAL
-from hvdlab.kernel_ext.wire.status import AskStack, Stack
+from hvdlab.kernel_ext.wire.status import NAME, SIGNAL, AskStack, Stack
 
 ELSEWHERE = "it does not answer"
 

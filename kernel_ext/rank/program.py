@@ -32,7 +32,7 @@ from hvdlab.kernel_ext.rank.ipyparallel_engine import join_controller
 from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire.channel import ENVIRONMENT, JOIN, JOINED, READY, WHO
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing
-from hvdlab.kernel_ext.wire.stack_dump import offer_dumps
+from hvdlab.kernel_ext.wire.status import offer_dumps
 from hvdlab.launch.forkserver.program import StdPipes
 
 LEAVE_WITHIN = 2.0

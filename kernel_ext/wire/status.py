@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
+import os
+import signal
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -205,3 +209,18 @@ def rank_status(rank: int, host: str, pid: int, reply: Status) -> RankStatus:
         reply.device_memory,
         reply.links,
     )
+
+
+SIGNAL = signal.SIGWINCH
+"""Ignored by default, so that it does no harm if the handler is not there (any more)."""
+
+NAME = "hvdlab-stack"
+"""The file's name, as ``/proc/<pid>/fd`` shows it."""
+
+
+def offer_dumps() -> None:
+    """Have :data:`SIGNAL` dump the main thread's stack from now on."""
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    # The pool's process truncates the file before each dump; appending then begins at its start.
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(SIGNAL, fd, all_threads=False)

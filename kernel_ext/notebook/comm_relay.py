@@ -16,7 +16,7 @@ from typing import Any
 from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.notebook.output.merge import label
 from hvdlab.kernel_ext.wire.channel import COMM
-from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, decode, encode
+from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, decode, encode_comm
 
 WIDGET, CONTROL = "jupyter.widget", "jupyter.widget.control"
 """Targets of comms, as the page knows them."""
@@ -194,7 +194,7 @@ class CommRelay:
         data = content["content"].get("data", {})
         message = CommMessage(kind, comm, data, content.get("metadata", {}), as_bytes(content.get("buffers")))
         self._states.message_passed(comm, data, message.buffers)
-        self._client.post(COMM, encode(message), (rank,))
+        self._client.post(COMM, encode_comm(message), (rank,))
 
     def _forget(self, comm: str) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from ipykernel.comm import CommManager
 
 from hvdlab.kernel_ext.wire.cells import Clear, Display
 from hvdlab.kernel_ext.wire.channel import COMM
-from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, encode
+from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, encode_comm
 from hvdlab.kernel_ext.wire.text import wire_value
 
 INTERVAL = 0.05
@@ -225,7 +225,7 @@ class RankComms:
         printed = {"stdout": out.getvalue(), "stderr": err.getvalue()}
         data = {name: wire_value(text) for name, text in printed.items() if text}
         if data:
-            self._post(COMM, encode(CommMessage("output", message.comm, data, {}, ())))
+            self._post(COMM, encode_comm(CommMessage("output", message.comm, data, {}, ())))
 
     def _create(self, *args: Any, **kwargs: Any) -> BaseComm:
         self._widgets.install()
@@ -270,4 +270,4 @@ class _RankComm(BaseComm):
             keys.get("target_name") or "",
             keys.get("target_module"),
         )
-        self._post(COMM, encode(message))
+        self._post(COMM, encode_comm(message))

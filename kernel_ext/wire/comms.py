@@ -29,7 +29,7 @@ class CommMessage(Payload, frozen=True):
     module: str | None = None
 
 
-encode = msgspec.msgpack.Encoder().encode
+encode_comm = msgspec.msgpack.Encoder().encode
 
 
 decode = msgspec.msgpack.Decoder(CommMessage).decode

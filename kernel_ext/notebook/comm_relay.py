@@ -16,7 +16,7 @@ from typing import Any
 from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.notebook.output.merge import label
 from hvdlab.kernel_ext.wire.channel import COMM
-from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, decode, encode_comm
+from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, decode_comm, encode_comm
 
 WIDGET, CONTROL = "jupyter.widget", "jupyter.widget.control"
 """Targets of comms, as the page knows them."""
@@ -152,7 +152,7 @@ class CommRelay:
 
     def _from_rank(self, rank: int, body: bytes) -> None:
         """Pass on a message of a rank. The client's thread."""
-        message = decode(body)
+        message = decode_comm(body)
         if message.kind == "comm_open":
             self._open(rank, message)
             return

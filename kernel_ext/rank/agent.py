@@ -44,7 +44,7 @@ from hvdlab.kernel_ext.wire.cells import (
 from hvdlab.kernel_ext.wire.channel import COMM, HandlerTable, Payload, RankRequest
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, ToPool, ToRank, decode_to_rank, encode
 from hvdlab.kernel_ext.wire.comms import CommMessage
-from hvdlab.kernel_ext.wire.comms import decode as decode_comm
+from hvdlab.kernel_ext.wire.comms import decode_comm as decode_comm
 from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
     AskLeaves,

@@ -32,7 +32,7 @@ class CommMessage(Payload, frozen=True):
 encode_comm = msgspec.msgpack.Encoder().encode
 
 
-decode = msgspec.msgpack.Decoder(CommMessage).decode
+decode_comm = msgspec.msgpack.Decoder(CommMessage).decode
 
 
 def as_bytes(buffers: Any) -> tuple[bytes, ...]:

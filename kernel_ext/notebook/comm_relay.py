@@ -15,8 +15,7 @@ from typing import Any
 
 from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.notebook.output.merge import label
-from hvdlab.kernel_ext.wire.channel import COMM
-from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, decode_comm, encode_comm
+from hvdlab.kernel_ext.wire.channel import COMM, CommMessage, as_bytes, decode_comm, encode_comm
 
 WIDGET, CONTROL = "jupyter.widget", "jupyter.widget.control"
 """Targets of comms, as the page knows them."""

@@ -22,8 +22,7 @@ from comm.base_comm import BaseComm
 from ipykernel.comm import CommManager
 
 from hvdlab.kernel_ext.wire.cells import Clear, Display
-from hvdlab.kernel_ext.wire.channel import COMM
-from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, encode_comm
+from hvdlab.kernel_ext.wire.channel import COMM, CommMessage, as_bytes, encode_comm
 from hvdlab.kernel_ext.wire.text import wire_value
 
 INTERVAL = 0.05

@@ -80,4 +80,35 @@ ENVIRONMENT = "hvdlab.pool.environment"
 """Pool to rank: variables to set, a MessagePack map of strings, because the size of the pool changed."""
 
 COMM = "hvdlab.pool.comm"
-"""Both ways: messages between a widget of a rank and its view in the frontend (:mod:`hvdlab.kernel_ext.wire.comms`)."""
+"""Both ways: messages between a widget of a rank and its view in the frontend (:mod:`hvdlab.kernel_ext.wire.channel`)."""
+
+
+class CommMessage(Payload, frozen=True):
+    """A message of a comm.
+
+    Attributes:
+        kind: ``comm_open``, ``comm_msg`` or ``comm_close``; ``output`` for what a callback has printed (``data``: text by
+            stream).
+        comm: The comm's id.
+        data, metadata, buffers: As in Jupyter's protocol.
+        target, module: The frontend's side, of ``comm_open``.
+    """
+
+    kind: str
+    comm: str
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    buffers: tuple[bytes, ...]
+    target: str = ""
+    module: str | None = None
+
+
+encode_comm = msgspec.msgpack.Encoder().encode
+
+
+decode_comm = msgspec.msgpack.Decoder(CommMessage).decode
+
+
+def as_bytes(buffers: Any) -> tuple[bytes, ...]:
+    """Buffers as they are sent."""
+    return tuple(bytes(buffer) for buffer in buffers or ())

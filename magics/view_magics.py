@@ -254,7 +254,7 @@ class OutputMagics(NotebookMagics):
             self._show(recorder, ranks, options)
 
     def _show(self, recorder: CellRecorder, ranks: list[int], options: argparse.Namespace) -> None:
-        from hvdlab.kernel_ext.notebook.output.export import last_lines, write_text
+        from hvdlab.kernel_ext.notebook.output.transcript import last_lines, write_text
 
         transcript = recorder.transcript
         if options.to:

@@ -13,7 +13,6 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.output import recorder as transcript_recorder
 from hvdlab.kernel_ext.notebook.output import transcript as transcript_module
-from hvdlab.kernel_ext.notebook.output.export import last_lines, write_text
 from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder, TranscriptStore
 from hvdlab.kernel_ext.notebook.output.transcript import (
     AT_ONCE,
@@ -23,6 +22,8 @@ from hvdlab.kernel_ext.notebook.output.transcript import (
     Entry,
     Spool,
     Transcript,
+    last_lines,
+    write_text,
 )
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 

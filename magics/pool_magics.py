@@ -358,7 +358,7 @@ class StatusTable:
         return f"{text}\n\n{_text(SERVER_COLUMNS, servers)}" if servers else text
 
     def _repr_html_(self) -> str:
-        from hvdlab.kernel_ext.notebook.output.values import in_output
+        from hvdlab.kernel_ext.notebook.cells.results import in_output
 
         servers = self.server_cells()
         return in_output(_html(COLUMNS, self.cells()) + (_html(SERVER_COLUMNS, servers) if servers else ""))
@@ -382,7 +382,7 @@ class StoryTable:
         return _text(STORY_COLUMNS, self.cells())
 
     def _repr_html_(self) -> str:
-        from hvdlab.kernel_ext.notebook.output.values import in_output
+        from hvdlab.kernel_ext.notebook.cells.results import in_output
 
         return in_output(_html(STORY_COLUMNS, self.cells()))
 

@@ -11,8 +11,8 @@ from itertools import count
 from typing import Any
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.kernel_ext.notebook.cells.results import label_html
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
-from hvdlab.kernel_ext.notebook.output.values import label_html
 from hvdlab.kernel_ext.wire.cells import Display
 from hvdlab.magics.screens.outbox import PacedOutbox
 from hvdlab.magics.screens.publishers import OutputChannel

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, SupportsIndex, overload
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, compact_ranks, format_ranks
 from hvdlab.collectives.text import visible, visible_lines
-from hvdlab.kernel_ext.notebook.output.values import in_output
+from hvdlab.kernel_ext.notebook.cells.results import in_output
 from hvdlab.kernel_ext.wire.compare import Tensor, Tensors, Variable, Variables, VariableView
 from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.kernel_ext.wire.text import rough_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 
-from hvdlab.kernel_ext.notebook.output.values import (
+from hvdlab.kernel_ext.notebook.cells.results import (
     FEWEST_LINES,
     MOST_LINES,
     ValueNotSent,

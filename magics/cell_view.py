@@ -23,11 +23,10 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
-from hvdlab.kernel_ext.notebook.cells.failure import failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, label_html
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
-from hvdlab.kernel_ext.notebook.output.error_report import report
+from hvdlab.kernel_ext.notebook.output.error_report import failure_of, report
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink, Screen, hold_time
 from hvdlab.kernel_ext.notebook.output.recorder import GuardedSink

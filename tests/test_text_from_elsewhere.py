@@ -53,9 +53,9 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import (
 )
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
-from hvdlab.kernel_ext.notebook.cells.failure import CellFailed, failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath, html_of
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.output.error_report import CellFailed, failure_of
 from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations, grouped
 from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks
 from hvdlab.kernel_ext.notebook.variables.overview import Cell, TensorTable, TextTable, lines_of

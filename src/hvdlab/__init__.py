@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from hvdlab.horovod.import_hook import install_as_horovod as install_as_horovod
-    from hvdlab.kernel_ext.notebook.cells.failure import CellFailed as CellFailed
     from hvdlab.kernel_ext.notebook.cells.results import CellResults as CellResults
+    from hvdlab.kernel_ext.notebook.output.error_report import CellFailed as CellFailed
     from hvdlab.kernel_ext.notebook.pool import Pool as Pool
     from hvdlab.magics.extension import pool as pool
     from hvdlab.runner import run as run
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Pool": "hvdlab.kernel_ext.notebook.pool",
     "CellResults": "hvdlab.kernel_ext.notebook.cells.results",
-    "CellFailed": "hvdlab.kernel_ext.notebook.cells.failure",
+    "CellFailed": "hvdlab.kernel_ext.notebook.output.error_report",
     "install_as_horovod": "hvdlab.horovod.import_hook",
     "run": "hvdlab.runner",
     "pool": "hvdlab.magics.extension",

@@ -10,8 +10,8 @@ import pytest
 from IPython.core.error import UsageError
 
 from hvdlab.collectives import context
-from hvdlab.kernel_ext.notebook.cells.failure import CellFailed
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.output.error_report import CellFailed
 from hvdlab.magics.arguments import check_syntax
 from magics_fakes import Notebook
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from hvdlab.kernel_ext.notebook.cells.failure import CellFailed, CellInterrupted, failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath
 from hvdlab.kernel_ext.notebook.elastic import UnsyncedRank
-from hvdlab.kernel_ext.notebook.output.error_report import report
+from hvdlab.kernel_ext.notebook.output.error_report import CellFailed, CellInterrupted, failure_of, report
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 
 

@@ -47,9 +47,8 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import (
     StackArrived,
     TakenOver,
 )
-from hvdlab.kernel_ext.notebook.cells.probe_round import ANSWER_WITHIN, SEEN_WITHIN, ProbeRound
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath, one_line
-from hvdlab.kernel_ext.notebook.cells.stall_report import StallReport
+from hvdlab.kernel_ext.notebook.cells.stall_report import ANSWER_WITHIN, SEEN_WITHIN, ProbeRound, StallReport
 from hvdlab.kernel_ext.notebook.elastic import Bounds, Participants, UnsyncedRank
 from hvdlab.kernel_ext.notebook.output.stack_text import grouped
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Display

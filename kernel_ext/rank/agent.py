@@ -41,8 +41,7 @@ from hvdlab.kernel_ext.wire.cells import (
     RunCell,
     SetOwner,
 )
-from hvdlab.kernel_ext.wire.channel import COMM, CommMessage, HandlerTable, Payload, RankRequest
-from hvdlab.kernel_ext.wire.channel import decode_comm as decode_comm
+from hvdlab.kernel_ext.wire.channel import COMM, CommMessage, HandlerTable, Payload, RankRequest, decode_comm
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, ToPool, ToRank, decode_to_rank, encode
 from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,

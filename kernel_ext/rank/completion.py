@@ -1,4 +1,7 @@
-"""Completion, inspection, and the names of the user's variables on a rank."""
+"""Completion, inspection, and the names of the user's variables on a rank.
+
+Code of the user's may never return: :func:`bounded` and its like call it so that no thread waits for it for long.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of all messages between a pool and its ranks, and the topics of those that have no struct."""
+"""The base of all messages between a pool and its ranks, the topics of those that have no struct, and the messages of comms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Requests about a rank and its variables with their replies, and the status that a pool makes of these."""
+"""Requests about a rank and its variables with their replies, the status that a pool makes of these, and the dump of a stack.
+
+C code that keeps the interpreter's lock keeps every thread from answering. Python's fault handler needs no lock: at
+:data:`SIGNAL` it writes the main thread's calls to a file in memory, which the pool's process finds by its name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Messages that bind values on ranks, or bring values from there."""
+"""Messages that bind values on ranks or bring values from there, and the pickles of these values.
+
+Large arrays are buffers of their own in a pickle; frameworks' tensors are pickled by their hooks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import io
 import pickle
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]  # no stubs
 import msgspec
 
 from hvdlab.bindings.framework_hooks import loaded

@@ -1,4 +1,4 @@
-"""Results of a run: a value or an error per rank, and the cause if it failed."""
+"""Results of a run: a value or an error per rank, the mime bundle of the values, and the cause if it failed."""
 
 from __future__ import annotations
 

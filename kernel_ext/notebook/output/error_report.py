@@ -1,4 +1,7 @@
-"""The report of a failed cell: the cause first and whole, the consequences folded to one line for each group of ranks."""
+"""The report of a failed cell, and the exceptions that make a notebook's cell fail as its ranks did.
+
+The cause comes first and whole; the consequences are folded to one line for each group of ranks.
+"""
 
 from __future__ import annotations
 

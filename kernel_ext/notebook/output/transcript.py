@@ -4,7 +4,7 @@ A little of it is in memory, more goes into files. If no file can be written (th
 reached), later output is counted but not kept; the cell goes on as if nothing had happened.
 
 ``rank-3.txt`` has rank 3's stdout and stderr as text that one can read, ``rich`` the displays, and ``index`` one record for each
-piece, in order. Files are opened for each write: a cell of many ranks needs no descriptor while nothing is written.
+piece, in order. :func:`write_text` writes it as one text file. Files are opened for each write: a cell of many ranks needs no descriptor while nothing is written.
 """
 
 from __future__ import annotations

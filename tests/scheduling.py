@@ -36,6 +36,9 @@ LAST_RUN = "out/timings.json"
 COMMITTED = "tests/data/group_seconds.json"
 """Seconds by group, for a tree in which nothing has run yet. ``make timings`` writes it from `LAST_RUN`."""
 
+UNKNOWN = 60.0
+"""Seconds that a group counts which has not run yet: before the short ones, and after those that take minutes."""
+
 WORTH_A_LINE = 1.0
 """Seconds below which a group is not committed: the order of short groups changes nothing."""
 
@@ -58,8 +61,8 @@ def group_of(name: str) -> str:
 class Timings:
     """Seconds that tests took when they ran last, which decide which groups begin first.
 
-    A group that takes minutes must not begin when the other workers are about to end. A group that has no time yet begins
-    before all others, since it may be such a group.
+    A group that takes minutes must not begin when the other workers are about to end. A group that has no time yet counts as
+    one of a minute.
     """
 
     def __init__(self, groups: Mapping[str, float], tests: Mapping[str, float] | None = None) -> None:
@@ -69,9 +72,8 @@ class Timings:
             groups: Seconds by group.
             tests: Seconds by the name of the test, from runs since those of ``groups``.
         """
-        self.tests = dict(tests or {})
         self.groups = dict(groups)
-        for group, seconds in group_seconds(self.tests).items():
+        for group, seconds in group_seconds(tests or {}).items():
             # The tests may be only a part of the group: those that were asked for by name.
             self.groups[group] = max(seconds, self.groups.get(group, 0.0))
         self.ran: dict[str, float] = {}
@@ -83,7 +85,7 @@ class Timings:
 
     def order(self, group: str) -> tuple[float, str]:
         """Return the key by which groups are sorted: the longest first, and each in one piece."""
-        return -self.groups.get(group, float("inf")), group
+        return -self.groups.get(group, UNKNOWN), group
 
     def count(self, report: pytest.TestReport) -> None:
         """Add the duration of a test's setup, call or teardown."""
@@ -93,7 +95,8 @@ class Timings:
         """Keep the timings for the next run. A test that did not run keeps its time while its module exists."""
         tests = {
             name: seconds
-            for name, seconds in {**self.tests, **self.ran}.items()
+            # Read again, since another run may have ended meanwhile.
+            for name, seconds in {**_seconds(root / LAST_RUN), **self.ran}.items()
             if (root / name.partition("::")[0]).is_file()
         }
         path = root / LAST_RUN

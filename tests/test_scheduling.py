@@ -35,9 +35,9 @@ def test_a_group_is_a_module_unless_resources_span_modules(name: str, group: str
     assert group_of(name) == group
 
 
-def test_long_groups_come_first_and_unknown_ones_before_them() -> None:
+def test_long_groups_come_first_and_short_ones_after_unknown_ones() -> None:
     timings = Timings({"short": 1, "long": 100}, {"tests/middle.py::test_it": 10})
-    assert sorted(["short", "middle", "new", "long"], key=timings.order) == ["new", "long", "middle", "short"]
+    assert sorted(["short", "middle", "new", "long"], key=timings.order) == ["long", "new", "middle", "short"]
 
 
 def test_a_partly_known_group_keeps_its_committed_time() -> None:
@@ -86,6 +86,17 @@ def test_a_run_is_ordered_by_the_one_before(tmp_path: Path, workers: int) -> Non
     (tests / "data").mkdir()
     scheduling.commit_timings(tmp_path)
     assert json.loads((tmp_path / scheduling.COMMITTED).read_text()) == {"test_b": 1}
+
+
+def test_runs_side_by_side_keep_the_times_of_both(tmp_path: Path) -> None:
+    names = ("test_one.py::test_it", "test_other.py::test_it")
+    runs = [Timings.read(tmp_path) for _ in names]
+    for name, timings in zip(names, runs, strict=True):
+        (tmp_path / name.partition("::")[0]).touch()
+        timings.ran[name] = 2.0
+    for timings in runs:
+        timings.write(tmp_path)
+    assert Timings.read(tmp_path).groups == {"test_one": 2.0, "test_other": 2.0}
 
 
 def test_without_a_run_there_is_nothing_to_commit(tmp_path: Path) -> None:

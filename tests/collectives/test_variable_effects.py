@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError
 from ranks import RankFailed, Ranks
@@ -35,7 +36,7 @@ def many_names() -> int:
         for i in range(40):
             started = hvd.allreduce_async(np.full(5, step), f"name.{i}", op=hvd.Sum)
             assert (np.asarray(hvd.synchronize(started)) == 2 * step).all()
-    return len(context.engine()._locked.state.locals)
+    return len(EngineProbe(context.engine()).locked.state.locals)
 
 
 @with_variables(HOROVOD_CACHE_CAPACITY="7")
@@ -55,7 +56,7 @@ def test_by_default_every_name_is_kept(pair: Ranks) -> None:
 
 def cores_of_threads() -> list[set[int]]:
     engine = context.engine()
-    threads = [engine._control.thread, *engine._executor.threads]
+    threads = [EngineProbe(engine).control.thread, *EngineProbe(engine).executor.threads]
     return [os.sched_getaffinity(thread.native_id or 0) for thread in threads]
 
 

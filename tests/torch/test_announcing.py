@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from engine_probe import EngineProbe
 from hvdlab.bindings import gradient_reducer
 from hvdlab.collectives import context
 from hvdlab.collectives.protocol import messages as m
@@ -42,13 +43,13 @@ def announcements(
         )
         engine = context.engine()
         sent: list[m.Message] = []
-        send = engine._endpoint.send
+        send = EngineProbe(engine).endpoint.send
 
         def counted(message: m.Message) -> bool:
             sent.append(message)
             return send(message)
 
-        with mock.patch.object(engine._endpoint, "send", counted), held(coordinator):
+        with mock.patch.object(EngineProbe(engine).endpoint, "send", counted), held(coordinator):
             if fails:
                 first = torch.cat(parameters).sum()
                 first.register_hook(_fail)
@@ -56,7 +57,7 @@ def announcements(
                     first.backward()
             sum(parameter.sum() for parameter in parameters).backward()
             counts = [len(message.locals) for message in sent if isinstance(message, m.Announce)]
-            left = engine._locked.state.queued
+            left = EngineProbe(engine).locked.state.queued
         optimizer.step()
         return counts, left, int(sum(parameter.sum().item() for parameter in parameters))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from ranks import Ranks
@@ -325,7 +326,7 @@ def test_what_collectives_go_through(two_ranks: Ranks) -> None:
 def test_what_collectives_go_through_on_several_hosts(
     world_of_one: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], answers: tuple[bool, bool]
 ) -> None:
-    world = context.engine()._locked.state.sets[0]
+    world = EngineProbe(context.engine()).locked.state.sets[0]
     with monkeypatch.context() as patch:
         patch.setattr(world, "plane", "hierarchical")
         patch.setattr(world, "options", options)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fake_cuda
+from engine_probe import EngineProbe
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.types import DType
@@ -111,7 +112,7 @@ def linked() -> tuple[dict[str, tuple[int, ...]], str]:
     from hvdlab.collectives import context
 
     engine = context.engine()
-    return dict(engine.links()), engine._spans._members[0][2]
+    return dict(engine.links()), EngineProbe(engine).spans._members[0][2]
 
 
 def capture() -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
@@ -23,7 +24,7 @@ from ranks import Ranks
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, world_of_one: None) -> None:
     """Make this process the only rank; only the test empties its recorder."""
-    monkeypatch.setattr(context.engine()._handlers, "schedule_events", lambda: None)
+    monkeypatch.setattr(EngineProbe(context.engine()).handlers, "schedule_events", lambda: None)
 
 
 def taken() -> list[Metric]:
@@ -122,7 +123,7 @@ def test_without_a_world_steps_are_counted_only(monkeypatch: pytest.MonkeyPatch,
     hvd.shutdown()
     train(model, optimizer, 2)
     hvd.init()
-    monkeypatch.setattr(context.engine()._handlers, "schedule_events", lambda: None)
+    monkeypatch.setattr(EngineProbe(context.engine()).handlers, "schedule_events", lambda: None)
     train(model, optimizer, 2)
     events = taken()
     assert [step for step, _ in values("step_time", events)] == [6]

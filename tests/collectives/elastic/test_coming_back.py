@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
@@ -25,7 +26,7 @@ ranks = resident_ranks(2, scope="function")
 
 def cut() -> None:
     """End this rank's connection under both ends."""
-    with socket.socket(fileno=os.dup(context.engine()._endpoint.fileno())) as connection:
+    with socket.socket(fileno=os.dup(EngineProbe(context.engine()).endpoint.fileno())) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
 

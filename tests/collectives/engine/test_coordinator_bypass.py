@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine import coordinator_bypass
@@ -43,7 +44,7 @@ three = resident_ranks(3)
 
 def agreed() -> int:
     """Return how many requests this rank has had on the world's board."""
-    member = context.engine()._locked.state.sets[0].board_member
+    member = EngineProbe(context.engine()).locked.state.sets[0].board_member
     assert member is not None
     return member.board.number
 
@@ -148,7 +149,7 @@ def test_results_in_place_and_roots_that_can_t_be_written_to(three: Ranks) -> No
 def spans() -> list[tuple[str, int, bool]]:
     engine = context.engine()
     meet()
-    while not engine._spans.claim_flush():  # then nothing is sent, and all of it is here
+    while not EngineProbe(engine).spans.claim_flush():  # then nothing is sent, and all of it is here
         time.sleep(0.001)
     try:
         engine.recorder.drain()
@@ -156,7 +157,7 @@ def spans() -> list[tuple[str, int, bool]]:
             total(1.0, "seen")
         batches = engine.recorder.drain()
     finally:
-        engine._spans.release_flush()
+        EngineProbe(engine).spans.release_flush()
     found = []
     for batch in batches:
         for event in decode(batch).events:
@@ -170,7 +171,11 @@ def flushes() -> tuple[int, list[bool]]:
     """Return how often the user's thread schedules a flush of the records, and the records that the flushes have found
     to send."""
     engine = context.engine()
-    dispatcher, spans, user = engine._handlers, engine._spans, threading.current_thread()
+    dispatcher, spans, user = (
+        EngineProbe(engine).handlers,
+        EngineProbe(engine).spans,
+        threading.current_thread(),
+    )
     claim, send_events = spans.claim_flush, dispatcher.send_events
     scheduled, found = 0, list[bool]()
 
@@ -399,14 +404,14 @@ def large(steps: int, beside: int) -> tuple[int, int]:
 
 def plane_operations() -> int:
     engine = context.engine()
-    return engine._executor._slots[0, engine._locked.epoch(0), "cpu"].operations
+    return EngineProbe(engine).executor._slots[0, EngineProbe(engine).locked.epoch(0), "cpu"].operations
 
 
 def around_the_capacity() -> list[int]:
     """Return the operations on the plane after each of several requests that are agreed on the board."""
     wait_long_at_boards()  # however slow the machine is
     engine, found = context.engine(), list[int]()
-    rank, capacity = engine.rank, engine._locked.board_capacity(0)
+    rank, capacity = engine.rank, EngineProbe(engine).locked.board_capacity(0)
     for dtype, nbytes in (
         (np.float32, capacity),
         (np.float32, capacity + 4),

@@ -11,6 +11,7 @@ import pytest
 
 import fake_device
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
@@ -187,7 +188,7 @@ def of_a_set(remove: bool) -> float:
 
 def agreed() -> int:
     """Return how many requests this rank has had on the world's board."""
-    member = context.engine()._locked.state.sets[0].board_member
+    member = EngineProbe(context.engine()).locked.state.sets[0].board_member
     assert member is not None
     return member.board.number
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import (
@@ -382,7 +383,7 @@ def break_control_thread() -> None:
     def fail() -> None:
         raise ZeroDivisionError("a fault of the test's")
 
-    context.engine()._control.call(fail)
+    EngineProbe(context.engine()).control.call(fail)
 
 
 WAITING: list[Any] = []

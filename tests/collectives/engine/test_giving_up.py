@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.entries import Fail
@@ -238,8 +239,8 @@ def stop_in_an_operation() -> float:
         held.set()
         release.wait(2 * PATIENCE)
 
-    engine._executor.enqueue(hold)
-    engine._executor.wake()
+    EngineProbe(engine).executor.enqueue(hold)
+    EngineProbe(engine).executor.wake()
     assert held.wait(PATIENCE)
     engine.on_mail("go on", lambda sender, body: release.set())
     operation = hvd.allreduce_async(np.ones(1 << 22), "large", op=hvd.Sum)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.engine import inline_execution
 from hvdlab.collectives.engine.entries import Fail, RunBatch
@@ -151,7 +152,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
         engine.post("echo", b"", [engine.rank])
         if not heard.wait(PATIENCE):
             deaf.append(interrupt.where)
-    engine._handlers.callbacks.own_event_sinks.append(lambda rank, batch: sent.set())
+    EngineProbe(engine).handlers.callbacks.own_event_sinks.append(lambda rank, batch: sent.set())
     reduce_once()
     return len(tried), deaf, sent.wait(PATIENCE)
 

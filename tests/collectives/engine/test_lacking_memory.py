@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.engine import control_thread
 from hvdlab.collectives.engine.control_thread import SharedMemoryRetry
@@ -60,7 +61,7 @@ def give_up() -> None:
 
 
 def epoch() -> int:
-    return context.engine()._locked.state.sets[0].epoch
+    return EngineProbe(context.engine()).locked.state.sets[0].epoch
 
 
 def await_epoch(number: int) -> None:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from ranks import Ranks, resident_ranks
 
@@ -66,7 +67,7 @@ def steps_with_new_names(first: int, count: int) -> tuple[int, int]:
             assert np.asarray(hvd.synchronize(handle))[0] == 2
     gc.collect()
     engine = context.engine()
-    return resident(), len(engine._locked.state.locals)
+    return resident(), len(EngineProbe(engine).locked.state.locals)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.span_log import SpanLog
@@ -56,7 +57,7 @@ def recorded(*names: str) -> list[tuple[str, bool, bool, bool]]:
 
 def quiet() -> None:
     """Send nothing from now on, so that the test finds all in the recorder."""
-    context.engine()._spans.claim_flush = lambda: False  # type: ignore[method-assign]
+    EngineProbe(context.engine()).spans.claim_flush = lambda: False
 
 
 def total(count: int = LARGE, name: str | None = None) -> float:
@@ -86,7 +87,7 @@ def end() -> None:
 
 def offset() -> tuple[int, int]:
     """Return the coordinator's clock minus this rank's as measured, and its bound, once they are known."""
-    log: Any = context.engine()._spans
+    log: Any = EngineProbe(context.engine()).spans
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         sample = log._samples.best(time.monotonic_ns())

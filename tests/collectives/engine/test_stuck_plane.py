@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.planes import registry
@@ -112,11 +113,11 @@ def get_stuck(waiting: bool) -> Any:
 
 
 def epoch() -> int:
-    return context.engine()._locked.state.sets[0].epoch
+    return EngineProbe(context.engine()).locked.state.sets[0].epoch
 
 
 def stuck() -> int:
-    return context.engine()._executor.abandoned
+    return EngineProbe(context.engine()).executor.abandoned
 
 
 def release() -> tuple[int, int, bool, list[int]]:
@@ -126,7 +127,7 @@ def release() -> tuple[int, int, bool, list[int]]:
     for thread in threading.enumerate():
         if thread.name == "user":
             thread.join(PATIENCE)
-    executor = context.engine()._executor
+    executor = EngineProbe(context.engine()).executor
     executor._join_abandoned()
     return executor.abandoned, len(executor._abandoned), THREADS[0].is_alive(), CLOSED
 

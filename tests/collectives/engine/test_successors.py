@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.requests import Request
@@ -97,7 +98,7 @@ def recall(name: str) -> object:
 
 
 def epochs() -> dict[int, int]:
-    return {id: group.epoch for id, group in context.engine()._locked.state.sets.items()}
+    return {id: group.epoch for id, group in EngineProbe(context.engine()).locked.state.sets.items()}
 
 
 def add(ranks: list[int]) -> int | None:
@@ -125,7 +126,7 @@ def plane() -> str:
 
 
 def wait_until_lost() -> None:
-    guarded = context.engine()._locked
+    guarded = EngineProbe(context.engine()).locked
     deadline = Deadline(PATIENCE)
     while not guarded._suspended and guarded.state.lost is None:
         deadline.check("the loss")

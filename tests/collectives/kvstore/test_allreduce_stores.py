@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_probe import EngineProbe
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
@@ -533,7 +534,7 @@ STORES: list[Any] = []
 
 
 def _epoch() -> int:
-    return context.engine()._locked.state.sets[0].epoch
+    return EngineProbe(context.engine()).locked.state.sets[0].epoch
 
 
 def interrupted_round() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
+from engine_probe import EngineProbe
 from hvdlab import kvstore
 from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context, process_sets
@@ -32,7 +33,7 @@ MORE = 3
 
 def cut() -> None:
     """End this rank's connection to the coordinator under both ends."""
-    with socket.socket(fileno=os.dup(context.engine()._endpoint.fileno())) as connection:
+    with socket.socket(fileno=os.dup(EngineProbe(context.engine()).endpoint.fileno())) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
 

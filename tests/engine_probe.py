@@ -1,0 +1,44 @@
+"""Access to the parts of a rank's engine that its public interface does not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlab.collectives.engine.engine import Engine
+
+
+class EngineProbe:
+    """Probe of an engine: its parts as they are now, some of which a reconnect replaces."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Any = engine
+
+    @property
+    def locked(self) -> Any:
+        """The rank's state under its lock."""
+        return self._engine._locked
+
+    @property
+    def executor(self) -> Any:
+        """The threads that execute operations."""
+        return self._engine._executor
+
+    @property
+    def spans(self) -> Any:
+        """The log of spans."""
+        return self._engine._spans
+
+    @property
+    def endpoint(self) -> Any:
+        """The connection to the coordinator."""
+        return self._engine._endpoint
+
+    @property
+    def handlers(self) -> Any:
+        """The handlers of the coordinator's messages."""
+        return self._engine._handlers
+
+    @property
+    def control(self) -> Any:
+        """The control thread."""
+        return self._engine._control

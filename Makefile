@@ -119,7 +119,8 @@ intel-mpi: ## an environment with Intel MPI, which benchmarks/allreduce.py then 
 	$(PYTHON) -m venv out/intel-mpi
 	out/intel-mpi/bin/python -m pip install --quiet impi-rt mpi4py numpy
 
-tables: $(INSTALLED) ## write the tables of docs/reference (settings, Horovod's names and attributes) from the code
+tables: $(INSTALLED) ## write the tables of docs/reference (settings, Horovod's names and attributes) and the map of the rooms from the code
+	$(BIN)/python docs/images/rooms.py
 	$(BIN)/python docs/reference/settings_table.py
 	$(BIN)/python docs/reference/horovod/table.py
 	$(BIN)/python docs/reference/horovod/attributes.py

@@ -107,6 +107,17 @@ def test_fixed_hosts_change_when_they_are_set() -> None:
     assert hosts.find() == hosts.find_available_hosts_and_slots() == {"a": 2, "b": 1}
 
 
+class QueuedAnswers:
+    """Observer that puts everything into a queue."""
+
+    def __init__(self, reports: queue.SimpleQueue[object]) -> None:
+        self.found = self.failed = reports.put
+        self._reports = reports
+
+    def asked(self) -> None:
+        self._reports.put("asked")
+
+
 def test_an_asker_reports_and_stops() -> None:
     answers: list[object] = [
         {"a": 1},
@@ -126,7 +137,7 @@ def test_an_asker_reports_and_stops() -> None:
                 raise answer
             return answer  # type: ignore[return-value]  # nonsense, too
 
-    asker = HostAsker(Answers(), lambda: reports.put("asked"), reports.put, reports.put, interval=0)
+    asker = HostAsker(Answers(), QueuedAnswers(reports), interval=0)
     got = [reports.get(timeout=PATIENCE) for _ in range(11)]
     assert got[::2] == ["asked"] * 6
     assert got[1::2] == [
@@ -169,7 +180,7 @@ def test_an_asker_that_is_closed_as_it_asks_does_not_wait_for_the_source() -> No
                 over.wait(PATIENCE)
             return {}
 
-    asker = HostAsker(Slow(), lambda: None, lambda hosts: None, lambda text: None, interval=0)
+    asker = HostAsker(Slow(), QueuedAnswers(queue.SimpleQueue()), interval=0)
     assert asked.wait(PATIENCE)
     closer = threading.Thread(target=asker.close)
     asker._answering = LateEvent(closer)

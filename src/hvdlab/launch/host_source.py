@@ -11,7 +11,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.hosts import Host, parse_hosts
@@ -225,6 +225,19 @@ def checked(found: object) -> dict[str, int]:
     return {name: slots for name, slots in cast("Mapping[str, int]", found).items() if slots}
 
 
+class HostObserver(Protocol):
+    """Observer of a source's answers; all methods are called on the asker's thread."""
+
+    def asked(self) -> None:
+        """Note that the source is asked now."""
+
+    def found(self, slots: dict[str, int], /) -> None:
+        """Receive the hosts that the source found, with their slots."""
+
+    def failed(self, reason: str, /) -> None:
+        """Receive a clause on why the source found no hosts."""
+
+
 class HostAsker:
     """Thread that asks a source again and again.
 
@@ -233,22 +246,18 @@ class HostAsker:
 
     Args:
         source: The source.
-        asked: Called before each question, on that thread.
-        found: Called with the hosts that it found.
-        failed: Called with a clause on why it found none.
+        observer: Gets each question and each answer.
         interval: Seconds between an answer and the next question.
     """
 
     def __init__(
         self,
         source: HostSource,
-        asked: Callable[[], None],
-        found: Callable[[dict[str, int]], None],
-        failed: Callable[[str], None],
+        observer: HostObserver,
         interval: float = 1.0,
     ) -> None:
         self._source, self._interval = source, interval
-        self._asked, self._found, self._failed = asked, found, failed
+        self._observer = observer
         self._closing = threading.Event()
         #: Held during each report, so that none comes after :meth:`close`.
         self._reporting = threading.Lock()
@@ -270,7 +279,7 @@ class HostAsker:
                 # Together: close() joins this thread unless it has seen that the source is being asked.
                 if self._closing.is_set():
                     return
-                self._asked()
+                self._observer.asked()
                 self._answering.set()
             try:
                 hosts = checked(self._source.find())
@@ -279,10 +288,10 @@ class HostAsker:
                 ours = isinstance(error, StartError | InvalidRequestError)
                 text = text.partition("\n")[0] if ours else f"it raised {type(error).__name__}: {text}"
                 self._answering.clear()
-                self._report(partial(self._failed, text))
+                self._report(partial(self._observer.failed, text))
             else:
                 self._answering.clear()
-                self._report(partial(self._found, hosts))
+                self._report(partial(self._observer.found, hosts))
             self._closing.wait(self._interval)
 
     def _report(self, say: Callable[[], None]) -> None:

@@ -50,6 +50,22 @@ _CLOSING = 5.0
 """Seconds within which the coordinator must end after :meth:`CoordinatorProcess.close`."""
 
 
+class PostedHosts:
+    """Answers of a source of hosts, posted to the loop of a job."""
+
+    def __init__(self, events: EventQueue) -> None:
+        self._events = events
+
+    def asked(self) -> None:
+        self._events.post(HostsAsked())
+
+    def found(self, slots: dict[str, int], /) -> None:
+        self._events.post(HostsFound(slots))
+
+    def failed(self, reason: str, /) -> None:
+        self._events.post(NotFound(reason))
+
+
 class JobRun:
     """One run of a job. Call :meth:`run` once.
 
@@ -171,13 +187,7 @@ class JobRun:
 
     def _ask(self, source: HostSource) -> HostAsker:
         """Start to ask a source for hosts; its answers are posted to the loop."""
-        post = self._news.post
-        return HostAsker(
-            source,
-            lambda: post(HostsAsked()),
-            lambda slots: post(HostsFound(slots)),
-            lambda text: post(NotFound(text)),
-        )
+        return HostAsker(source, PostedHosts(self._news))
 
     def _start_on(self, hosts: Mapping[int, str]) -> None:
         """Start ranks on these hosts. If a host's agent can't be started, only that host's ranks fail."""

@@ -160,8 +160,7 @@ class Agent:
         os.environb.update(order.environment)
         if order.coordinator.startswith("tls:"):
             os.environ.setdefault("HVDLAB_ADDRESS", _address(order))
-            if order.whole_host:
-                self._make_directory(order.coordinator)
+            self._make_directory(order.coordinator)
         with contextlib.suppress(OSError):
             os.chdir(order.directory)
         if order.threads:

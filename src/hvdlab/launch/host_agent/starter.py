@@ -219,7 +219,6 @@ class ExecStarter:
                 interfaces=program.interfaces if program else (),
                 forked="" if program else self._request.forked,
                 preload=program.preload if program else (),
-                whole_host=True,
             )
         )
         self._links[host] = link

@@ -55,8 +55,6 @@ class Start(AgentMessage, frozen=True):
         forked: The program that a fork server of the host forks ranks to run, instead of the command; or empty.
         preload: Modules that are imported on the host before ranks are forked to run the command, which starts Python then;
             if empty, each rank's command is executed.
-        whole_host: Whether the agent has all ranks of the job on its host. The directories of the host's parameter servers
-            end with it then; where each rank has an agent, the ranks of other agents need them.
     """
 
     command: tuple[bytes, ...]
@@ -70,7 +68,6 @@ class Start(AgentMessage, frozen=True):
     interfaces: tuple[str, ...] = ()
     forked: str = ""
     preload: tuple[str, ...] = ()
-    whole_host: bool = False
 
 
 class Spawn(AgentMessage, frozen=True):

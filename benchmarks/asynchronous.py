@@ -74,14 +74,14 @@ class Ways:
 
         def enter(state: RankState) -> None:
             state._enter(state.sets[0], handles[-1])
-            handles[-1].phase, handles[-1].epoch = EXECUTING, state.sets[0].epoch
+            handles[-1].phase, handles[-1].generation = EXECUTING, state.sets[0].generation
             handles[-1].received = time.monotonic_ns()
 
         for tensor, name in zip(self._tensors, self._names, strict=True):
             request = Request(OpKind.ALLREDUCE, name, tensor, tensor, DType.F32, ReduceOp.MAX)
             handles.append(Handle(self._engine, request, call_site(), time.monotonic_ns()))
             self._engine._locked.update(enter)
-        batch = RunBatch(0, handles[0].epoch, 1 << 31, 0, tuple(handles), ())
+        batch = RunBatch(0, handles[0].generation, 1 << 31, 0, tuple(handles), ())
         self._with_plane(lambda _: self._engine._executor.run_now(batch))
         for handle in handles:
             handle.wait()
@@ -101,8 +101,8 @@ class Ways:
     def _with_plane(self, work: Callable[[Any], object]) -> None:
         from hvdlab.collectives.planes.buffers import HOST
 
-        executor, epoch = self._engine._executor, self._engine._locked.epoch(0)
-        while not executor.with_idle_queue((0, epoch, HOST), lambda slot: (work(slot), True)[1]):
+        executor, generation = self._engine._executor, self._engine._locked.generation(0)
+        while not executor.with_idle_queue((0, generation, HOST), lambda slot: (work(slot), True)[1]):
             pass  # the last job is being put away
 
 

@@ -20,14 +20,14 @@ work and end in order; invariants are checked all along (``tests/joint_elastic.p
 * A **state** is taken after each step. It consists of
 
   - the coordinator's: ranks that live, are expected, are awaited, wait, leave, died, were cut off, train or have regrouped; whether
-    it restores its predecessor's world; and for each process set its phase, its members, those of the next epoch, those that have
+    it restores its predecessor's world; and for each process set its phase, its members, those of the next generation, those that have
     said Bye, whether a plane has failed, and the ranks that have submitted each collective that is pending;
   - each connected rank's: how its process and its connection stand; its error, if its world has ended; its cells; the collective
-    that its user waits for; the operations that it has to execute; and for each process set whether it has an epoch, how many
-    epochs it is behind the coordinator (0, 1, or more), its members, and its pending collectives with their phases;
+    that its user waits for; the operations that it has to execute; and for each process set whether it has a generation, how many
+    generations it is behind the coordinator (0, 1, or more), its members, and its pending collectives with their phases;
   - the kinds of the messages on their way between the two, in order.
 
-  Numbers that only count (process ids, epochs, tickets, orders, seconds) are left out: otherwise each state would be distinct.
+  Numbers that only count (process ids, generations, tickets, orders, seconds) are left out: otherwise each state would be distinct.
   Distinct states are counted by 64-bit hashes in a HyperLogLog sketch of 16,384 registers, whose standard error is 0.8 %. Sketches
   of several pieces unite without a loss, so a state that two pieces reach counts once.
 * A **fault** is a schedule that ended with an error. Its seed plays it again, step by step: ``python tests/joint_elastic.py --seed N``.
@@ -199,7 +199,7 @@ def _rank(me: SimRank, sets: Mapping[int, ProcessSetState]) -> tuple[Any, ...]:
 
 def _own_set(each: SetState, known: ProcessSetState | None) -> tuple[Any, ...]:
     """Return a rank's state of a process set, which the coordinator knows or has removed."""
-    behind = -1 if known is None else min(2, known.epoch - each.epoch)
+    behind = -1 if known is None else min(2, known.generation - each.generation)
     pending = tuple((entry.name, entry.phase) for entry in each.pending)
     return each.id, each.configured, behind, each.ranks, pending
 

@@ -461,7 +461,7 @@ class Client:
         deadline = Deadline(timeout)
         with self._reconnecting:
             self._wait_lost(deadline)
-            self._go_on(*self._address.connect(self.generation, deadline, process), cells or {})
+            self._go_on(*self._address.connect(self.incarnation, deadline, process), cells or {})
             self._wait(lambda: self._world_seen, deadline, "the world of the coordinator's successor")
         membership = self._membership
         for callback in tuple(self._on_reconnected):
@@ -473,13 +473,13 @@ class Client:
         self._call(lambda: self._on_reconnected.append(callback))
 
     @property
-    def generation(self) -> int:
+    def incarnation(self) -> int:
         """Return how many coordinators have died before the one that this client is connected to."""
-        return self._welcome.generation
+        return self._welcome.incarnation
 
     def _go_on(self, endpoint: Endpoint, welcome: m.Welcome, cells: Mapping[str, Sequence[int]]) -> None:
         """Continue with this connection, and send first the facts that the coordinator or its successor has to know."""
-        same = welcome.generation == self.generation
+        same = welcome.incarnation == self.incarnation
         with self._changed:
             losses, self._losses = self._losses, []
             if not same:
@@ -639,7 +639,7 @@ class Client:
             message.expected,
             message.members,
             message.deaths,
-            message.epoch,
+            message.generation,
             message.waiting,
             message.formed,
             message.leaving,
@@ -681,16 +681,16 @@ class CoordinatorAddress:
         """Return whether the coordinator is on this host."""
         return self.address.startswith("unix:")
 
-    def connect(self, generation: int, deadline: Deadline, process: int = 0) -> tuple[Endpoint, m.Welcome]:
-        """Return a connection, as a peer that was connected to this generation of the coordinator before, or to none (-1).
+    def connect(self, incarnation: int, deadline: Deadline, process: int = 0) -> tuple[Endpoint, m.Welcome]:
+        """Return a connection, as a peer that was connected to this incarnation of the coordinator before, or to none (-1).
 
         Args:
-            generation: How many coordinators had died before the one that this peer was connected to.
+            incarnation: How many coordinators had died before the one that this peer was connected to.
             deadline: Limit of all steps together.
             process: The coordinator's process, if its end is to end the wait. The connection alone would not: a starter keeps the
                 listening socket, in whose queue it stays for a successor.
         """
-        hello = m.Hello(m.PROTOCOL_VERSION, self.token, self.role, pid=os.getpid(), generation=generation)
+        hello = m.Hello(m.PROTOCOL_VERSION, self.token, self.role, pid=os.getpid(), incarnation=incarnation)
         with _shut_down_with(process) as opened:
             return connect(
                 self.address, hello, certificate=self.certificate, deadline=deadline, opened=opened

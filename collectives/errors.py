@@ -277,7 +277,7 @@ class JoinedRanksError(CollectiveError):
 
 
 class CauseKind(StrEnum):
-    """Kind of cause that ended an epoch."""
+    """Kind of cause that ended a generation."""
 
     RANK_DIED = "rank_died"
     RANK_LEFT = "rank_left"
@@ -326,7 +326,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Cause of the end of an epoch of a process set; an epoch has one.
+    """Cause of the end of a generation of a process set; a generation has one.
 
     Attributes:
         kind: Kind of event.
@@ -346,7 +346,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Collective that was pending when its epoch ended.
+    """Collective that was pending when its generation ended.
 
     Attributes:
         collective: Kind in words, such as ``allreduce``.
@@ -366,20 +366,20 @@ class Pending:
 class AbortedError(CollectiveError):
     """The collective can't complete; raised on every rank that had submitted it.
 
-    The process set gets a new epoch: the next collective works, with the same ranks if none died.
+    The process set gets a new generation: the next collective works, with the same ranks if none died.
 
     The first line of its text names the event, the second the remedy.
 
     Attributes:
         pending: The collective.
-        cause: The reason for which its epoch has ended.
+        cause: The reason for which its generation has ended.
         process_set: Id of its process set.
-        epoch: The epoch that has ended.
+        generation: The generation that has ended.
     """
 
-    def __init__(self, pending: Pending, cause: Cause, process_set: int = 0, epoch: int = 0) -> None:
-        self.pending, self.cause, self.process_set, self.epoch = pending, cause, process_set, epoch
-        super().__init__(pending, cause, process_set, epoch)
+    def __init__(self, pending: Pending, cause: Cause, process_set: int = 0, generation: int = 0) -> None:
+        self.pending, self.cause, self.process_set, self.generation = pending, cause, process_set, generation
+        super().__init__(pending, cause, process_set, generation)
         self.because_of(cause.decision)
 
     @property

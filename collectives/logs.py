@@ -55,15 +55,15 @@ def set_up(level: int, *, hide_time: bool) -> None:
 
 
 def configured(rank: int, message: Configure) -> None:
-    """Log the new epoch of a process set."""
+    """Log the new generation of a process set."""
     if not LOG.isEnabledFor(logging.INFO):
         return
     ranks = compact_ranks([member.rank for member in message.members])
     LOG.info(
-        "rank %d: %s, epoch %d: ranks %s, plane %s",
+        "rank %d: %s, generation %d: ranks %s, plane %s",
         rank,
         _set(message.process_set),
-        message.epoch,
+        message.generation,
         ranks,
         visible(message.plane),
     )
@@ -73,12 +73,12 @@ def configured(rank: int, message: Configure) -> None:
 
 
 def aborted(rank: int, message: Abort) -> None:
-    """Log the end of an epoch; calls that wait for its collectives raise an error with the same text."""
+    """Log the end of a generation; calls that wait for its collectives raise an error with the same text."""
     LOG.info(
-        "rank %d: %s, epoch %d ended (%s): %s",
+        "rank %d: %s, generation %d ended (%s): %s",
         rank,
         _set(message.process_set),
-        message.epoch,
+        message.generation,
         visible(message.kind),
         visible(message.text),
     )

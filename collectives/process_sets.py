@@ -27,13 +27,13 @@ class _Registered(NamedTuple):
 
     Attributes:
         ranks: Its ranks in the core.
-        epoch: Epoch of the world then.
+        generation: Generation of the world then.
         processes: Rank, host and process id of each rank of the world then.
         together: Ids of the sets that the same call registered on all ranks, this one's among them: one per communicator.
     """
 
     ranks: tuple[int, ...]
-    epoch: int
+    generation: int
     processes: frozenset[tuple[int, str, int]]
     together: tuple[int, ...]
 
@@ -359,12 +359,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def register(process_set: ProcessSet) -> None:
     """Register a set, even if there is another one of the same ranks. Raises as :func:`add_process_set` does."""
     known = _known("hvd.add_process_set()")
-    epoch, processes = context.engine().processes()
+    generation, processes = context.engine().processes()
     ids: dict[tuple[int, ...], int] = {}
     for ranks in _named_by_all(process_set):
         members = tuple(sorted(core_rank(rank) for rank in ranks))
         ids[ranks] = context.engine().add_process_set(members)
-        known.sets[ids[ranks]] = _Registered(members, epoch, frozenset(processes), (ids[ranks],))
+        known.sets[ids[ranks]] = _Registered(members, generation, frozenset(processes), (ids[ranks],))
     for id in ids.values():
         known.sets[id] = known.sets[id]._replace(together=tuple(ids.values()))
     process_set._id, process_set._world = ids[tuple(process_set._ranks)], known.world
@@ -396,11 +396,11 @@ def _refuse_second(ranks: tuple[int, ...]) -> None:
     if wanted == tuple(sorted(engine.ranks())):
         raise InvalidRequestError(f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set.")
     # Ranks that came later know no earlier set. When elastic training begins again with them, or the set has lost a rank, all register
-    # it again, and one that refused would let the others wait. Within an epoch, and among the same processes, all know the same sets.
+    # it again, and one that refused would let the others wait. Within a generation, and among the same processes, all know the same sets.
     now, processes = engine.processes()
-    epoch = now if engine.elastic.training else None
+    generation = now if engine.elastic.training else None
     for id, known in _known().sets.items():
-        same = epoch in (None, known.epoch) and known.processes.issuperset(processes)
+        same = generation in (None, known.generation) and known.processes.issuperset(processes)
         if known.ranks == wanted and same and engine.knows_process_set(id):
             raise InvalidRequestError(
                 f"A set of the ranks {list(ranks)} is registered already, as process set {id}; use that one, or "

@@ -122,9 +122,9 @@ class Membership:
         expected: Ranks that should make up the world; empty if neither a client nor a setting has named any.
         members: Living ranks, in order.
         deaths: Ranks that died and were not replaced, with process id, time and reason.
-        epoch: Epoch of the world; 0 before it was formed for the first time.
+        generation: Generation of the world; 0 before it was formed for the first time.
         waiting: Members that elastic training has to let in.
-        formed: Ranks that this epoch of the world is made of; empty until it has begun.
+        formed: Ranks that this generation of the world is made of; empty until it has begun.
         leaving: Members that were released, and leave where elastic training lets the world change.
         restoring: Whether a coordinator's successor still waits for ranks: until it has heard them, it does not know which ranks of the
             world live or leave.
@@ -133,7 +133,7 @@ class Membership:
     expected: tuple[int, ...] = ()
     members: tuple[m.Member, ...] = ()
     deaths: tuple[m.Death, ...] = ()
-    epoch: int = 0
+    generation: int = 0
     waiting: tuple[int, ...] = ()
     formed: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
@@ -153,7 +153,7 @@ class Membership:
     @property
     def complete(self) -> bool:
         """Return whether the world was formed and all expected ranks live."""
-        return self.epoch > 0 and not self.missing
+        return self.generation > 0 and not self.missing
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Submission:
     signature: m.Signature
     extra: tuple[int, ...] = ()
     local: int = -1
-    epoch: int = 0
+    generation: int = 0
     outcome: m.Message | None = None
     priority: int | None = None
 
@@ -77,7 +77,7 @@ class Submission:
 class SetView:
     """Process set as a simulated rank knows it."""
 
-    epoch: int
+    generation: int
     ranks: tuple[int, ...]
     plane: str
     open: bool = True
@@ -133,10 +133,12 @@ class SimulatedRank:
                 site = f"line {self.rank}"
                 definitions.append(m.Definition(self._locals[known], s.signature, site, s.priority))
             s.local = self._locals[known]
-            s.epoch = self.sets[process_set].epoch
+            s.generation = self.sets[process_set].generation
         extra = tuple(s.extra for s in submissions) if any(s.extra for s in submissions) else ()
         locals = tuple(s.local for s in submissions)
-        self.say(m.Announce(process_set, self.sets[process_set].epoch, locals, tuple(definitions), extra))
+        self.say(
+            m.Announce(process_set, self.sets[process_set].generation, locals, tuple(definitions), extra)
+        )
 
     # -- the coordinator's messages -------------------------------------------------------------------------------
 
@@ -150,10 +152,10 @@ class SimulatedRank:
             self._execute(message)
         elif isinstance(message, m.Reject | m.RejectDuplicate | m.Decline | m.Cancelled):
             for local in message.locals if message.process_set in self.sets else ():
-                self._pop(message.process_set, message.epoch, local, message)
+                self._pop(message.process_set, message.generation, local, message)
         elif isinstance(message, m.ProcessSetAdded):
             view = self.sets[0]
-            self._pop(0, view.epoch, message.local, message)
+            self._pop(0, view.generation, message.local, message)
         elif isinstance(message, m.Dissolve):
             view = self.sets.pop(message.process_set, None)
             for submission in view.pending if view is not None else ():
@@ -165,34 +167,39 @@ class SimulatedRank:
         assert self.rank in ranks
         assert self.by_seniority or ranks == tuple(sorted(ranks))
         if view is None:
-            view = self.sets[message.process_set] = SetView(message.epoch, ranks, message.plane)
+            view = self.sets[message.process_set] = SetView(message.generation, ranks, message.plane)
         else:
-            assert message.epoch > view.epoch, "epochs must increase"
-            view.epoch, view.ranks, view.plane, view.open = message.epoch, ranks, message.plane, True
+            assert message.generation > view.generation, "generations must increase"
+            view.generation, view.ranks, view.plane, view.open = (
+                message.generation,
+                ranks,
+                message.plane,
+                True,
+            )
         if view.pending:
             self._announce(message.process_set, view.pending)
 
     def _abort(self, message: m.Abort) -> None:
         view = self.sets[message.process_set]
-        if message.epoch < view.epoch:
-            # It concerns operations still executed of an epoch that was changed over from in order.
-            assert not any(s.epoch <= message.epoch for s in view.pending)
+        if message.generation < view.generation:
+            # It concerns operations still executed of a generation that was changed over from in order.
+            assert not any(s.generation <= message.generation for s in view.pending)
             return
-        assert message.epoch == view.epoch
+        assert message.generation == view.generation
         assert view.open
         view.open = False
         for submission in view.pending:
-            if submission.epoch == message.epoch:
+            if submission.generation == message.generation:
                 submission.end(message)
         view.pending = [s for s in view.pending if s.outcome is None]
 
     def _execute(self, message: m.Execute) -> None:
         view = self.sets[message.process_set]
-        assert message.epoch == view.epoch
+        assert message.generation == view.generation
         assert view.open
         for number, batch in enumerate(message.batches):
             if batch.reported and view.ranks[0] == self.rank:
-                report = m.Executed(message.process_set, message.epoch, message.sequence, number)
+                report = m.Executed(message.process_set, message.generation, message.sequence, number)
                 (self.outgoing if self.reports is None else self.reports).append(report)
             names: list[object] = []
             for local in batch.locals:
@@ -200,16 +207,16 @@ class SimulatedRank:
                     assert any(s.signature.kind == OpKind.JOIN for s in view.pending) or batch.zeros
                     names.append(batch.zeros[-1 - local])
                 else:
-                    names.append(self._pop(message.process_set, message.epoch, local, message).signature)
+                    names.append(self._pop(message.process_set, message.generation, local, message).signature)
             assert not batch.tables or len(batch.tables) == len(batch.locals)
             done = (message.sequence, tuple(names), batch.tables)
-            self.executed[message.process_set, message.epoch].append(done)
+            self.executed[message.process_set, message.generation].append(done)
 
-    def _pop(self, process_set: int, epoch: int, local: int, message: m.Message) -> Submission:
+    def _pop(self, process_set: int, generation: int, local: int, message: m.Message) -> Submission:
         view = self.sets[process_set]
-        assert epoch == view.epoch
+        assert generation == view.generation
         for submission in view.pending:
-            if submission.local == local and submission.epoch == epoch:
+            if submission.local == local and submission.generation == generation:
                 view.pending.remove(submission)
                 submission.end(message)
                 return submission
@@ -329,7 +336,7 @@ class Simulation:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def check_order(self) -> None:
-        """Check that all members of an epoch have received the same orders, as far as they go."""
+        """Check that all members of a generation have received the same orders, as far as they go."""
         told: dict[tuple[int, int], list[tuple[object, ...]]] = {}
         for rank in [*self.ranks.values(), *self.gone]:
             for key, done in rank.executed.items():

@@ -1,4 +1,4 @@
-"""Boards of a simulated job: words that all members of an epoch see at once, dead or alive."""
+"""Boards of a simulated job: words that all members of a generation see at once, dead or alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvdlab.collectives.engine.coordinator_bypass import batch_of
-from hvdlab.collectives.engine.entries import NewEpoch
+from hvdlab.collectives.engine.entries import NewGeneration
 from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED
@@ -30,8 +30,8 @@ class Words:
 class SimBoard:
     """One member's view; acts like :class:`AgreementBoard`, without memory or sleep."""
 
-    def __init__(self, words: Words, index: int, epoch: int) -> None:
-        self.epoch, self.members, self.number = epoch, len(words.posted), 0
+    def __init__(self, words: Words, index: int, generation: int) -> None:
+        self.generation, self.members, self.number = generation, len(words.posted), 0
         self.capacity = 4096
         self.aborted = False
         self._words, self._index = words, index
@@ -100,16 +100,16 @@ class AtBoard:
 
 @dataclass
 class Boards:
-    """Boards of all sets and epochs."""
+    """Boards of all sets and generations."""
 
     words: dict[Scope, Words] = field(default_factory=dict)
     results: dict[tuple[int, int, int], object] = field(default_factory=dict)
 
-    def open(self, me: SimRank, effect: NewEpoch) -> None:
+    def open(self, me: SimRank, effect: NewGeneration) -> None:
         members = len(effect.members)
         if effect.has_memory and effect.index >= 0 and members > 1:
-            words = self.words.setdefault((effect.process_set, effect.epoch), Words(members))
-            board = SimBoard(words, effect.index, effect.epoch)
+            words = self.words.setdefault((effect.process_set, effect.generation), Words(members))
+            board = SimBoard(words, effect.index, effect.generation)
             me.state.attach_board(BoardMember(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for an AgreementBoard
 
     def go_on(self, me: SimRank) -> None:
@@ -131,7 +131,7 @@ class Boards:
             me.state.start_posted(at.entry, at.posting.member, 0)
             me.jobs.appendleft(batch_of(at.entry, at.posting))
             return
-        scope = at.posting.member.process_set, board.epoch, number
+        scope = at.posting.member.process_set, board.generation, number
         result = at.entry.name, tuple(float(part.view(np.float32)[0]) for part in at.posting.parts)
         assert self.results.setdefault(scope, result) == result, f"{scope} has two results"
         if me.state.finish_posted(at.entry, at.posting.member):

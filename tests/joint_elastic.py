@@ -24,7 +24,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.elastic.training_loop import run_fn
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, ReleasedError, StartError
-from hvdlab.collectives.failover.successor import EPOCHS
+from hvdlab.collectives.failover.successor import GENERATIONS
 from hvdlab.collectives.numbering import CONSECUTIVE, core_rank, own_number
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import Membership, OpKind, ReduceOp
@@ -183,7 +183,7 @@ class ElasticSchedule:
     def _world_told(self, world: m.World) -> None:
         if not world.restoring:
             told = Membership(
-                world.expected, world.members, world.deaths, world.epoch, world.waiting, world.formed
+                world.expected, world.members, world.deaths, world.generation, world.waiting, world.formed
             )
             self.run_._news._on_membership(told)
 
@@ -248,7 +248,7 @@ class ElasticSchedule:
         while not state.done:
             directly = self.chance.random() < 0.8
             total = engine.allreduce("x", 1.0, directly=directly)
-            members = self.submitted.members(0, engine.epoch)
+            members = self.submitted.members(0, engine.generation)
             assert total == len(members), (total, members)
             if pair and pair in engine.me.state.sets and engine.me.state.sets[pair].index >= 0:
                 both = engine.allreduce("pair", 1.0, process_set=pair, directly=False)
@@ -563,7 +563,7 @@ class ElasticSchedule:
         return "\n".join(
             (
                 *ranks,
-                f"the world is {self.sim.coordinator.sets.world.members} in epoch {self.sim.coordinator.sets.world.epoch}",
+                f"the world is {self.sim.coordinator.sets.world.members} in generation {self.sim.coordinator.sets.world.generation}",
                 f"expected {membership.expected}, awaited {membership.awaited}, waiting {membership.waiting}",
                 f"leaving {membership.leaving}, training {elastic.training}, ready {elastic.ready}",
                 f"least {self.least}, most {self.most}, said {self.said[-6:]}, faults {self.faults[-6:]}",
@@ -572,12 +572,17 @@ class ElasticSchedule:
 
     def check_worlds(self) -> None:
         """Numbers of ranks: by seniority those that were there come first, in their order; the others are sorted."""
-        epochs = [epoch for number, epoch in sorted(self.sim.epochs) if number == 0]
-        for place, epoch in enumerate(epochs):
-            pids = self.sim.epochs[0, epoch]
+        generations = [generation for number, generation in sorted(self.sim.generations) if number == 0]
+        for place, generation in enumerate(generations):
+            pids = self.sim.generations[0, generation]
             if self.numbers == CONSECUTIVE:
                 before = next(
-                    (self.sim.epochs[0, e] for e in epochs[:place][::-1] if self._heard(e, epoch)), ()
+                    (
+                        self.sim.generations[0, e]
+                        for e in generations[:place][::-1]
+                        if self._heard(e, generation)
+                    ),
+                    (),
                 )
                 # One that was cut off and comes back to a successor of the coordinator comes as one that is new.
                 stayed = tuple(pid for pid in before if pid in pids and pid not in self.cut)
@@ -591,21 +596,25 @@ class ElasticSchedule:
                 ranks = [self.sim.by_pid[pid].rank for pid in pids]
                 assert ranks == sorted(ranks), ranks
 
-    def _heard(self, before: int, epoch: int) -> bool:
-        """Whether the coordinator of an epoch of the world can know of an earlier one: it began that itself, or a member has heard of it."""
-        if before // EPOCHS == epoch // EPOCHS:
+    def _heard(self, before: int, generation: int) -> bool:
+        """Whether the coordinator of a generation of the world can know of an earlier one: it began that itself, or a member has heard of it."""
+        if before // GENERATIONS == generation // GENERATIONS:
             return True
-        return any((0, before) in self.sim.by_pid[pid].members for pid in self.sim.epochs[0, epoch])
+        return any((0, before) in self.sim.by_pid[pid].members for pid in self.sim.generations[0, generation])
 
 
 def _told(me: SimRank) -> str:
     """Return a description of a connected rank, for an error."""
     group = me.state.sets.get(0)
     world = (
-        "no world" if group is None else f"world {group.ranks} in epoch {group.epoch} ({group.configured})"
+        "no world"
+        if group is None
+        else f"world {group.ranks} in generation {group.generation} ({group.configured})"
     )
     waits = [
-        f"{x.request.kind.label} {x.name} ({x.phase}) in {x.epoch}" for x in me.entries if x.outcome is None
+        f"{x.request.kind.label} {x.name} ({x.phase}) in {x.generation}"
+        for x in me.entries
+        if x.outcome is None
     ]
     return (
         f"alive {me.alive}, told to leave {me.told_to_leave}, {world}, waits in {waits}, {me.state.failure}"
@@ -636,7 +645,7 @@ class _Watcher:
         assert state.batch >= process.passed, f"{process.passed} steps were committed, {state.batch} are left"
         assert sum(count for _, count in state.groups) == state.batch, "steps were lost, or done twice"
         if engine.size > 1:
-            self._schedule.same(("state", engine.epoch), (state.batch, state.groups))
+            self._schedule.same(("state", engine.generation), (state.batch, state.groups))
 
     def restored(self, state: TrainingState) -> None:
         # A rank that comes just as training begins is let in at once, and the others begin again then.

@@ -13,11 +13,11 @@ from joint_ranks import Operation, SimEntry, SimRank
 
 
 class Planes:
-    """Planes of all sets and epochs.
+    """Planes of all sets and generations.
 
     Attributes:
         results: The result of each operation, as far as it must be equal on all ranks.
-        received: The newest message that each process has received in an epoch, by sender and channel.
+        received: The newest message that each process has received in a generation, by sender and channel.
     """
 
     def __init__(self, by_pid: Mapping[int, SimRank]) -> None:
@@ -50,8 +50,8 @@ class Planes:
     def break_one(self, me: SimRank) -> None:
         """Fail the next operation of this rank, and its plane with it."""
         job = me.jobs.popleft()
-        me.broken.add((job.process_set, job.epoch))
-        me.state.plane_failed(job.process_set, job.epoch, "RuntimeError: connection reset")
+        me.broken.add((job.process_set, job.generation))
+        me.state.plane_failed(job.process_set, job.generation, "RuntimeError: connection reset")
 
     def run(self, me: SimRank) -> None:
         """End the next operation of this rank."""
@@ -75,7 +75,7 @@ class Planes:
 
     def _parties(self, me: SimRank, job: RunBatch) -> list[SimRank]:
         """Return the ranks that an operation concerns."""
-        members = [self._by_pid[pid] for pid in me.members[job.process_set, job.epoch]]
+        members = [self._by_pid[pid] for pid in me.members[job.process_set, job.generation]]
         request = job.entries[0].request
         if request.kind is not OpKind.SENDRECV:
             return members
@@ -126,7 +126,7 @@ class Planes:
 
 
 def _operation(job: RunBatch) -> Operation:
-    return (job.process_set, job.epoch, job.sequence, job.batch)
+    return (job.process_set, job.generation, job.sequence, job.batch)
 
 
 def _is_local(job: RunBatch) -> bool:

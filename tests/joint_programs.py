@@ -142,8 +142,8 @@ class SimEngine:
             rank_numbers=numbers, min_np=least, reset_limit=0, elastic_timeout=600.0
         )
         self.manager = NotificationManager()
-        #: Epoch of the last collective that ended well.
-        self.epoch = 0
+        #: Generation of the last collective that ended well.
+        self.generation = 0
 
     def attach(self, me: SimRank, turns: Turns) -> None:
         """This is the rank, and the program that uses the engine."""
@@ -161,7 +161,7 @@ class SimEngine:
             case m.Regrouped():
                 self.world.regrouped(message.ticket)
             case m.Configure() if message.process_set == 0:
-                self.world.configured([member.rank for member in message.members], message.epoch)
+                self.world.configured([member.rank for member in message.members], message.generation)
 
     def update(
         self, change: Callable[Concatenate[RankState, P], None], *args: P.args, **kwargs: P.kwargs
@@ -172,7 +172,7 @@ class SimEngine:
 
     def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
         group = self.me.state.sets[0]
-        return group.epoch, tuple((member.rank, member.host, member.pid) for member in group.members)
+        return group.generation, tuple((member.rank, member.host, member.pid) for member in group.members)
 
     def ranks(self) -> tuple[int, ...]:
         group = self.me.state.sets.get(0)
@@ -201,7 +201,7 @@ class SimEngine:
         assert isinstance(outcome, tuple)
         if outcome[0] == "set":
             return Result(process_set=outcome[1])
-        self.epoch = outcome[2] if request.process_set == 0 else self.epoch
+        self.generation = outcome[2] if request.process_set == 0 else self.generation
         if real is None:
             return Result()
         met = _met(entry, outcome)
@@ -253,9 +253,9 @@ class Submitted:
         self.values: dict[int, Values | None] = {}
         self.objects: dict[int, object] = {}
 
-    def members(self, process_set: int, epoch: int) -> tuple[int, ...]:
-        """Return ranks of an epoch, by position."""
-        pids = self.simulation.epochs[process_set, epoch]
+    def members(self, process_set: int, generation: int) -> tuple[int, ...]:
+        """Return ranks of a generation, by position."""
+        pids = self.simulation.generations[process_set, generation]
         return tuple(self.simulation.by_pid[pid].rank for pid in pids)
 
 

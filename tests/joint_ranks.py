@@ -47,8 +47,8 @@ class SimHandle(SimEntry):
         self._replaced.complete(outcome)
 
 
-Scope = tuple[int, int]  # process set, epoch
-Operation = tuple[int, int, int, int]  # process set, epoch, sequence, batch
+Scope = tuple[int, int]  # process set, generation
+Operation = tuple[int, int, int, int]  # process set, generation, sequence, batch
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class SimRank:
     Attributes:
         pid: Which process it is; no other has it.
         peer: Its connection.
-        generation: Of the coordinator that it is, or was, connected to.
+        incarnation: Of the coordinator that it is, or was, connected to.
         alive: Whether it is part of the job, as far as it knows.
         open: Whether the coordinator listens to its connection.
         ending: Whether its connection has ended at its side (it died, or left), so that no more bytes come.
@@ -71,9 +71,9 @@ class SimRank:
         members_told, members_known: Which descriptions of members its connection has been sent, and which it has got.
         world: Ranks that live, by the messages that it has received.
         cells: Those that run here. known_cells: Those that ever did.
-        members: Process ids of the members of each epoch.
-        aborted, broken: Epochs whose plane was ended, or has failed here.
-        order: The operations executed in each epoch.
+        members: Process ids of the members of each generation.
+        aborted, broken: Generations whose plane was ended, or has failed here.
+        order: The operations executed in each generation.
         operations: How many of these met others on the plane.
         hears: Called with each message of the coordinator's, once the state has it.
     """
@@ -82,7 +82,7 @@ class SimRank:
     pid: int
     state: RankState
     peer: int = 0
-    generation: int = -1
+    incarnation: int = -1
     alive: bool = True
     open: bool = True
     ending: bool = False

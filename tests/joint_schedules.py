@@ -407,7 +407,7 @@ class Schedule:
 
     def members(self, me: SimRank, process_set: int) -> Iterator[SimRank]:
         group = me.state.sets[process_set]
-        return (self.sim.by_pid[pid] for pid in me.members[process_set, group.epoch])
+        return (self.sim.by_pid[pid] for pid in me.members[process_set, group.generation])
 
     def check_waits(self, me: SimRank) -> None:
         """Check that no operation waits for an impossible event, except of the network."""
@@ -415,12 +415,12 @@ class Schedule:
             return
         for group in me.state.sets.values():
             for entry in group.pending:
-                what = f"rank {me.rank}: {entry.request.kind.label} {entry.name} in {group.id}, epoch {entry.epoch}"
+                what = f"rank {me.rank}: {entry.request.kind.label} {entry.name} in {group.id}, generation {entry.generation}"
                 assert entry.phase != EXECUTING, f"{what} executes for ever"
                 if entry.phase == POSTED and group.withdrawn >= 0:
                     continue  # its user has given up
                 if not group.configured:
-                    assert group.id == 0, f"{what} waits for an epoch that does not come"
+                    assert group.id == 0, f"{what} waits for a generation that does not come"
                     awaited = self.sim.coordinator.membership.awaited or me.told_to_leave
                     # A rank outside the world that has no cell or was cut off is admitted when no other runs one.
                     waits = not me.cells or self.sim.coordinator.membership.ranks[me.rank].outdated

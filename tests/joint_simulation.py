@@ -27,7 +27,15 @@ from hvdlab.collectives.coordinator.events import (
     Tick,
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
-from hvdlab.collectives.engine.entries import ANNOUNCED, AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
+from hvdlab.collectives.engine.entries import (
+    ANNOUNCED,
+    AbortPlane,
+    Effect,
+    Fail,
+    NewGeneration,
+    RunBatch,
+    Succeed,
+)
 from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
@@ -64,7 +72,7 @@ class Simulation:
         tracked: Whether ranks' collectives belong to cells.
         options: The coordinator's settings.
         validate: How often (a probability) states are validated after a step.
-        lacking: How often a rank does not get the memory of an epoch.
+        lacking: How often a rank does not get the memory of a generation.
         returns: Whether ranks of a pool come back when the others have gone on without them; those that train elastically do.
     """
 
@@ -94,7 +102,7 @@ class Simulation:
         self.ranks: list[SimRank] = []
         self.former: list[SimRank] = []
         self.client: deque[m.Message] = deque()
-        self.epochs: dict[Scope, tuple[int, ...]] = {}
+        self.generations: dict[Scope, tuple[int, ...]] = {}
         self._newest: dict[int, int] = {}
         self._by_peer: dict[int, SimRank] = {}
         self.by_pid: dict[int, SimRank] = {}
@@ -164,7 +172,7 @@ class Simulation:
             me.pid,
             planes=("shm",),
             cells_tracked=self.tracked,
-            generation=me.generation,
+            incarnation=me.incarnation,
             returns=self.may_return(me),
         )
 
@@ -251,7 +259,7 @@ class Simulation:
 
         Messages in flight are lost: all that were sent to the coordinator, and some of its own.
         """
-        self.options = dataclasses.replace(self.options, generation=self.options.generation + 1)
+        self.options = dataclasses.replace(self.options, incarnation=self.options.incarnation + 1)
         self.coordinator = CoordinatorState(self.options)
         self._members = SentMembers()
         for me in self._moving:
@@ -375,8 +383,8 @@ class Simulation:
             return me.state.try_post(entry, queued=queued)
         if me.jobs:
             return None
-        scope = entry.request.process_set, group.epoch
-        return me.state.try_post(entry, (group.epoch, me.operations[scope]), queued=queued)
+        scope = entry.request.process_set, group.generation
+        return me.state.try_post(entry, (group.generation, me.operations[scope]), queued=queued)
 
     def withdraw(self, rank: int, process_set: int = 0) -> None:
         """A user is interrupted in the middle of a wait, at the board perhaps, and does not come back there."""
@@ -529,7 +537,7 @@ class Simulation:
         for effect in effects:
             if isinstance(effect, Send | SendConfigure):
                 if isinstance(effect.message, m.Configure):
-                    self._note_epoch(effect.message)
+                    self._note_generation(effect.message)
                 if isinstance(effect.message, m.Refused):
                     self._refused = effect.message
                 elif isinstance(effect.message, m.Returned):
@@ -539,7 +547,7 @@ class Simulation:
                     me = self._by_peer.get(peer)
                     if me is not None and me.alive and me.peer == peer and not me.cut:
                         if isinstance(effect.message, m.Welcome):
-                            me.generation = effect.message.generation  # a connecting rank waits for it
+                            me.incarnation = effect.message.incarnation  # a connecting rank waits for it
                         else:
                             me.from_coordinator.append(self._shortened(me, effect.message))
                 if (
@@ -567,11 +575,11 @@ class Simulation:
         short, me.members_told = self._members.shorten(message, me.members_told)
         return short
 
-    def _note_epoch(self, message: m.Configure) -> None:
+    def _note_generation(self, message: m.Configure) -> None:
         members = tuple(member.pid for member in message.members)
-        assert message.epoch > self._newest.get(message.process_set, 0), "an epoch is used again"
-        self._newest[message.process_set] = message.epoch
-        self.epochs[message.process_set, message.epoch] = members
+        assert message.generation > self._newest.get(message.process_set, 0), "a generation is used again"
+        self._newest[message.process_set] = message.generation
+        self.generations[message.process_set, message.generation] = members
 
     def _tell_wait(self, me: SimRank) -> None:
         """A user has waited for long."""
@@ -612,10 +620,10 @@ class Simulation:
                         entry.complete(error)
                 case Succeed(entry, process_set):
                     entry.complete(("set", process_set))  # type: ignore[attr-defined]  # no joins there
-                case AbortPlane(process_set, epoch):
-                    me.aborted.update(s for s in me.members if s[0] == process_set and s[1] <= epoch)
-                case NewEpoch():
-                    me.members[effect.process_set, effect.epoch] = tuple(x.pid for x in effect.members)
+                case AbortPlane(process_set, generation):
+                    me.aborted.update(s for s in me.members if s[0] == process_set and s[1] <= generation)
+                case NewGeneration():
+                    me.members[effect.process_set, effect.generation] = tuple(x.pid for x in effect.members)
                     if self.random.random() >= self._lacking:
                         self.boards.open(me, effect)
 

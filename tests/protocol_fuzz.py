@@ -159,7 +159,7 @@ def one_conversation(chance: random.Random) -> None:
     """Play peers with the token that send any messages, in any order: the coordinator drops them, but never fails
     itself."""
     options = CoordinatorOptions(
-        size=chance.choice((None, 2, 3)), generation=chance.choice((0, 0, 1)), reattach=1.0
+        size=chance.choice((None, 2, 3)), incarnation=chance.choice((0, 0, 1)), reattach=1.0
     )
     _converse(CoordinatorState(options), chance)
 
@@ -360,9 +360,9 @@ def _hello(peer: int, chance: random.Random) -> m.Hello:
 
 def _sensible(message: m.Announce, state: CoordinatorState, chance: random.Random) -> m.Announce:
     """Return an announcement that gets further than the door."""
-    epoch = state.sets.world.epoch
+    generation = state.sets.world.generation
     if chance.random() < 0.1:
-        return msgspec.structs.replace(message, process_set=0, epoch=epoch)
+        return msgspec.structs.replace(message, process_set=0, generation=generation)
     definitions = tuple(
         msgspec.structs.replace(
             definition,
@@ -379,7 +379,7 @@ def _sensible(message: m.Announce, state: CoordinatorState, chance: random.Rando
     )
     locals = tuple(range(len(definitions)))
     return msgspec.structs.replace(
-        message, process_set=0, epoch=epoch, locals=locals, definitions=definitions, extra=()
+        message, process_set=0, generation=generation, locals=locals, definitions=definitions, extra=()
     )
 
 

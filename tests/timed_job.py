@@ -28,7 +28,7 @@ from hvdlab.collectives.coordinator.events import (
     Tick,
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
-from hvdlab.collectives.engine.entries import Entry, Fail, NewEpoch, RunBatch
+from hvdlab.collectives.engine.entries import Entry, Fail, NewGeneration, RunBatch
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
@@ -95,7 +95,7 @@ class TimedRank:
         members_told: Which descriptions of members it has been sent.
         ordered: When it last received an order to execute.
         failed: When its last wait failed.
-        renewed: When it last began an epoch.
+        renewed: When it last began a generation.
     """
 
     rank: int
@@ -174,7 +174,7 @@ class TimedJob:
 
         Returns:
             Its cost, with the time after which all knew of it, and how many seconds passed until all had begun a new
-            epoch.
+            generation.
         """
         victim, others = self.ranks[rank], [me for me in self.ranks if me.alive and me.rank != rank]
         for me in others:
@@ -303,7 +303,7 @@ class TimedJob:
                     self._execute(me, entry)
             elif isinstance(effect, Fail):
                 me.failed = me.free
-            elif isinstance(effect, NewEpoch):
+            elif isinstance(effect, NewGeneration):
                 me.renewed = me.free
         self._flush(me)
 

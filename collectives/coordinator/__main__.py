@@ -52,7 +52,7 @@ def main() -> int:
         server.on_alone = _leave_stderr
         server.stop_at_end_of(0, linger=launch.linger)
         server.stop_when_readable(wakeup)
-        if launch.generation > 0 and _has_ended(0):
+        if launch.incarnation > 0 and _has_ended(0):
             return 1  # the starter has ended; the process in its place has started another successor, which needs the sockets
         if launch.linger and launch.keeps:
             handover = Handover(launch)
@@ -66,7 +66,7 @@ def main() -> int:
     finally:
         # A successor that has lost its starter before any peer found it leaves the directory, too: the process that supervises
         # the ranks now starts another successor there. A coordinator with an unsound state leaves it to that successor as well.
-        found = launch.generation == 0 or (server is not None and server.connections.met)
+        found = launch.incarnation == 0 or (server is not None and server.connections.met)
         if not launch.keeps or server is None or (server.alone and found and not server.state.unsound):
             shutil.rmtree(directory, ignore_errors=True)  # otherwise the successor uses the directory, too
     return 0

@@ -3,7 +3,7 @@
 Elastic training decides at which point the world changes, and its ranks begin again together. A rank in training keeps newcomers
 out, since its collectives would wait for them. When it is at a point where the world can change, after a failure or because a
 newcomer waits to enter, it reports so (*regroups*) and submits nothing more. Collectives in which other ranks wait for it are aborted
-at once, so that they come, too. Once no rank of the world is in training any more, the world gets a new epoch, with the newcomers.
+at once, so that they come, too. Once no rank of the world is in training any more, the world gets a new generation, with the newcomers.
 
 Once training has ended on a rank of a script, newcomers wait until that rank trains again or leaves. Otherwise they would begin to
 train from the start, without a rank that could give them its state. (A pool's ranks only run cells that their notebook sends.)
@@ -22,7 +22,13 @@ from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionK
 from hvdlab.collectives.coordinator.events import CloseConnection, Log, Send
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.process_sets import OPEN, Decisions, EpochAbort, MemberChange, ProcessSets
+from hvdlab.collectives.coordinator.process_sets import (
+    OPEN,
+    Decisions,
+    GenerationAbort,
+    MemberChange,
+    ProcessSets,
+)
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
@@ -99,9 +105,9 @@ class Admission:
     def _too_late(self, rank: int, hello: m.Hello) -> str:
         """Return why a rank that has lost its connection can't come back, since the others continue without it; empty if it can."""
         death = self._membership.deaths.get(rank)
-        if hello.generation < 0:
+        if hello.incarnation < 0:
             return ""
-        if hello.generation >= self._options.generation or (death is not None and death.pid == hello.pid):
+        if hello.incarnation >= self._options.incarnation or (death is not None and death.pid == hello.pid):
             cut_off = self._membership.cut_off_since(rank, hello.pid) is not None
             if cut_off and hello.returns and not self._restoring.active:
                 return ""
@@ -124,7 +130,7 @@ class Admission:
 
         Its old connection is not given up yet, or the world is not restored yet, before which no rank is known to live.
         """
-        if hello.generation < 0 or not hello.returns:
+        if hello.incarnation < 0 or not hello.returns:
             return False
         living = self._membership.ranks.get(rank)
         if living is not None:
@@ -157,7 +163,7 @@ class Admission:
             # An orderly change only if nothing is under way: a rank that leaves at once would let the others wait in their collective.
             if busy or (ps.phase == OPEN and ps.negotiation.pending):
                 text = f"{format_ranks(sorted(going))} left, because the world was resized"
-                yield EpochAbort(ps, CauseKind.MEMBERSHIP, tuple(sorted(going)), text, cause=decision)
+                yield GenerationAbort(ps, CauseKind.MEMBERSHIP, tuple(sorted(going)), text, cause=decision)
             else:
                 staying = tuple(rank for rank in ps.members if rank not in going)
                 yield MemberChange(ps, staying, decision)
@@ -194,9 +200,9 @@ class Admission:
                 yield MemberChange(ps, staying, entry.number)
 
     def reject_left_out(self, rank: RankPeer, message: m.Announce) -> Decisions[None]:
-        """Fail the submissions of a rank that was asked to leave: the others continue without it, and no epoch of its own will end.
+        """Fail the submissions of a rank that was asked to leave: the others continue without it, and no generation of its own will end.
 
-        The epoch is not aborted: operations that it still executes with the others complete.
+        The generation is not aborted: operations that it still executes with the others complete.
         """
         text = f"rank {rank.rank} was let go, and the others go on without it"
         submitted = [
@@ -205,7 +211,7 @@ class Admission:
         entry = DecisionEntry(
             DecisionKind.REJECTED,
             process_set=message.process_set,
-            epoch=message.epoch,
+            generation=message.generation,
             names=[defined.info.name for defined in submitted],
             ranks=(rank.rank,),
             facts={"reason": text},
@@ -217,7 +223,7 @@ class Admission:
             if defined is not None:
                 info, site = defined.info, defined.site
                 pending = m.AbortedCollective(int(info.kind), info.name, (rank.rank,), (), (site,))
-                scope = message.process_set, message.epoch
+                scope = message.process_set, message.generation
                 kind = CauseKind.MEMBERSHIP.value
                 refusal = m.Cancelled(
                     *scope, (local,), kind, (rank.rank,), text, "", pending, decision=entry.number
@@ -233,7 +239,7 @@ class Admission:
         gone back to its last commit, or the cells of the members have ended.
 
         Returns:
-            Answers to the ranks that have regrouped, by connection: they go out after all messages about the new epoch.
+            Answers to the ranks that have regrouped, by connection: they go out after all messages about the new generation.
         """
         membership, world, cells = self._membership, self._sets.world, self._cells
         if membership.expected is None or not (membership.complete or self._elastic.active):
@@ -311,7 +317,7 @@ class Admission:
         self._elastic.ready[rank.rank] = message
 
     def abort_waits_on_regrouped(self) -> Decisions[None]:
-        """Abort the epochs in which other ranks wait for a collective that a regrouped rank will not submit."""
+        """Abort the generations in which other ranks wait for a collective that a regrouped rank will not submit."""
         ready = self._elastic.ready
         for ps in self._sets:
             if ps.phase != OPEN or not ps.negotiation.pending:
@@ -323,7 +329,7 @@ class Admission:
                 text = f"{format_ranks(absent)} went back to {whose} last commit" + (
                     f" ({why})" if why else ""
                 )
-                yield EpochAbort(ps, CauseKind.WITHDRAWN, tuple(absent), text)
+                yield GenerationAbort(ps, CauseKind.WITHDRAWN, tuple(absent), text)
 
 
 class WorldChange(Enum):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.point_to_point import lost_messages
-from hvdlab.collectives.coordinator.process_sets import Decisions, EpochAbort, ProcessSetState
+from hvdlab.collectives.coordinator.process_sets import Decisions, GenerationAbort, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import kind_label
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
@@ -104,7 +104,7 @@ class AbsenceReason:
 
 
 def end_lost_messages(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int], now: float) -> None:
-    """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch continues."""
+    """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the generation continues."""
     for name, absent in lost_messages(ps.negotiation.waiting(), idle).items():
         while (current := ps.negotiation.rounds.get(name)) is not None and not current.submissions.keys() & {
             *absent
@@ -113,13 +113,13 @@ def end_lost_messages(ps: ProcessSetState, cells: RunningCells, idle: AbstractSe
             ps.negotiation.end_message(current, why.kind, why.ranks, why.text, now)
 
 
-def find_absence(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int]) -> EpochAbort | None:
-    """Return the abort of the epoch if its oldest collective that waits for ranks without a cell waits in vain; otherwise ``None``."""
+def find_absence(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int]) -> GenerationAbort | None:
+    """Return the abort of the generation if its oldest collective that waits for ranks without a cell waits in vain; otherwise ``None``."""
     for current, missing in ps.negotiation.waiting():
         absent = [rank for rank in (missing or ps.members) if rank in idle]
         if absent and not current.info.from_any:  # otherwise another rank can send
             why = cells.absence_reason(absent, current.submissions)
-            return EpochAbort(ps, why.kind, why.ranks, why.text)
+            return GenerationAbort(ps, why.kind, why.ranks, why.text)
     return None
 
 
@@ -170,12 +170,12 @@ def find_deadlock(
 def abort_deadlock(
     sets: Mapping[int, ProcessSetState], ranks: Mapping[int, RankPeer], idle: set[int]
 ) -> Decisions[None]:
-    """Abort the epochs in which ranks wait for each other. The arguments are those of :func:`find_deadlock`."""
+    """Abort the generations in which ranks wait for each other. The arguments are those of :func:`find_deadlock`."""
     stuck = find_deadlock(sets, ranks, idle)
     if stuck:
         text = describe_deadlock(stuck)
         for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
-            yield EpochAbort(ps, CauseKind.DEADLOCK, tuple(sorted(stuck)), text)
+            yield GenerationAbort(ps, CauseKind.DEADLOCK, tuple(sorted(stuck)), text)
 
 
 def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> DeadlockedRank | None:
@@ -184,7 +184,7 @@ def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> Deadlocke
         return None
     ps = sets.get(wait.process_set)
     defined = peer.definitions.get(wait.local)
-    if ps is None or ps.epoch != wait.epoch or defined is None:
+    if ps is None or ps.generation != wait.generation or defined is None:
         return None
     negotiation = ps.negotiation
     if any(kept.submissions.get(peer.rank) is defined for kept in negotiation.priorities):

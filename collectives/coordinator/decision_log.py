@@ -1,8 +1,8 @@
 """Decision log: the coordinator's newest decisions, each with the number of the entry that led to it.
 
 An entry is a decision, or an incoming event that led to one. The log has as many as :data:`KEPT`, so that it never grows. Events that lead
-to no decision leave no entry, and neither does an order: each epoch of a process set has one entry, which counts its orders, and they
-carry its number. So a healthy job, with epochs that last, writes nothing here.
+to no decision leave no entry, and neither does an order: each generation of a process set has one entry, which counts its orders, and they
+carry its number. So a healthy job, with generations that last, writes nothing here.
 
 ::
 
@@ -71,7 +71,7 @@ class DecisionEntry:
     Args:
         kind: Its kind.
         cause: Number of the entry that led to it; 0 for the event that is being handled.
-        process_set, epoch: The process set that it is about, or -1, and its epoch.
+        process_set, generation: The process set that it is about, or -1, and its generation.
         names: The tensors that it is about; the first :data:`MOST_NAMES` are kept.
         ranks: The ranks that it is about.
         facts: Its other fields; empty ones are left out.
@@ -80,7 +80,7 @@ class DecisionEntry:
         number: Its number; 0 until it is in the log.
     """
 
-    __slots__ = ("cause", "epoch", "facts", "kind", "names", "number", "process_set", "ranks")
+    __slots__ = ("cause", "facts", "generation", "kind", "names", "number", "process_set", "ranks")
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class DecisionEntry:
         *,
         cause: int = 0,
         process_set: int = -1,
-        epoch: int = 0,
+        generation: int = 0,
         names: Iterable[str] = (),
         ranks: Iterable[int] = (),
         facts: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self.cause = cause
-        self.process_set, self.epoch = process_set, epoch
+        self.process_set, self.generation = process_set, generation
         self.names, self.ranks = names, ranks
         self.facts = facts
         self.number = 0
@@ -170,7 +170,7 @@ class DecisionLog:
         cause = entry.cause or self._cause()
         facts = {key: _shortened(text) for key, text in (entry.facts or {}).items() if text}
         names = tuple(_shortened(name) for name in tuple(entry.names)[:MOST_NAMES])
-        about = entry.process_set, entry.epoch
+        about = entry.process_set, entry.generation
         entry.number = self._append(entry.kind, cause, *about, names, tuple(entry.ranks), facts)
         return entry.number
 
@@ -181,7 +181,7 @@ class DecisionLog:
         if 0 <= place < len(self._entries):
             old = self._entries[place]
             self._entries[place] = Decision(
-                old.number, old.when, old.kind, old.cause, old.process_set, old.epoch, old.names, old.ranks, {**old.facts, **facts}
+                old.number, old.when, old.kind, old.cause, old.process_set, old.generation, old.names, old.ranks, {**old.facts, **facts}
             )  # fmt: skip
 
     def _append(
@@ -189,7 +189,7 @@ class DecisionLog:
         kind: DecisionKind,
         cause: int,
         process_set: int,
-        epoch: int,
+        generation: int,
         names: tuple[str, ...],
         ranks: tuple[int, ...],
         facts: dict[str, str],
@@ -197,7 +197,7 @@ class DecisionLog:
         number, self._next = self._next, self._next + 1
         when = self._wall(self.now)
         self._entries.append(
-            Decision(number, when, kind.value, cause, process_set, epoch, names, ranks, facts)
+            Decision(number, when, kind.value, cause, process_set, generation, names, ranks, facts)
         )
         return number
 
@@ -249,7 +249,8 @@ def subject_of(entry: Decision) -> str:
     parts = []
     if entry.process_set >= 0:
         parts.append(
-            f"process set {entry.process_set}" + (f", generation {entry.epoch}" if entry.epoch else "")
+            f"process set {entry.process_set}"
+            + (f", generation {entry.generation}" if entry.generation else "")
         )
     if entry.names:
         parts.append(", ".join(f"`{name}`" for name in entry.names))
@@ -289,7 +290,7 @@ def _described(event: Event) -> tuple[DecisionKind, dict[str, str]]:
 
 def _of_resume(message: Resume) -> dict[str, str]:
     """Return the facts that a rank sends to a successor of its coordinator."""
-    sets = ", ".join(f"{known.id} (generation {known.epoch})" for known in message.sets)
+    sets = ", ".join(f"{known.id} (generation {known.generation})" for known in message.sets)
     facts = {"process sets": sets, "cells": ", ".join(message.cells)}
     facts["elastic"] = "in training" if message.elastic else ""
     return {key: _shortened(text) for key, text in facts.items() if text}

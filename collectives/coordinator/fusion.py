@@ -15,7 +15,12 @@ from hvdlab.collectives.coordinator.events import Effect, Log, Send, Tuned
 from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason, log_verdict
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.priorities import have_priority
-from hvdlab.collectives.coordinator.process_sets import Decisions, EpochAbort, ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.process_sets import (
+    Decisions,
+    GenerationAbort,
+    ProcessSets,
+    ProcessSetState,
+)
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
 from hvdlab.collectives.errors import CauseKind, format_ranks
@@ -59,15 +64,15 @@ class Fusion:
             self.threshold, self.flush_delay = chosen.fusion_threshold, chosen.flush_delay
 
     def flush(self, ps: ProcessSetState, *, release_all: bool) -> Decisions[None]:
-        """Dispatch the ready rounds of an open epoch, and send the rejections, in order. Abort the epoch if it can't continue after that.
+        """Dispatch the ready rounds of an open generation, and send the rejections, in order. Abort the generation if it can't continue after that.
 
         Args:
             ps: The process set.
-            release_all: Whether to hold nothing back for its priority, as the epoch is perhaps about to be aborted.
+            release_all: Whether to hold nothing back for its priority, as the generation is perhaps about to be aborted.
         """
         negotiation = ps.negotiation
         if negotiation.conflict:
-            yield EpochAbort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
+            yield GenerationAbort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
             return
         ready, negotiation.ready = negotiation.ready, []
         if negotiation.priorities or have_priority(ready):
@@ -85,7 +90,7 @@ class Fusion:
             yield from self._dispatch_ready(ps, ready)
         if ps.gone and negotiation.pending:
             left = tuple(sorted(ps.gone))
-            yield EpochAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+            yield GenerationAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
     def _dispatch_by_priority(
         self, ps: ProcessSetState, ready: list[NegotiationRound], *, release_all: bool
@@ -94,7 +99,7 @@ class Fusion:
 
         All of them are dispatched at once, for all priorities, in three cases:
 
-        * A member has left, runs no cell or goes back to its last commit (``release_all``): an abort of the epoch would also end the
+        * A member has left, runs no cell or goes back to its last commit (``release_all``): an abort of the generation would also end the
           rounds that are held back.
         * There are rejections: a rank distinguishes its submissions of one local id by their order, so that no rejection may overtake
           an earlier round.
@@ -179,13 +184,13 @@ class Fusion:
         peers = dict(zip(ps.members, ps.peers, strict=True))
         locals: dict[tuple[RejectReason, int], list[int]] = {}
         for _, rank, local, verdict in rejected:
-            yield from log_verdict(ps.id, ps.epoch, verdict)
+            yield from log_verdict(ps.id, ps.generation, verdict)
             locals.setdefault((verdict, rank), []).append(local)
         audiences: dict[tuple[RejectReason, tuple[int, ...]], list[int]] = {}
         for (verdict, rank), numbers in locals.items():
             audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
         for (verdict, same), receivers in audiences.items():
-            yield Send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
+            yield Send(tuple(receivers), verdict.message(ps.id, ps.generation, same))
 
 
 def fuse(
@@ -216,10 +221,10 @@ def fuse(
 
 
 class _FusionWindow:
-    """Window of a process set's epoch.
+    """Window of a process set's generation.
 
     Attributes:
-        negotiation: The epoch's negotiation, by which the epoch is recognized.
+        negotiation: The generation's negotiation, by which the generation is recognized.
         until: Its end, in monotonic seconds.
         count, nbytes: Number and bytes of the rounds in it so far.
     """
@@ -268,7 +273,7 @@ class FusionWindows:
             return self._close(ps)
         if delay <= 0 or not ready or negotiation.rejections or negotiation.conflict or ps.gone:
             return self._close(ps)
-        # By the object: an epoch that began since then has another negotiation, and the window of the last one must not count for it.
+        # By the object: a generation that began since then has another negotiation, and the window of the last one must not count for it.
         held = self._held.get(ps)
         if held is None or held.negotiation is not negotiation or held.count > len(ready):
             held = self._held[ps] = _FusionWindow(negotiation, now + delay)
@@ -307,12 +312,12 @@ def execute_orders(
     With ``reported``, the member at position 0 reports the end of each batch.
     """
     # Each message is encoded once for all its peers, so the ways below look for the fewest different messages.
-    process_set, epoch, sequence, decision = ps.id, ps.epoch, ps.sequence, ps.decision
+    process_set, generation, sequence, decision = ps.id, ps.generation, ps.sequence, ps.decision
     if len(batches) == 1 and len(batches[0]) == 1:
         (only,) = batches[0]
         if only.same_local_id and not only.extras:  # a short way for the common case
             one = Batch((only.local,), (), _payloads(batches[0], ranks), (), reported)
-            return [Send(peers, Execute(process_set, epoch, sequence, (one,), decision))]
+            return [Send(peers, Execute(process_set, generation, sequence, (one,), decision))]
     tables = [_tables(batch, ranks) for batch in batches]
     payloads = [_payloads(batch, ranks) for batch in batches]
     if all(current.same_local_id for batch in batches for current in batch):
@@ -322,7 +327,7 @@ def execute_orders(
                 for batch, table, payload in zip(batches, tables, payloads, strict=True)
             ]
         )
-        return [Send(peers, Execute(process_set, epoch, sequence, same, decision))]
+        return [Send(peers, Execute(process_set, generation, sequence, same, decision))]
     by_locals: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank, peer in zip(ranks, peers, strict=True):
         by_locals.setdefault(tuple([_locals(batch, rank) for batch in batches]), []).append(peer)
@@ -334,7 +339,7 @@ def execute_orders(
                 for batch, numbers, table, payload in zip(batches, locals, tables, payloads, strict=True)
             ]
         )
-        orders.append(Send(tuple(alike), Execute(process_set, epoch, sequence, own, decision)))
+        orders.append(Send(tuple(alike), Execute(process_set, generation, sequence, own, decision)))
     return orders
 
 
@@ -401,7 +406,7 @@ class Tuning:
         self._tuner: Tuner | None = None
         #: The present slice size, in bytes; 0 for that of the plane.
         self._slice = 0
-        #: Epoch and slice size that each process set has got last, by id.
+        #: Generation and slice size that each process set has got last, by id.
         self._announced: dict[int, tuple[int, int]] = {}
         if options.tuning is not None:
             start = Parameters(options.fusion_threshold, options.flush_delay)
@@ -421,7 +426,7 @@ class Tuning:
         """Return the message with the slice size for the members of ``ps``, which are about to get an order, unless they know it."""
         if self._tuner is None:
             return []
-        announced = (ps.epoch, self._slice)
+        announced = (ps.generation, self._slice)
         before = self._announced.get(ps.id)
         if before == announced:
             return []
@@ -429,7 +434,7 @@ class Tuning:
             for id in [id for id in self._announced if id not in self._sets.by_id]:
                 del self._announced[id]
         self._announced[ps.id] = announced
-        return [Send(ps.peers, Tune(ps.id, ps.epoch, self._slice))]
+        return [Send(ps.peers, Tune(ps.id, ps.generation, self._slice))]
 
     def executed(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
         """Count rounds that have been ordered."""

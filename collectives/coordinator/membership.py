@@ -21,7 +21,7 @@ class Wait(NamedTuple):
     """Wait of a rank's user for this local id. ``since`` is the coordinator's monotonic time, in seconds."""
 
     process_set: int
-    epoch: int
+    generation: int
     local: int
     since: float
 
@@ -65,7 +65,7 @@ class RankPeer:
         """Update :attr:`wait` and :attr:`executing` by a report; a negative local id ends the wait of its kind."""
         # NaN and infinity can't be subtracted from a time.
         seconds = message.seconds if math.isfinite(message.seconds) else 0.0
-        wait = Wait(message.process_set, message.epoch, message.local, now - max(0.0, seconds))
+        wait = Wait(message.process_set, message.generation, message.local, now - max(0.0, seconds))
         over = message.local < 0
         self.executing = wait if message.executing and not over else None
         # An operation that executes is not undecided any more.
@@ -90,7 +90,7 @@ class MembershipTable:
         versions: The versions of the living ranks.
         leaving: Ranks of the world that are released where elastic training lets it change.
         changed: Whether the membership has changed since clients got it last.
-        formed: Whether an epoch of the world has begun since clients got the membership last; its members know of it.
+        formed: Whether a generation of the world has begun since clients got the membership last; its members know of it.
         urgent: Whether ranks have to get the membership without delay.
         ranks_sent_at: Time at which ranks got it last (monotonic seconds).
     """
@@ -303,7 +303,7 @@ class MembershipTable:
         self.changed = True
 
     def world(
-        self, epoch: int, formed: tuple[int, ...], *, restoring: bool = False, training: bool = False
+        self, generation: int, formed: tuple[int, ...], *, restoring: bool = False, training: bool = False
     ) -> World:
         members = tuple(self.ranks[rank].member for rank in sorted(self.ranks))
         deaths = tuple(self.deaths[rank] for rank in sorted(self.deaths))
@@ -312,7 +312,7 @@ class MembershipTable:
             self.expected or (),
             members,
             deaths,
-            epoch,
+            generation,
             self.waiting,
             restoring,
             leaving,

@@ -44,7 +44,7 @@ _JOIN = int(OpKind.JOIN)
 
 
 class Negotiation:
-    """Negotiation of one epoch of a process set, with all submissions of its members, until they are dispatched or rejected.
+    """Negotiation of one generation of a process set, with all submissions of its members, until they are dispatched or rejected.
 
     Attributes:
         ranks, members, size: Members, by position; as a set; and their number.
@@ -564,7 +564,7 @@ class RejectReason(Protocol):
         """Return its other fields for the decision log."""
         ...
 
-    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+    def message(self, process_set: int, generation: int, locals: tuple[int, ...]) -> Message:
         """Return the message to a rank about its submissions with these local ids."""
         ...
 
@@ -588,8 +588,8 @@ class Mismatch:
     def facts(self) -> dict[str, str]:
         return {format_ranks(party.ranks): f"{party.request} ({party.site})" for party in self.parties[:4]}
 
-    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        return Reject(process_set, epoch, locals, self.name, self.parties, self.decision)
+    def message(self, process_set: int, generation: int, locals: tuple[int, ...]) -> Message:
+        return Reject(process_set, generation, locals, self.name, self.parties, self.decision)
 
 
 class DuplicateName:
@@ -613,9 +613,9 @@ class DuplicateName:
     def facts(self) -> dict[str, str]:
         return {"first_site": self.first_site, "second_site": self.second_site}
 
-    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+    def message(self, process_set: int, generation: int, locals: tuple[int, ...]) -> Message:
         sites = self.first_site, self.second_site
-        return RejectDuplicate(process_set, epoch, locals, self.name, self.rank, *sites, self.decision)
+        return RejectDuplicate(process_set, generation, locals, self.name, self.rank, *sites, self.decision)
 
 
 class Impossible:
@@ -638,8 +638,8 @@ class Impossible:
     def facts(self) -> dict[str, str]:
         return {"reason": self.reason}
 
-    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        return Decline(process_set, epoch, locals, self.name, self.reason, self.joined, self.decision)
+    def message(self, process_set: int, generation: int, locals: tuple[int, ...]) -> Message:
+        return Decline(process_set, generation, locals, self.name, self.reason, self.joined, self.decision)
 
 
 class InVain:
@@ -665,18 +665,18 @@ class InVain:
     def facts(self) -> dict[str, str]:
         return {"cause": self.kind.value, "text": self.text}
 
-    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+    def message(self, process_set: int, generation: int, locals: tuple[int, ...]) -> Message:
         cause = self.kind.value, self.culprits, self.text, ""
-        return Cancelled(process_set, epoch, locals, *cause, self.report, decision=self.decision)
+        return Cancelled(process_set, generation, locals, *cause, self.report, decision=self.decision)
 
 
-def log_verdict(process_set: int, epoch: int, verdict: RejectReason) -> Iterator[DecisionEntry]:
+def log_verdict(process_set: int, generation: int, verdict: RejectReason) -> Iterator[DecisionEntry]:
     """Yield the verdict for the decision log, unless it has an entry: slower ranks get it later, under the same number."""
     if not verdict.decision:
         entry = DecisionEntry(
             DecisionKind.REJECTED,
             process_set=process_set,
-            epoch=epoch,
+            generation=generation,
             names=(verdict.name,),
             ranks=verdict.ranks(),
             facts=verdict.facts(),

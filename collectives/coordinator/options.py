@@ -26,14 +26,14 @@ class CoordinatorOptions:
         scheduling_credit: Bytes of tensors with a priority that are executed at a time; 0 orders all at once, in the order of their
             priorities.
         stall_seconds: Seconds after which (and then how often) a waiting collective is reported; 0 never.
-        stall_shutdown: Seconds after which a waiting collective ends its epoch; 0 never.
+        stall_shutdown: Seconds after which a waiting collective ends its generation; 0 never.
         failure_grace: Seconds that a plane's failure waits for the report that explains it, a rank's death.
         dispute_grace: Seconds that ranks which disagree wait for the others, so that the error names all requests.
         history_bytes: Bytes of the history of events at most.
         hierarchical_allreduce, hierarchical_allgather: Whether ranks on several hosts work within each host first;
             ``None`` chooses.
         tuning: How to tune the parameters above, or ``None``.
-        generation: How many coordinators of these ranks have died before.
+        incarnation: How many coordinators of these ranks have died before.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
         pid: The coordinator's process id, which its welcome has for peers, or 0.
         require_encryption: Whether to refuse ranks with data that would travel between hosts in the clear: empty, ``1``, or the
@@ -55,7 +55,7 @@ class CoordinatorOptions:
     hierarchical_allreduce: bool | None = None
     hierarchical_allgather: bool | None = None
     tuning: TuningOptions | None = None
-    generation: int = 0
+    incarnation: int = 0
     reattach: float = 10.0
     pid: int = 0
     require_encryption: str = ""

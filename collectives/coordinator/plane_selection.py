@@ -1,4 +1,4 @@
-"""Plane selection: which data plane a process set gets in an epoch."""
+"""Plane selection: which data plane a process set gets in a generation."""
 
 from __future__ import annotations
 

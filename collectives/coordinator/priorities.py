@@ -14,7 +14,7 @@ from hvdlab.collectives.coordinator.rounds import NegotiationRound
 
 
 class PriorityQueue:
-    """Priority queue of an epoch: the rounds that are held back, and the batches that are under way.
+    """Priority queue of a generation: the rounds that are held back, and the batches that are under way.
 
     Iterating over it gives the rounds that are kept back.
 

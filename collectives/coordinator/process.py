@@ -63,7 +63,7 @@ class CoordinatorProcess:
         token: Secret that the Hello of a rank must show.
         client_token: Secret that the Hello of a client must show. No rank gets to know it.
         pid: Process id; another one after :meth:`respawn`.
-        generation: How many coordinators have died before this one.
+        incarnation: How many coordinators have died before this one.
         directory: Its private directory.
     """
 
@@ -160,7 +160,7 @@ class CoordinatorProcess:
         Raises:
             StartError: The successor did not come up; the caller can try again.
         """
-        launch = msgspec.structs.replace(launch, generation=launch.generation + 1, starter=os.getpid())
+        launch = msgspec.structs.replace(launch, incarnation=launch.incarnation + 1, starter=os.getpid())
         process, ready = _start(launch, listeners, Deadline(timeout))
         return cls(process, launch, listeners, ready)
 
@@ -169,8 +169,8 @@ class CoordinatorProcess:
         return self._process.pid
 
     @property
-    def generation(self) -> int:
-        return self._launch.generation
+    def incarnation(self) -> int:
+        return self._launch.incarnation
 
     @property
     def running(self) -> bool:
@@ -218,7 +218,7 @@ class CoordinatorProcess:
             self._process.kill()
             self._process.wait()  # before its lifeline is cut: at the end of that it could remove the directory
             _end(self._process, 0)
-            following = msgspec.structs.replace(self._launch, generation=self._launch.generation + 1)
+            following = msgspec.structs.replace(self._launch, incarnation=self._launch.incarnation + 1)
             launch = following if size is None else msgspec.structs.replace(following, size=size)
             self._process, _ = _start(launch, self._listeners, deadline)
             self._launch = following
@@ -272,7 +272,7 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         listener: Descriptor of the listening Unix socket, passed on by the starter.
         tls_listener: Descriptor of the listening socket for other hosts, or -1.
         certificate, key: PEM texts of the predecessor, or empty to make new ones.
-        generation: How many coordinators have served these sockets before.
+        incarnation: How many coordinators have served these sockets before.
         keeps: Whether the starter keeps the sockets for a successor: then the directory stays as long as it lives.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
         stall_disable: Neither report nor end stalled collectives, for all values of the other fields.
@@ -292,7 +292,7 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     tls_listener: int = -1
     certificate: str = ""
     key: str = ""
-    generation: int = 0
+    incarnation: int = 0
     keeps: bool = False
     reattach: float = 10.0
     fusion_threshold: int = FUSION_THRESHOLD
@@ -355,7 +355,7 @@ def state_options(launch: CoordinatorLaunch) -> CoordinatorOptions:
         hierarchical_allreduce=launch.hierarchical_allreduce,
         hierarchical_allgather=launch.hierarchical_allgather,
         tuning=tuning,
-        generation=launch.generation,
+        incarnation=launch.incarnation,
         reattach=launch.reattach,
         require_encryption=launch.require_encryption,
         by_seniority=launch.rank_numbers == "consecutive",

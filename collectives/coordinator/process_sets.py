@@ -1,7 +1,7 @@
-"""Process sets: begins and ends of their epochs, additions and removals of sets, and the values that members exchange to connect.
+"""Process sets: begins and ends of their generations, additions and removals of sets, and the values that members exchange to connect.
 
 :data:`Decisions` is the form in which all parts of the coordinator's state decide: a generator of entries for the decision log, of effects,
-and of ends of epochs. The state carries each out before the part continues, so that an entry has its number for the messages behind
+and of ends of generations. The state carries each out before the part continues, so that an entry has its number for the messages behind
 it, and an exception halfway loses no message about a change that was made. A call without a consumer decides nothing.
 """
 
@@ -56,11 +56,11 @@ OPEN, SWITCHING, ENDED = range(3)
 
 
 PAST_STORES = 4
-"""Former epochs of a process set that keep their rendezvous stores: ranks finish operations of the last few, not of older ones."""
+"""Former generations of a process set that keep their rendezvous stores: ranks finish operations of the last few, not of older ones."""
 
 
-class EpochAbort(NamedTuple):
-    """Decision to abort the present epoch of a process set.
+class GenerationAbort(NamedTuple):
+    """Decision to abort the present generation of a process set.
 
     Attributes:
         process_set: The process set.
@@ -81,7 +81,7 @@ class MemberChange(NamedTuple):
 
     Attributes:
         process_set: The process set.
-        members: The members of its next epoch, as far as they live then.
+        members: The members of its next generation, as far as they live then.
         cause: Entry of the decision log that led to it; 0 for the event that is being handled.
     """
 
@@ -91,52 +91,68 @@ class MemberChange(NamedTuple):
 
 
 Result = TypeVar("Result")
-CoordinatorDecision = DecisionEntry | Amendment | EpochAbort | MemberChange | Effect
+CoordinatorDecision = DecisionEntry | Amendment | GenerationAbort | MemberChange | Effect
 Decisions = Generator[CoordinatorDecision, None, Result]
 """Decisions of a part of the coordinator's state, in order, and then its result."""
 
 
 class AboutSet(Protocol):
-    """Message about one epoch of a process set."""
+    """Message about one generation of a process set."""
 
     @property
     def process_set(self) -> int: ...
 
     @property
-    def epoch(self) -> int: ...
+    def generation(self) -> int: ...
 
 
 class ProcessSetState:
-    """State of a process set in its current epoch.
+    """State of a process set in its current generation.
 
     Attributes:
         id: 0 is the world.
-        epoch: Grows by one with each change; 0 means never configured.
+        generation: Grows by one with each change; 0 means never configured.
         phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: operations that execute are finished); or ``ENDED`` (aborted).
-            In the latter two ``epoch`` is the one that ``Configure`` will name.
+            In the latter two ``generation`` is the one that ``Configure`` will name.
         members, peers: Ranks, and their connections, by position.
-        next_members: Ranks of the epoch that is due (those of them that live then); ``None`` if none is due.
-        gone: Members that have sent Bye. The first collective after that ends the epoch.
+        next_members: Ranks of the generation that is due (those of them that live then); ``None`` if none is due.
+        gone: Members that have sent Bye. The first collective after that ends the generation.
         former: Ranks that an orderly change left out and that are still connected, with their connections and their
-            last epochs: members can need them to finish operations of those epochs.
-        aborted: The newest epoch in which all execution has ended.
-        declined: Epoch and number of the latest request on the board that members were asked to decline.
-        negotiation, store, sequence: Submissions of this epoch, values that its members exchange to connect, number of its last order.
-        past_stores: Stores of former epochs, in which perhaps ranks still find each other to finish operations.
-        failure: (due time, rank, text) of a plane's failure that is about to end the epoch.
-        past_failure: (due time, epoch, rank, text) of a plane's failure that is about to abort operations of a former epoch.
-        decision: Entry of the decision log that began this epoch, which counts its orders; they carry its number.
-        ended_by: Entry of the decision that ended the epoch before, while the next has not begun; 0 if it is not known.
+            last generations: members can need them to finish operations of those generations.
+        aborted: The newest generation in which all execution has ended.
+        declined: Generation and number of the latest request on the board that members were asked to decline.
+        negotiation, store, sequence: Submissions of this generation, values that its members exchange to connect, number of its last order.
+        past_stores: Stores of former generations, in which perhaps ranks still find each other to finish operations.
+        failure: (due time, rank, text) of a plane's failure that is about to end the generation.
+        past_failure: (due time, generation, rank, text) of a plane's failure that is about to abort operations of a former generation.
+        decision: Entry of the decision log that began this generation, which counts its orders; they carry its number.
+        ended_by: Entry of the decision that ended the generation before, while the next has not begun; 0 if it is not known.
     """
 
     __slots__ = (
-        "aborted", "decision", "declined", "ended_by", "epoch", "failure", "former", "gone", "id", "members", "negotiation", "next_members", "past_failure",
-        "past_stores", "peers", "phase", "sequence", "store",
+        "aborted",
+        "decision",
+        "declined",
+        "ended_by",
+        "failure",
+        "former",
+        "generation",
+        "gone",
+        "id",
+        "members",
+        "negotiation",
+        "next_members",
+        "past_failure",
+        "past_stores",
+        "peers",
+        "phase",
+        "sequence",
+        "store",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
         self.id = id
-        self.epoch = 0
+        self.generation = 0
         self.phase = ENDED
         self.members: tuple[int, ...] = ()
         self.next_members: tuple[int, ...] | None = None
@@ -155,7 +171,7 @@ class ProcessSetState:
 
     @property
     def current(self) -> tuple[int, ...]:
-        """Return the members, or those of the epoch that is due."""
+        """Return the members, or those of the generation that is due."""
         return self.members if self.next_members is None else self.next_members
 
     @property
@@ -164,17 +180,17 @@ class ProcessSetState:
         negotiation = self.negotiation
         return not (self.gone or negotiation.mismatches or negotiation.rejections or negotiation.conflict)
 
-    def plane_failed_before(self, due: float, epoch: int, rank: int, text: str) -> None:
-        """Record that the plane of a former epoch failed on a rank; at ``due`` its operations end.
+    def plane_failed_before(self, due: float, generation: int, rank: int, text: str) -> None:
+        """Record that the plane of a former generation failed on a rank; at ``due`` its operations end.
 
-        Those of all earlier epochs end as well, so of several failures that of the latest epoch is kept.
+        Those of all earlier generations end as well, so of several failures that of the latest generation is kept.
         """
         known = self.past_failure
-        if known is None or epoch > known[1]:
-            self.past_failure = (due if known is None else min(due, known[0]), epoch, rank, text)
+        if known is None or generation > known[1]:
+            self.past_failure = (due if known is None else min(due, known[0]), generation, rank, text)
 
     def clear(self) -> None:
-        """Forget everything about the epoch but its members."""
+        """Forget everything about the generation but its members."""
         self.negotiation = Negotiation(self.members)
         self.store = RendezvousValues()
         self.failure = None
@@ -182,12 +198,12 @@ class ProcessSetState:
 
 
 class ProcessSets:
-    """Table of the job's process sets; it ends and begins their epochs.
+    """Table of the job's process sets; it ends and begins their generations.
 
     Args:
-        membership: Ranks that live, and can enter an epoch.
+        membership: Ranks that live, and can enter a generation.
         hierarchy: Wishes of the user for ranks on several hosts.
-        first_epoch: First epoch of sets of this coordinator, above those of the ones before.
+        first_generation: First generation of sets of this coordinator, above those of the ones before.
         by_seniority: Whether members are in the order in which they came into the world, not in that of their numbers.
 
     Attributes:
@@ -199,7 +215,7 @@ class ProcessSets:
         self,
         membership: MembershipTable,
         hierarchy: Hierarchy = AUTOMATIC,
-        first_epoch: int = 1,
+        first_generation: int = 1,
         *,
         by_seniority: bool = False,
     ) -> None:
@@ -212,10 +228,10 @@ class ProcessSets:
         self._next_id = 1
         #: Whether all members of the world were replaced since the last set was added.
         self._world_replaced = False
-        #: The first epoch that a set of this world gets.
-        self._first_epoch = first_epoch
-        #: The last epoch that any removed set had.
-        self._last_epoch = first_epoch - 1
+        #: The first generation that a set of this world gets.
+        self._first_generation = first_generation
+        #: The last generation that any removed set had.
+        self._last_generation = first_generation - 1
 
     def __iter__(self) -> Iterator[ProcessSetState]:
         return iter(self.by_id.values())
@@ -227,21 +243,25 @@ class ProcessSets:
     # -- sets that messages are about ---------------------------------------------------------------------------------
 
     def open_set(self, rank: RankPeer, message: AboutSet) -> ProcessSetState | None:
-        """Return the process set that a member's message is about, or ``None`` if the message is of an ended epoch."""
+        """Return the process set that a member's message is about, or ``None`` if the message is of an ended generation."""
         ps = self.by_id.get(message.process_set)
         if (
             ps is None
             or ps.phase != OPEN
-            or ps.epoch != message.epoch
+            or ps.generation != message.generation
             or rank.rank not in ps.negotiation.members
         ):
             return None
         return ps
 
     def past_set(self, rank: RankPeer, message: AboutSet) -> ProcessSetState | None:
-        """Return the process set of a message of an earlier epoch, in which perhaps ranks still execute; otherwise ``None``."""
+        """Return the process set of a message of an earlier generation, in which perhaps ranks still execute; otherwise ``None``."""
         ps = self.by_id.get(message.process_set)
-        if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
+        if (
+            ps is None
+            or message.generation >= ps.generation
+            or not (rank.rank in ps.members or rank.rank in ps.former)
+        ):
             return None
         return ps
 
@@ -258,12 +278,12 @@ class ProcessSets:
             yield from store.answer(message.key, rank.peer, message.ticket)
 
     def _values_of(self, rank: RankPeer, message: AboutSet) -> RendezvousValues | None:
-        """Return the values that a message is about: of this epoch, or of an earlier one that ended in order."""
+        """Return the values that a message is about: of this generation, or of an earlier one that ended in order."""
         ps = self.open_set(rank, message)
         if ps is not None:
             return ps.store
         ps = self.past_set(rank, message)
-        return ps.past_stores.get(message.epoch) if ps is not None else None
+        return ps.past_stores.get(message.generation) if ps is not None else None
 
     def decline_post(self, rank: RankPeer, message: DeclinePost) -> Decisions[None]:
         """Pass a request to decline on to the members that it can concern."""
@@ -271,31 +291,31 @@ class ProcessSets:
         if ps is not None and ps.gone:
             # A rank that has left has declined everything for good, but perhaps it left before it had mapped the board.
             left = tuple(sorted(ps.gone))
-            yield EpochAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+            yield GenerationAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
             return
         if ps is not None:
-            if (message.epoch, message.number) > ps.declined:
-                ps.declined = message.epoch, message.number
+            if (message.generation, message.number) > ps.declined:
+                ps.declined = message.generation, message.number
                 yield Send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
         elif (past := self.past_set(rank, message)) is not None:
             yield self._to_board(past, message)
 
     def board_missing(self, rank: RankPeer, message: BoardMissing) -> Decisions[None]:
-        """Inform the ranks that are perhaps at a board that ``rank`` has none of this epoch, or none any more."""
+        """Inform the ranks that are perhaps at a board that ``rank`` has none of this generation, or none any more."""
         ps = self.open_set(rank, message) or self.past_set(rank, message)
         if ps is not None:
-            yield self._to_board(ps, DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+            yield self._to_board(ps, DeclinePost(ps.id, message.generation, 0), without=rank.pid)
 
     def plane_failed(self, rank: RankPeer, message: PlaneFailed, due: float) -> None:
-        """Record that a plane failed on ``rank``; :meth:`abort_failed` ends its epoch at ``due``, unless it has ended before."""
+        """Record that a plane failed on ``rank``; :meth:`abort_failed` ends its generation at ``due``, unless it has ended before."""
         ps = self.open_set(rank, message)
         if ps is not None and ps.failure is None:
             ps.failure = (due, rank.rank, message.text)
         elif ps is None and (past := self.past_set(rank, message)) is not None:
-            past.plane_failed_before(due, message.epoch, rank.rank, message.text)
+            past.plane_failed_before(due, message.generation, rank.rank, message.text)
 
     def renew(self, rank: RankPeer, message: AboutSet) -> Decisions[None]:
-        """Change over to the next epoch with the members that have not left."""
+        """Change over to the next generation with the members that have not left."""
         ps = self.open_set(rank, message)
         if ps is not None:
             yield MemberChange(ps, tuple(member for member in ps.members if member not in ps.gone))
@@ -308,21 +328,21 @@ class ProcessSets:
         pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
         return Send(peers, msgspec.structs.replace(message, pids=pids))
 
-    # -- ends of epochs -------------------------------------------------------------------------------------------
+    # -- ends of generations -------------------------------------------------------------------------------------------
 
     def withdraw(self, rank: RankPeer, message: Withdraw) -> Decisions[None]:
-        """Abort the epoch that a rank withdraws from, or the operations of an earlier one."""
+        """Abort the generation that a rank withdraws from, or the operations of an earlier one."""
         try:
             kind = CauseKind(message.kind)
         except ValueError:
             kind = CauseKind.WITHDRAWN
         cause = kind, (rank.rank,), message.text, message.site
         ps = self.open_set(rank, message)
-        # A second request for an ended epoch changes nothing, so that a rank that was interrupted can repeat its own.
+        # A second request for an ended generation changes nothing, so that a rank that was interrupted can repeat its own.
         if ps is not None:
-            yield EpochAbort(ps, *cause)
+            yield GenerationAbort(ps, *cause)
         elif (ps := self.past_set(rank, message)) is not None:
-            yield from self._abort_past(message.epoch, EpochAbort(ps, *cause))
+            yield from self._abort_past(message.generation, GenerationAbort(ps, *cause))
 
     def cancel_message(
         self, rank: RankPeer, message: Cancel, now: float
@@ -335,22 +355,24 @@ class ProcessSets:
         if ps is None or report is None:
             # The coordinator has ordered the message meanwhile: perhaps the other rank is in the middle of it.
             why = message.kind, message.text, message.site
-            yield from self.withdraw(rank, Withdraw(message.process_set, message.epoch, *why))
+            yield from self.withdraw(rank, Withdraw(message.process_set, message.generation, *why))
             return None
         entry = DecisionEntry(
             DecisionKind.CANCELLED,
             process_set=ps.id,
-            epoch=ps.epoch,
+            generation=ps.generation,
             names=(report.name,),
             ranks=(rank.rank,),
         )
         yield entry
         cause = message.kind, (rank.rank,), message.text, message.site
-        yield Send((rank.peer,), Cancelled(ps.id, ps.epoch, (), *cause, report, message.ticket, entry.number))
+        yield Send(
+            (rank.peer,), Cancelled(ps.id, ps.generation, (), *cause, report, message.ticket, entry.number)
+        )
         return ps
 
     def forget_former(self, rank: int) -> list[tuple[ProcessSetState, int]]:
-        """Forget that changes in order left ``rank`` out of sets, since it is gone. Return these sets, each with its last epoch there."""
+        """Forget that changes in order left ``rank`` out of sets, since it is gone. Return these sets, each with its last generation there."""
         past = [(ps, ps.former[rank][1]) for ps in self if rank in ps.former]
         for ps, _ in past:
             del ps.former[rank]
@@ -359,20 +381,20 @@ class ProcessSets:
     def end_with_dead(
         self, rank: int, past: Iterable[tuple[ProcessSetState, int]], text: str, decision: int
     ) -> Decisions[None]:
-        """Abort the epochs of a rank that is dead.
+        """Abort the generations of a rank that is dead.
 
         Args:
             rank: The rank.
-            past: Sets that it was left out of, each with its last epoch there.
+            past: Sets that it was left out of, each with its last generation there.
             text: How it has died, as users see it.
             decision: Entry of the decision log about that.
         """
         for ps in self.containing(rank):
-            yield EpochAbort(ps, CauseKind.RANK_DIED, (rank,), text, cause=decision)
-        # Other ranks are perhaps still executing with this one in former epochs, which ended before it was left out.
-        for ps, epoch in past:
+            yield GenerationAbort(ps, CauseKind.RANK_DIED, (rank,), text, cause=decision)
+        # Other ranks are perhaps still executing with this one in former generations, which ended before it was left out.
+        for ps, generation in past:
             yield from self._abort_past(
-                epoch, EpochAbort(ps, CauseKind.RANK_DIED, (rank,), text, cause=decision)
+                generation, GenerationAbort(ps, CauseKind.RANK_DIED, (rank,), text, cause=decision)
             )
 
     def leave(
@@ -380,75 +402,81 @@ class ProcessSets:
     ) -> Decisions[None]:
         """Remove a rank that has left in order from its sets.
 
-        If others wait in a process set, its epoch ends; otherwise the set stays until it is used again. The arguments are those
+        If others wait in a process set, its generation ends; otherwise the set stays until it is used again. The arguments are those
         of :meth:`end_with_dead`.
         """
         for ps in self.containing(rank):
             if ps.phase == OPEN and ps.negotiation.pending:
-                yield EpochAbort(ps, CauseKind.RANK_LEFT, (rank,), text, cause=decision)
+                yield GenerationAbort(ps, CauseKind.RANK_LEFT, (rank,), text, cause=decision)
                 continue
             ps.gone.add(rank)
-            if ps.declined[0] == ps.epoch:
+            if ps.declined[0] == ps.generation:
                 # A member has waited at the board, and perhaps still does; this rank has perhaps left before it had mapped the board.
                 yield self._to_board(ps, DeclinePost(ps.id, *ps.declined))
             if len(ps.gone) == len(ps.members):
                 yield from self.change_members(MemberChange(ps, (), decision))
                 yield from self._configure(ps)
-        for ps, epoch in past:
-            yield self._to_board(ps, DeclinePost(ps.id, epoch, 0))
+        for ps, generation in past:
+            yield self._to_board(ps, DeclinePost(ps.id, generation, 0))
 
-    def abort(self, abort: EpochAbort) -> Decisions[None]:
-        """Abort the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
+    def abort(self, abort: GenerationAbort) -> Decisions[None]:
+        """Abort the generation: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
         ps = abort.process_set
         if ps.phase == ENDED:
             return
-        # In the middle of an orderly change ``epoch`` is the next one already, of which no member knows.
-        old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
+        # In the middle of an orderly change ``generation`` is the next one already, of which no member knows.
+        old = ps.generation if ps.phase == OPEN else ps.generation - 1
         number = yield from self._end_operations(old, abort, ps.negotiation.report())
         yield from self._end(ps, ENDED)
         ps.ended_by = number
 
-    def _abort_past(self, epoch: int, abort: EpochAbort) -> Decisions[None]:
-        """Abort the operations that are still being executed in epochs up to ``epoch``, which ended in order."""
-        if abort.process_set.aborted < epoch < abort.process_set.epoch:
-            yield from self._end_operations(epoch, abort)
+    def _abort_past(self, generation: int, abort: GenerationAbort) -> Decisions[None]:
+        """Abort the operations that are still being executed in generations up to ``generation``, which ended in order."""
+        if abort.process_set.aborted < generation < abort.process_set.generation:
+            yield from self._end_operations(generation, abort)
 
     def _end_operations(
-        self, epoch: int, why: EpochAbort, pending: tuple[AbortedCollective, ...] = ()
+        self, generation: int, why: GenerationAbort, pending: tuple[AbortedCollective, ...] = ()
     ) -> Decisions[int]:
-        """End the operations of epochs up to ``epoch``. Return the entry of the decision log about it."""
+        """End the operations of generations up to ``generation``. Return the entry of the decision log about it."""
         ps, kind, ranks, text, site, cause = why
         entry = DecisionEntry(
             DecisionKind.ABORTED,
             cause=cause,
             process_set=ps.id,
-            epoch=epoch,
+            generation=generation,
             names=[collective.name for collective in pending],
             ranks=ranks,
             facts={"cause": kind.value, "text": text, "site": site},
         )
         yield entry
         yield from self._send_abort(
-            ps, Abort(ps.id, epoch, kind.value, ranks, text, site, pending, entry.number)
+            ps, Abort(ps.id, generation, kind.value, ranks, text, site, pending, entry.number)
         )
         return entry.number
 
     def _send_abort(self, ps: ProcessSetState, abort: Abort) -> Decisions[None]:
         """Send an abort to members that live, and to former members that perhaps still execute operations with them."""
-        ps.aborted = abort.epoch
-        ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
+        ps.aborted = abort.generation
+        ps.past_stores = {
+            generation: store for generation, store in ps.past_stores.items() if generation > abort.generation
+        }
         yield Send(self._living_peers(ps), abort)
         for rank, (peer, last) in list(ps.former.items()):
-            # A former member knows no epoch after its last one, and none of the collectives that are pending in them.
-            mine = abort if last >= abort.epoch else msgspec.structs.replace(abort, epoch=last, pending=())
+            # A former member knows no generation after its last one, and none of the collectives that are pending in them.
+            mine = (
+                abort
+                if last >= abort.generation
+                else msgspec.structs.replace(abort, generation=last, pending=())
+            )
             yield Send((peer,), mine)
-            if last <= abort.epoch:
+            if last <= abort.generation:
                 del ps.former[rank]
 
     def change_members(self, change: MemberChange) -> Decisions[None]:
         """Change over to new members in order.
 
-        Ranks finish the operations that were ordered in the old epoch, and announce their pending submissions again in the new one.
+        Ranks finish the operations that were ordered in the old generation, and announce their pending submissions again in the new one.
         """
         ps = change.process_set
         ps.next_members = change.members
@@ -461,13 +489,13 @@ class ProcessSets:
             yield from _count_orders(ps)
             if phase == SWITCHING:
                 if ps.failure is not None:
-                    # The members' operations can't come to their end, although the epoch ends in order.
+                    # The members' operations can't come to their end, although the generation ends in order.
                     due, rank, text = ps.failure
-                    ps.plane_failed_before(due, ps.epoch, rank, text)
-                ps.past_stores[ps.epoch] = ps.store
-                ps.past_stores.pop(ps.epoch - PAST_STORES, None)
-            # From now on messages of the old epoch are recognized by its number.
-            ps.epoch += 1
+                    ps.plane_failed_before(due, ps.generation, rank, text)
+                ps.past_stores[ps.generation] = ps.store
+                ps.past_stores.pop(ps.generation - PAST_STORES, None)
+            # From now on messages of the old generation are recognized by its number.
+            ps.generation += 1
         ps.phase = phase
         if phase == ENDED:
             ps.next_members = ps.members if ps.next_members is None else ps.next_members
@@ -476,47 +504,47 @@ class ProcessSets:
     # -- beginnings -----------------------------------------------------------------------------------------------
 
     def add_set(self, ranks: tuple[int, ...]) -> Decisions[ProcessSetState]:
-        """Add a process set, and configure it at once. Ids begin at 1 again with a new world; together with the epoch each is unique."""
+        """Add a process set, and configure it at once. Ids begin at 1 again with a new world; together with the generation each is unique."""
         if self._world_replaced and len(self.by_id) == 1:
-            self._next_id, self._first_epoch = 1, self._last_epoch + 1
+            self._next_id, self._first_generation = 1, self._last_generation + 1
         self._world_replaced = False
         ps = ProcessSetState(self._next_id)
         self._next_id += 1
         self.by_id[ps.id] = ps
-        ps.epoch = self._first_epoch
-        ps.aborted = ps.epoch - 1
+        ps.generation = self._first_generation
+        ps.aborted = ps.generation - 1
         ps.next_members = ranks
         yield from self._configure(ps)
         return ps
 
     def restore(
-        self, sets: Mapping[int, tuple[int, ...]], last_id: int, epoch: int, decision: int = 0
+        self, sets: Mapping[int, tuple[int, ...]], last_id: int, generation: int, decision: int = 0
     ) -> None:
         """Restore the process sets of a coordinator that died, with those of their members that have come; they are configured next.
 
         Args:
             sets: Members of each set, by id.
             last_id: The highest id that was given.
-            epoch: The first epoch that was not used.
+            generation: The first generation that was not used.
             decision: Entry of the decision log that leads to them.
         """
         ranks = self._membership.ranks
         self._next_id = max(self._next_id, last_id + 1)
-        self._first_epoch = max(self._first_epoch, epoch)
+        self._first_generation = max(self._first_generation, generation)
         for id, members in sets.items():
             ps = self.by_id.setdefault(id, ProcessSetState(id))
-            ps.epoch = self._first_epoch
-            ps.aborted = ps.epoch - 1
+            ps.generation = self._first_generation
+            ps.aborted = ps.generation - 1
             ps.next_members = members
             ps.ended_by = decision
             ps.peers = tuple(ranks[rank].peer for rank in members)  # these are no newcomers
 
     def _forget(self, ps: ProcessSetState) -> None:
         del self.by_id[ps.id]
-        self._last_epoch = max(self._last_epoch, ps.epoch)
+        self._last_generation = max(self._last_generation, ps.generation)
 
     def _configure(self, ps: ProcessSetState) -> Decisions[None]:
-        """Open the epoch that is due, with those of its members that live."""
+        """Open the generation that is due, with those of its members that live."""
         ranks = self._membership.ranks
         # Those that live now: a rank can have died since the change became due.
         members = self._in_order(ps, [r for r in ps.next_members or () if self._may_enter(ps, r)])
@@ -525,7 +553,7 @@ class ProcessSets:
                 rank: peer for rank, peer in zip(ps.members, ps.peers, strict=True) if rank not in members
             }
             living = {rank: peer for rank, peer in left.items() if rank in ranks and ranks[rank].peer == peer}
-            ps.former |= {rank: (peer, ps.epoch - 1) for rank, peer in living.items()}
+            ps.former |= {rank: (peer, ps.generation - 1) for rank, peer in living.items()}
         ps.members = members
         ps.next_members = None
         ps.gone.clear()
@@ -541,7 +569,7 @@ class ProcessSets:
             for rank in members:
                 ranks[rank].admitted = True
             self._membership.formed = True
-        ps.epoch = ps.epoch or self._first_epoch
+        ps.generation = ps.generation or self._first_generation
         ps.phase = OPEN
         described = tuple(ranks[r].member for r in members)
         choice = choose_plane(described, self._hierarchy)
@@ -552,7 +580,7 @@ class ProcessSets:
             yield Log(f"process set {ps.id}: {note}", decision=ps.decision)
         message = Configure(
             ps.id,
-            ps.epoch,
+            ps.generation,
             described,
             choice.plane,
             choice.options,
@@ -570,13 +598,13 @@ class ProcessSets:
         yield SendConfigure(ps.peers, message, choice.memory, fallback)
 
     def count_orders(self) -> Decisions[None]:
-        """Write the numbers of orders so far of all open epochs into the decision log."""
+        """Write the numbers of orders so far of all open generations into the decision log."""
         for ps in self:
             if ps.phase == OPEN:
                 yield from _count_orders(ps)
 
     def _in_order(self, ps: ProcessSetState, entering: Iterable[int]) -> tuple[int, ...]:
-        """Return the members of the epoch that is due, by position.
+        """Return the members of the generation that is due, by position.
 
         With ``by_seniority``, ranks that were members before keep their order and newcomers come behind them, also one that has
         the number of a rank that was lost.
@@ -602,7 +630,7 @@ class ProcessSets:
         return not ps.peers or peer.peer in ps.peers
 
     def configure_due(self) -> Decisions[None]:
-        """Open all epochs that are due."""
+        """Open all generations that are due."""
         for ps in list(self):
             if ps.phase != OPEN and ps.next_members is not None:
                 yield from self._configure(ps)
@@ -627,16 +655,16 @@ class ProcessSets:
         if target is None:
             yield from _reject_change(ps, current, "there is no such process set")
             return
-        entry = DecisionEntry(DecisionKind.REMOVED, process_set=target.id, epoch=target.epoch)
+        entry = DecisionEntry(DecisionKind.REMOVED, process_set=target.id, generation=target.generation)
         yield entry
         text = f"process set {target.id} was removed"
-        yield EpochAbort(target, CauseKind.MEMBERSHIP, (), text, cause=entry.number)
+        yield GenerationAbort(target, CauseKind.MEMBERSHIP, (), text, cause=entry.number)
         self._forget(target)
         yield Send(ps.peers, Dissolve(target.id))
         # After the removal: when a rank's call returns, the set is gone there.
         for rank, peer in zip(ps.members, ps.peers, strict=True):
             batch = Batch((current.submissions[rank].local,))
-            yield Send((peer,), Execute(ps.id, ps.epoch, ps.sequence, (batch,), ps.decision))
+            yield Send((peer,), Execute(ps.id, ps.generation, ps.sequence, (batch,), ps.decision))
 
     def _add_set(
         self, ps: ProcessSetState, current: NegotiationRound, ranks: tuple[int, ...]
@@ -692,16 +720,16 @@ class ProcessSets:
                 yield since + grace
 
     def abort_failed(self, now: float) -> Decisions[None]:
-        """Abort the epochs in which a plane failed a moment ago, and for which no better explanation has come since."""
+        """Abort the generations in which a plane failed a moment ago, and for which no better explanation has come since."""
         for ps in list(self):
             if ps.failure is not None and now >= ps.failure[0]:
                 _, rank, text = ps.failure
-                yield EpochAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+                yield GenerationAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
             if ps.past_failure is not None and now >= ps.past_failure[0]:
-                _, epoch, rank, text = ps.past_failure
+                _, generation, rank, text = ps.past_failure
                 ps.past_failure = None
-                failure = EpochAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
-                yield from self._abort_past(epoch, failure)
+                failure = GenerationAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+                yield from self._abort_past(generation, failure)
 
     def validate(self) -> None:
         """Assert the invariants that hold between batches of events."""
@@ -724,12 +752,17 @@ def _beginning(ps: ProcessSetState, choice: PlaneChoice) -> DecisionEntry:
     facts["note"] = "; ".join(choice.notes)
     cause, ps.ended_by = ps.ended_by, 0
     return DecisionEntry(
-        DecisionKind.BEGAN, cause=cause, process_set=ps.id, epoch=ps.epoch, ranks=ps.members, facts=facts
+        DecisionKind.BEGAN,
+        cause=cause,
+        process_set=ps.id,
+        generation=ps.generation,
+        ranks=ps.members,
+        facts=facts,
     )
 
 
 def _count_orders(ps: ProcessSetState) -> Iterator[Amendment]:
-    """Write the number of the orders of this epoch into the entry of its beginning."""
+    """Write the number of the orders of this generation into the entry of its beginning."""
     if ps.sequence:
         yield Amendment(ps.decision, {"orders": str(ps.sequence)})
 
@@ -737,9 +770,9 @@ def _count_orders(ps: ProcessSetState) -> Iterator[Amendment]:
 def _reject_change(ps: ProcessSetState, current: NegotiationRound, why: str) -> Decisions[None]:
     info = current.info
     verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
-    yield from log_verdict(ps.id, ps.epoch, verdict)
+    yield from log_verdict(ps.id, ps.generation, verdict)
     for rank, peer in zip(ps.members, ps.peers, strict=True):
-        yield Send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
+        yield Send((peer,), verdict.message(ps.id, ps.generation, (current.submissions[rank].local,)))
 
 
 def _plane_failure(rank: int, text: str) -> str:
@@ -747,7 +780,7 @@ def _plane_failure(rank: int, text: str) -> str:
 
 
 class RendezvousValues:
-    """Values by key that the members of one epoch exchange to connect, and the peers that wait for keys that are not set yet."""
+    """Values by key that the members of one generation exchange to connect, and the peers that wait for keys that are not set yet."""
 
     __slots__ = ("_values", "_waiting")
 

@@ -412,7 +412,7 @@ class CoordinatorServer:
                 # TLS carries no descriptors: the ranks of each host make the memory themselves.
                 message = effect.fallback
             else:
-                descriptor = self._memory(f"hvdlab-{message.process_set}-{message.epoch}", effect.memory)
+                descriptor = self._memory(f"hvdlab-{message.process_set}-{message.generation}", effect.memory)
         except OSError as error:
             self._log(f"process set {message.process_set} goes without shared memory: {error}")
             message = effect.fallback

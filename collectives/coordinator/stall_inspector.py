@@ -17,7 +17,7 @@ from hvdlab.collectives.coordinator.membership import MembershipTable
 from hvdlab.collectives.coordinator.process_sets import (
     OPEN,
     Decisions,
-    EpochAbort,
+    GenerationAbort,
     ProcessSets,
     ProcessSetState,
 )
@@ -37,7 +37,7 @@ class StallInspector:
 
     Args:
         every: Seconds after which, and then how often, one is reported; 0 never.
-        shutdown: Seconds after which its epoch ends; 0 never.
+        shutdown: Seconds after which its generation ends; 0 never.
         sets: Process sets, with the collectives that wait.
         membership: Ranks and clients of the job.
 
@@ -137,7 +137,7 @@ class StallInspector:
             decision = yield from _stall_entry(ps, current.info.name, missing)
         yield Log(text, decision=decision)
         if ps.phase == OPEN:
-            yield EpochAbort(ps, CauseKind.TIMEOUT, missing, text, cause=decision)
+            yield GenerationAbort(ps, CauseKind.TIMEOUT, missing, text, cause=decision)
 
     def _report_stall(
         self, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str, decision: int
@@ -224,14 +224,14 @@ class Executions:
             if wait is None or defined is None:
                 continue
             ps = self._sets.by_id.get(wait.process_set)
-            if ps is None or ps.epoch != wait.epoch:
+            if ps is None or ps.generation != wait.generation:
                 continue
             since, waiting = found.setdefault(
-                OperationKey(ps.id, ps.epoch, defined.info.name), (wait.since, {})
+                OperationKey(ps.id, ps.generation, defined.info.name), (wait.since, {})
             )
             waiting[rank] = defined
             if wait.since < since:
-                found[OperationKey(ps.id, ps.epoch, defined.info.name)] = (wait.since, waiting)
+                found[OperationKey(ps.id, ps.generation, defined.info.name)] = (wait.since, waiting)
         return found
 
 
@@ -240,7 +240,7 @@ def _stall_entry(ps: ProcessSetState, name: str, missing: tuple[int, ...], text:
     entry = DecisionEntry(
         DecisionKind.STALLED,
         process_set=ps.id,
-        epoch=ps.epoch,
+        generation=ps.generation,
         names=(name,),
         ranks=missing,
         facts={"text": text},
@@ -257,7 +257,7 @@ class OperationKey(NamedTuple):
     """Key of an operation, as the ranks that wait for its end name it."""
 
     process_set: int
-    epoch: int
+    generation: int
     name: str
 
 

@@ -47,7 +47,7 @@ from hvdlab.collectives.coordinator.plane_selection import Hierarchy
 from hvdlab.collectives.coordinator.process_sets import (
     OPEN,
     Decisions,
-    EpochAbort,
+    GenerationAbort,
     MemberChange,
     ProcessSets,
     ProcessSetState,
@@ -55,7 +55,7 @@ from hvdlab.collectives.coordinator.process_sets import (
 )
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
-from hvdlab.collectives.failover.successor import EPOCHS, Restoring, Successor
+from hvdlab.collectives.failover.successor import GENERATIONS, Restoring, Successor
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 
@@ -81,7 +81,7 @@ class CoordinatorState:
         effects: Effects of the present batch of events, in order.
         log: Newest decisions, each with its cause.
         membership: Ranks and clients that are connected, are expected, or have died.
-        sets: Process sets, with their epochs and negotiations.
+        sets: Process sets, with their generations and negotiations.
         restoring: Facts from which a successor restores the world; inactive in a first coordinator.
         signatures: Interned signatures of all definitions.
         cells: Cells that run on tracked ranks.
@@ -109,15 +109,15 @@ class CoordinatorState:
         self.options = options = options or CoordinatorOptions()
         self.clock = clock
         self.effects = Effects()
-        self.log = DecisionLog(wall, options.generation * EPOCHS + 1)
+        self.log = DecisionLog(wall, options.incarnation * GENERATIONS + 1)
         self.membership = MembershipTable(None if options.size is None else range(options.size), wall)
         self.sets = ProcessSets(
             self.membership,
             Hierarchy(options.hierarchical_allreduce, options.hierarchical_allgather),
-            options.generation * EPOCHS + 1,
+            options.incarnation * GENERATIONS + 1,
             by_seniority=options.by_seniority,
         )
-        self.restoring = Restoring(options.generation, options.reattach)
+        self.restoring = Restoring(options.incarnation, options.reattach)
         self.signatures = SignatureTable()
         self.cells = RunningCells()
         self.elastic = ElasticRanks()
@@ -219,7 +219,7 @@ class CoordinatorState:
                 self.log.add(decision)
             elif isinstance(decision, Amendment):
                 self.log.amend(*decision)
-            elif isinstance(decision, EpochAbort):
+            elif isinstance(decision, GenerationAbort):
                 self.apply(self.sets.abort(decision))
             elif isinstance(decision, MemberChange):
                 self.apply(self.sets.change_members(decision))
@@ -299,7 +299,7 @@ class CoordinatorState:
         if hello.role == "client":
             membership.clients[peer] = None
             self.history.limit = self.options.history_bytes
-            effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.generation, self.options.pid))
+            effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.incarnation, self.options.pid))
             effects.send((peer,), self.world())
             if self.pauses:
                 effects.send((peer,), self.pauses.message())
@@ -308,7 +308,7 @@ class CoordinatorState:
             return
         if hello.role == "observer":
             membership.observers[peer] = None
-            effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.generation, self.options.pid))
+            effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.incarnation, self.options.pid))
             effects.send((peer,), self.world())
             return
         rank = membership.free_rank() if hello.rank < 0 else hello.rank
@@ -317,16 +317,16 @@ class CoordinatorState:
             self.apply(self.admission.refuse(peer, rank, hello, reason))
             return
         # Read first: adding the rank removes its death.
-        since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
+        since = membership.cut_off_since(rank, hello.pid) if hello.incarnation >= 0 else None
         newcomer = self.by_peer[peer] = membership.add(peer, rank, hello, now)
-        if hello.generation < 0 and self.restoring.active:
+        if hello.incarnation < 0 and self.restoring.active:
             self.restoring.renewed.add(rank)
         if newcomer.tracked:
             self.cells.add_rank(rank)
-        effects.send((peer,), m.Welcome(rank, int(now * 1e9), self.options.generation, self.options.pid))
+        effects.send((peer,), m.Welcome(rank, int(now * 1e9), self.options.incarnation, self.options.pid))
         if since is not None:
             self.apply(membership.report_return(newcomer, now - since))
-        if hello.generation >= 0 and hello.returns and not self.restoring.active:
+        if hello.incarnation >= 0 and hello.returns and not self.restoring.active:
             self.apply(self.admission.become_outdated(newcomer))
 
     def peer_lost(
@@ -358,7 +358,7 @@ class CoordinatorState:
         self.apply(self.sets.end_with_dead(rank.rank, past, f"rank {rank.rank} died: {reason}", decision))
 
     def forget_peer(self, rank: RankPeer, now: float) -> list[tuple[ProcessSetState, int]]:
-        """Remove a rank's connection from all parts of the state. Return the sets that it was left out of, each with its last epoch there."""
+        """Remove a rank's connection from all parts of the state. Return the sets that it was left out of, each with its last generation there."""
         del self.by_peer[rank.peer]
         self.continue_rank(rank.rank, now)
         self.signatures.forget(rank.definitions)
@@ -374,18 +374,18 @@ class CoordinatorState:
 
     def _announce(self, rank: RankPeer, message: m.Announce, now: float) -> None:
         definitions = rank.definitions
-        # Also those of an ended epoch: the rank sends each definition once.
+        # Also those of an ended generation: the rank sends each definition once.
         for definition in message.definitions:
             self.signatures.define(definitions, definition)
         ps = self.sets.by_id.get(message.process_set)
         if (
             ps is None
             or ps.phase != OPEN
-            or ps.epoch != message.epoch
+            or ps.generation != message.generation
             or rank.rank not in ps.negotiation.members
         ):
-            # The announcement is of an ended epoch: the abort or the new configuration is on its way, unless the rank was left out.
-            if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.epoch)):
+            # The announcement is of an ended generation: the abort or the new configuration is on its way, unless the rank was left out.
+            if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.generation)):
                 self.apply(self.admission.reject_left_out(rank, message))
             return
         self.touched[ps] = None
@@ -478,7 +478,7 @@ class CoordinatorState:
         """End a batch of events: dispatch, reject and abort, then change the world, then report it.
 
         The order of the effects is part of the protocol. Orders and rejections come first: an abort after them ends only the rest.
-        Aborts come before new epochs begin. Answers come last: they prove that all before has been handled.
+        Aborts come before new generations begin. Answers come last: they prove that all before has been handled.
         """
         # The check for deadlocks is only marked here: it comes after the dispatch, which frees ranks.
         if self._check_due is not None and now >= self._check_due:
@@ -525,7 +525,7 @@ class CoordinatorState:
                 self.effects.send((peer,), answer)
 
     def flush_set(self, ps: ProcessSetState, now: float) -> None:
-        """Dispatch the ready rounds of an open epoch, and send the rejections, in order."""
+        """Dispatch the ready rounds of an open generation, and send the rejections, in order."""
         negotiation = ps.negotiation
         if negotiation.priorities and not negotiation.conflict:
             # No rank counted as waiting while a round of that name was held back; perhaps one waits for the next of the name, and in vain.
@@ -550,7 +550,7 @@ class CoordinatorState:
                     self.apply(self.sets.abort(abort))
 
     def _abort_deadlock(self) -> None:
-        """Abort the epochs in which ranks wait for each other."""
+        """Abort the generations in which ranks wait for each other."""
         # A rank that is paused for its user is not stuck: the user can type there the very call that others wait for.
         ranks = {rank: peer for rank, peer in self.membership.ranks.items() if rank not in self.pauses}
         idle = self.cells.idle - self.pauses.reasons.keys()
@@ -567,7 +567,9 @@ class CoordinatorState:
         world = self.sets.world
         formed = tuple(sorted(world.members)) if world.phase == OPEN else ()
         training = bool(self.elastic.training or self.elastic.ready)
-        return self.membership.world(world.epoch, formed, restoring=self.restoring.active, training=training)
+        return self.membership.world(
+            world.generation, formed, restoring=self.restoring.active, training=training
+        )
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

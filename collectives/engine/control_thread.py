@@ -24,7 +24,7 @@ from hvdlab.collectives.engine.entries import (
     ClosePlanes,
     Effect,
     Fail,
-    NewEpoch,
+    NewGeneration,
     RunBatch,
     Succeed,
 )
@@ -58,7 +58,7 @@ STUCK_AFTER = 2.0
 RETRY_INTERVAL = 0.5
 """Seconds between two checks whether descriptors are free; the kernel does not notify a process of that."""
 NEEDED_DESCRIPTORS = 3
-"""Descriptors that the memory takes at most: the received one, and one for each of the two mappings. With fewer the next epoch
+"""Descriptors that the memory takes at most: the received one, and one for each of the two mappings. With fewer the next generation
 would lack its memory as well, and the rank would ask for another one."""
 
 
@@ -365,19 +365,19 @@ class ControlHandlers:
         if isinstance(message, m.Configure):
             logs.configured(self._locked.state.rank, message)
             planes = planes_text((message.plane, *message.device_planes.values()), {})
-            self._spans.members(message.process_set, message.epoch, len(message.members), planes)
+            self._spans.members(message.process_set, message.generation, len(message.members), planes)
             if message.process_set == 0:
-                self.world.configured([member.rank for member in message.members], message.epoch)
+                self.world.configured([member.rank for member in message.members], message.generation)
         elif isinstance(message, m.Dissolve):
             self._spans.dissolved(message.process_set)
         elif isinstance(message, m.Regrouped):
             self.world.regrouped(message.ticket)
         elif isinstance(message, m.Abort):
             logs.aborted(self._locked.state.rank, message)
-            # The orderly removal of a set ends its epoch by an abort as well. Where nothing was pending nothing has failed.
+            # The orderly removal of a set ends its generation by an abort as well. Where nothing was pending nothing has failed.
             removed = message.kind == CauseKind.MEMBERSHIP.value and not message.ranks
             if message.pending or not removed:
-                self._spans.recorder.abort(message.process_set, message.epoch, message.text)
+                self._spans.recorder.abort(message.process_set, message.generation, message.text)
             self.schedule_events()
             self.callbacks.aborted(message)
 
@@ -397,30 +397,30 @@ class ControlHandlers:
             case Fail(entry, error):
                 # The plane's own exception, on the rank where it failed; the coordinator's cause has only its text.
                 if error.__cause__ is None:
-                    error.__cause__ = self._executor.error_of(entry.request.process_set, entry.epoch)
+                    error.__cause__ = self._executor.error_of(entry.request.process_set, entry.generation)
                 complete(entry, None, error)
                 if self._spans.failed(entry, time.monotonic_ns()):
                     self.schedule_events()
             case Succeed(entry, process_set):
                 complete(entry, Result(process_set=process_set), None)
-            case AbortPlane(process_set, epoch):
-                busy = self._executor.abort(process_set, epoch)
+            case AbortPlane(process_set, generation):
+                busy = self._executor.abort(process_set, generation)
                 if busy is not None:
                     self._watch(*busy)
-            case ClosePlanes(process_set, epoch):
-                self._executor.close_older(process_set, epoch)
-            case NewEpoch():
-                self._new_epoch(effect)
+            case ClosePlanes(process_set, generation):
+                self._executor.close_older(process_set, generation)
+            case NewGeneration():
+                self._new_generation(effect)
 
     def _watch(self, queue: WorkQueue, slot: PlaneSlot) -> None:
         """Abandon the queue of an aborted plane if its operation has not ended after :data:`STUCK_AFTER` seconds."""
         self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(queue, slot))
 
-    def store(self, process_set: int, epoch: int) -> EngineStore:
-        """Return the rendezvous store of a process set's members in one epoch."""
-        return EngineStore(process_set, epoch, self._tickets, self.send)
+    def store(self, process_set: int, generation: int) -> EngineStore:
+        """Return the rendezvous store of a process set's members in one generation."""
+        return EngineStore(process_set, generation, self._tickets, self.send)
 
-    def _new_epoch(self, effect: NewEpoch) -> None:
+    def _new_generation(self, effect: NewGeneration) -> None:
         # Also where this rank is no member: the descriptors are in the order of the messages that announce them.
         memory = self._endpoint.take_descriptor() if effect.has_memory else -1
         if effect.index < 0:
@@ -428,15 +428,15 @@ class ControlHandlers:
                 os.close(memory)
             return
         if effect.has_memory and memory == LOST:
-            self.memory_retry.memory_missing(effect.process_set, effect.epoch)
+            self.memory_retry.memory_missing(effect.process_set, effect.generation)
         else:
             self.memory_retry.memory_received(effect.process_set)
         if memory >= 0 or len(effect.members) == 1:
             self._open_board(effect, memory)
-        store = self.store(effect.process_set, effect.epoch)
+        store = self.store(effect.process_set, effect.generation)
         context = PlaneContext(
             effect.process_set,
-            effect.epoch,
+            effect.generation,
             effect.index,
             len(effect.members),
             tuple(member.rank for member in effect.members),
@@ -445,7 +445,7 @@ class ControlHandlers:
             memory,
             self._address,
             effect.options,
-            on_chunks=partial(self._chunks_measured, effect.process_set, effect.epoch),
+            on_chunks=partial(self._chunks_measured, effect.process_set, effect.generation),
         )
         self._executor.prepare(PlaneSlot(effect.plane, HOST, context, store.abort))
         for device, plane in effect.device_planes.items():
@@ -454,38 +454,38 @@ class ControlHandlers:
                 store=ScopedStore(store, f"{device}/"),
                 memory_fd=-1,  # one plane owns the descriptor, that of the host
                 options={**effect.options, "host_plane": effect.plane},
-                on_links=partial(self._linked, effect.process_set, effect.epoch),
-                on_chosen=partial(self._plane_chosen, effect.process_set, effect.epoch, device),
+                on_links=partial(self._linked, effect.process_set, effect.generation),
+                on_chosen=partial(self._plane_chosen, effect.process_set, effect.generation, device),
             )
             self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
 
-    def _linked(self, process_set: int, epoch: int, links: Links) -> None:
+    def _linked(self, process_set: int, generation: int, links: Links) -> None:
         """Keep and record the connections that a plane of GPUs has found. Executor thread."""
 
         def record(state: RankState) -> None:
-            group = state.set_in(process_set, epoch)
+            group = state.set_in(process_set, generation)
             if group is not None:
                 group.links = links
                 self._record_planes(group)
 
         self._locked.update(record)
 
-    def _plane_chosen(self, process_set: int, epoch: int, device: str, name: str) -> None:
+    def _plane_chosen(self, process_set: int, generation: int, device: str, name: str) -> None:
         """Keep and record the name of the plane that is used for a device class. Executor thread."""
 
         def record(state: RankState) -> None:
-            group = state.set_in(process_set, epoch)
+            group = state.set_in(process_set, generation)
             if group is not None:
                 group.shown_planes[device] = name
                 self._record_planes(group)
 
         self._locked.update(record)
 
-    def _chunks_measured(self, process_set: int, epoch: int, chunk_bytes: int) -> None:
+    def _chunks_measured(self, process_set: int, generation: int, chunk_bytes: int) -> None:
         """Keep and record the size of chunks that the plane of the host has measured as the best. Executor thread."""
 
         def record(state: RankState) -> None:
-            group = state.set_in(process_set, epoch)
+            group = state.set_in(process_set, generation)
             if group is not None:
                 group.chunk_bytes = chunk_bytes
                 self._record_planes(group)
@@ -493,18 +493,18 @@ class ControlHandlers:
         self._locked.update(record)
 
     def _record_planes(self, group: SetState) -> None:
-        # Under the lock: otherwise the record of a newer epoch could come in between, and this one replace it.
+        # Under the lock: otherwise the record of a newer generation could come in between, and this one replace it.
         host = plane_text(group.plane, group.chunk_bytes)
         planes = planes_text((host, *device_plane_names(group)), group.links)
-        self._spans.members(group.id, group.epoch, len(group.members), planes)
+        self._spans.members(group.id, group.generation, len(group.members), planes)
 
-    def _open_board(self, effect: NewEpoch, memory: int) -> None:
+    def _open_board(self, effect: NewGeneration, memory: int) -> None:
         members = len(effect.members)
         if members > MEMBERS:
             return
         # One member agrees with itself at once, in memory of its own: it waits for no coordinator.
         place = layout_from(effect.options, members).size if members > 1 else 0
-        board = map_board(memory if members > 1 else -1, place, members, effect.index, effect.epoch)
+        board = map_board(memory if members > 1 else -1, place, members, effect.index, effect.generation)
         if board is not None:
             member = BoardMember(board, effect.process_set, effect.index, effect.members)
             self._locked.update(RankState.attach_board, member)
@@ -514,7 +514,7 @@ class ControlHandlers:
         self._locked.update(RankState.queue_message, message)
 
     def withdraw(self, process_set: int, text: str, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
-        """End the epoch of a process set. Any thread."""
+        """End the generation of a process set. Any thread."""
         self._locked.update(RankState.withdraw, process_set, kind, text)
 
     def _on_ping(self, message: m.Message) -> None:
@@ -542,7 +542,7 @@ class ControlHandlers:
     def _on_tune(self, message: m.Message) -> None:
         assert isinstance(message, m.Tune)
         self._executor.tune(
-            message.process_set, message.epoch, message.slice_bytes
+            message.process_set, message.generation, message.slice_bytes
         )  # before the order that follows
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -642,7 +642,7 @@ class Callbacks:
         native_waits: Called to withdraw collectives for which perhaps native code waits.
         reconnections: Called when this rank has found the coordinator's successor.
         stalls: Get the coordinator's reports of stalled collectives.
-        aborts: Get the ends of epochs that the coordinator has aborted, after all pending entries have failed.
+        aborts: Get the ends of generations that the coordinator has aborted, after all pending entries have failed.
         event_sinks: Get the events of all ranks, if this rank has subscribed to them.
         own_event_sinks: Get the events that this rank itself sends.
     """
@@ -734,7 +734,7 @@ def _call(callback: Callable[..., None], *args: object) -> None:
 class SharedMemoryRetry:
     """Retry after EMFILE: a process set's memory could not be received, as this process had no free descriptor.
 
-    It checks every :data:`RETRY_INTERVAL` seconds for :data:`NEEDED_DESCRIPTORS` free descriptors, then asks the coordinator for a new epoch, which
+    It checks every :data:`RETRY_INTERVAL` seconds for :data:`NEEDED_DESCRIPTORS` free descriptors, then asks the coordinator for a new generation, which
     sends the memory again.
 
     Args:
@@ -746,25 +746,25 @@ class SharedMemoryRetry:
         self, send: Callable[[m.Message], None], call_later: Callable[[float, Callable[[], None]], None]
     ) -> None:
         self._send, self._call_later = send, call_later
-        #: Epoch whose memory is missing, by process set.
-        self._epochs: dict[int, int] = {}
+        #: Generation whose memory is missing, by process set.
+        self._generations: dict[int, int] = {}
         #: Whether a check is scheduled.
         self._scheduled = False
 
-    def memory_missing(self, process_set: int, epoch: int) -> None:
-        """Begin to retry for the memory of an epoch. Control thread."""
-        self._epochs[process_set] = epoch
+    def memory_missing(self, process_set: int, generation: int) -> None:
+        """Begin to retry for the memory of a generation. Control thread."""
+        self._generations[process_set] = generation
         self._retry_later()
 
     def memory_received(self, process_set: int) -> None:
-        """End retrying, since a newer epoch has its memory. Control thread."""
-        self._epochs.pop(process_set, None)
+        """End retrying, since a newer generation has its memory. Control thread."""
+        self._generations.pop(process_set, None)
 
     def retry_now(self) -> None:
-        """Ask for new epochs if enough descriptors are free now. Any thread; a request that comes too late names an ended epoch."""
-        if self._epochs and _has_descriptors():
-            while self._epochs:
-                self._send(m.Renew(*self._epochs.popitem()))
+        """Ask for new generations if enough descriptors are free now. Any thread; a request that comes too late names an ended generation."""
+        if self._generations and _has_descriptors():
+            while self._generations:
+                self._send(m.Renew(*self._generations.popitem()))
 
     def _retry_later(self) -> None:
         if not self._scheduled:
@@ -774,7 +774,7 @@ class SharedMemoryRetry:
     def _retry(self) -> None:
         self._scheduled = False
         self.retry_now()
-        if self._epochs:
+        if self._generations:
             self._retry_later()
 
 

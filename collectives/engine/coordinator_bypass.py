@@ -50,7 +50,7 @@ FEW = 16
 OVERDUE = 0.5
 """Further seconds after which the rank reports to the coordinator that it still waits: a member does not answer."""
 FIRST_SEQUENCE = 1 << 31
-"""The coordinator numbers its orders from 1 on, in each epoch; requests agreed on the board are numbered from here on."""
+"""The coordinator numbers its orders from 1 on, in each generation; requests agreed on the board are numbered from here on."""
 
 
 class CoordinatorBypass:
@@ -97,9 +97,11 @@ class CoordinatorBypass:
             if posting is not None and self._agreed(handle, posting, limit):
                 self._compute(handle, posting)
             return queued or posting is not None
-        epoch = self._locked.epoch(request.process_set)
-        work = partial(self._meet, handle, epoch, queued, limit)
-        return self._executor.with_idle_queue((request.process_set, epoch, request.device), work) or queued
+        generation = self._locked.generation(request.process_set)
+        work = partial(self._meet, handle, generation, queued, limit)
+        return (
+            self._executor.with_idle_queue((request.process_set, generation, request.device), work) or queued
+        )
 
     def reduce(
         self,
@@ -123,7 +125,7 @@ class CoordinatorBypass:
         """
         board = member.board
         if not board.complete_soon(number):
-            # An abort ends the epoch, and with it the entry, unless all had posted before.
+            # An abort ends the generation, and with it the entry, unless all had posted before.
             with contextlib.suppress(PlaneAborted):
                 board.wait(number, _patience(board))
             if not board.complete(number):
@@ -133,7 +135,7 @@ class CoordinatorBypass:
         entry.received = monotonic_ns()
         try:
             reduction.reduce(number, out)
-        except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends with this reason
+        except Exception as error:  # noqa: BLE001  # the others have their result: the generation ends with this reason
             self._fail(member, error)
             return False
         finished = self._locked.finish_reduction(entry, member)
@@ -145,16 +147,18 @@ class CoordinatorBypass:
         """Let a handle take the place of an entry that :meth:`reduce` could not complete; its end can be waited for like any other's."""
         self._locked.replace_posted(entry, handle, posting.member)
         if entry.received:
-            return  # it was agreed, but has been failed, or its result could not be computed: it ends with its epoch
+            return  # it was agreed, but has been failed, or its result could not be computed: it ends with its generation
         if not posting.member.board.complete(posting.number):
             with contextlib.suppress(PlaneAborted):
                 self._wait_long(handle, posting, None)
         if self._decide(handle, posting):
             self._compute(handle, posting)
 
-    def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
+    def _meet(
+        self, handle: Handle, generation: int, queued: bool, limit: Limit | None, slot: PlaneSlot
+    ) -> bool:
         """Agree on a request that needs the plane, and execute it, while this thread has the executor's queue."""
-        posting = self._locked.try_post(handle, (epoch, slot.operations), queued=queued)
+        posting = self._locked.try_post(handle, (generation, slot.operations), queued=queued)
         if posting is not None and self._agreed(handle, posting, limit):
             now = monotonic_ns()
             self._locked.update(RankState.start_posted, handle, posting.member, now)
@@ -165,7 +169,7 @@ class CoordinatorBypass:
         """Wait for the other members. Return whether all have posted the same; if not, the handle goes to the coordinator."""
         board, number = posting.member.board, posting.number
         if not board.complete_soon(number):
-            # An abort ends the epoch, and with it the handle, unless all had posted before.
+            # An abort ends the generation, and with it the handle, unless all had posted before.
             with contextlib.suppress(PlaneAborted):
                 if not board.wait(number, _patience(board)):
                     self._wait_long(handle, posting, limit)
@@ -185,7 +189,7 @@ class CoordinatorBypass:
         member, handle.received = posting.member, monotonic_ns()
         try:
             result = _result(handle.request, posting)
-        except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends with this reason
+        except Exception as error:  # noqa: BLE001  # the others have their result: the generation ends with this reason
             self._fail(member, error)
             return
         self._locked.finish_posted(handle, posting, result)
@@ -194,8 +198,8 @@ class CoordinatorBypass:
             self._spans.flusher.schedule_events()
 
     def _fail(self, member: BoardMember, error: Exception) -> None:
-        """End the epoch, since a result could not be computed here."""
-        self._executor.failed(member.process_set, member.board.epoch, error)
+        """End the generation, since a result could not be computed here."""
+        self._executor.failed(member.process_set, member.board.generation, error)
         text = f"{type(error).__name__}: {error}"
         self._locked.update(RankState.fail_posted, member, text)
 
@@ -210,7 +214,7 @@ class CoordinatorBypass:
             if board.wait(number, max(limit.seconds - OVERDUE, 0.0)):
                 return
             self._locked.withdraw(handle, CauseKind.TIMEOUT, limit.text)
-        # Without a limit: the decline of a member, or the abort of the epoch, ends it.
+        # Without a limit: the decline of a member, or the abort of the generation, ends it.
         board.wait(number, None)
 
 
@@ -224,7 +228,7 @@ def batch_of(entry: Entry, posting: PostedRequest) -> RunBatch:
     member = posting.member
     number = FIRST_SEQUENCE + posting.number
     return RunBatch(
-        member.process_set, member.board.epoch, number, 0, (entry,), ((),), device=entry.request.device
+        member.process_set, member.board.generation, number, 0, (entry,), ((),), device=entry.request.device
     )
 
 

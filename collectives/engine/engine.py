@@ -64,13 +64,13 @@ class Engine:
         wait_for: As :meth:`HandleWaiter.wait_for`.
     """
 
-    def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
+    def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, incarnation: int = 0) -> None:
         self._control = Control(endpoint, str(rank))
         self.hooks = CompletionHooks(rank, self._control)
         locked = LockedState(rank, endpoint, self._control, self.hooks, settings.cache_capacity)
         self.rank, self.settings = rank, settings
         self._locked = locked
-        #: Position on the host in an epoch of the world; computed again once that has changed.
+        #: Position on the host in a generation of the world; computed again once that has changed.
         self._place: tuple[int, HostPosition] | None = None
         self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
@@ -89,7 +89,7 @@ class Engine:
         hello = introduction(settings, rank)
         #: Finds a successor after the loss of the coordinator.
         self._reconnecting = RankReconnect(
-            settings, hello, generation, self._handlers, self._control, self._may_return
+            settings, hello, incarnation, self._handlers, self._control, self._may_return
         )
         self._inline = InlineExecutor(locked, endpoint, self._control, self._executor)
         self._bypass = CoordinatorBypass(locked, self._executor, self._spans)
@@ -132,7 +132,7 @@ class Engine:
             deadline=deadline,
             dead_after=settings.dead_after,
         )
-        return cls(settings, endpoint, welcome.rank, welcome.generation)
+        return cls(settings, endpoint, welcome.rank, welcome.incarnation)
 
     def _may_return(self) -> bool:
         """Return whether this rank can return when the others have continued without it.
@@ -173,8 +173,8 @@ class Engine:
         return next((death.reason for death in deaths if death.rank == rank), "")
 
     def world_store(self) -> KeyValue:
-        """Return the store of values that the members of the world exchange in its present epoch; see :meth:`wait_for_world`."""
-        return self._handlers.store(0, self._locked.state.sets[0].epoch)
+        """Return the store of values that the members of the world exchange in its present generation; see :meth:`wait_for_world`."""
+        return self._handlers.store(0, self._locked.state.sets[0].generation)
 
     def _begin_mpi(self) -> None:
         """Load MPI if the world uses it: loading waits for all of MPI's processes, and later perhaps only some ranks load it."""
@@ -196,10 +196,10 @@ class Engine:
         group = self._locked.state.sets.get(process_set)
         return group.ranks if group is not None else ()
 
-    def epoch(self) -> int:
-        """Return the world's epoch: as long as it is the same, so are the world's members."""
+    def generation(self) -> int:
+        """Return the world's generation: as long as it is the same, so are the world's members."""
         group = self._locked.state.sets.get(0)
-        return group.epoch if group is not None else -1
+        return group.generation if group is not None else -1
 
     @property
     def failure(self) -> Cause | None:
@@ -207,11 +207,11 @@ class Engine:
         return self._locked.state.failure
 
     def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
-        """Return the world's epoch, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""
+        """Return the world's generation, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""
         group = self._locked.state.sets.get(0)
         if group is None:
             return -1, ()
-        return group.epoch, tuple((member.rank, member.host, member.pid) for member in group.members)
+        return group.generation, tuple((member.rank, member.host, member.pid) for member in group.members)
 
     def plane(self, process_set: int = 0) -> str:
         """Return the name of the data plane of a process set; empty if this rank does not know it."""
@@ -226,7 +226,7 @@ class Engine:
     def device_plane(self, process_set: int, device: str) -> str:
         """Return the name of the data plane for tensors on a device class; empty if there is none: stage them through the host.
 
-        The next epoch has perhaps no such plane, if it has other members; requests that were submitted for it then fail with
+        The next generation has perhaps no such plane, if it has other members; requests that were submitted for it then fail with
         ``InvalidRequestError`` on all ranks.
         """
         group = self._locked.state.sets.get(process_set)
@@ -301,9 +301,9 @@ class Engine:
         group = self._locked.state.sets.get(0)
         if group is None or group.index < 0:
             return HostPosition(0, 1, 0, 1)
-        if self._place is None or self._place[0] != group.epoch:
+        if self._place is None or self._place[0] != group.generation:
             hosts = [member.host for member in group.members]
-            self._place = (group.epoch, host_position(self.rank, group.ranks, hosts))
+            self._place = (group.generation, host_position(self.rank, group.ranks, hosts))
         return self._place[1]
 
     def add_process_set(self, ranks: Sequence[int], timeout: float | None = None) -> int:
@@ -584,7 +584,7 @@ class Engine:
         self._handlers.callbacks.on(topic, callback)
 
     def on_abort(self, callback: Callable[[m.Abort], None]) -> None:
-        """Call this on the control thread when an epoch of a process set was aborted, also if nothing was pending here; it must not block."""
+        """Call this on the control thread when a generation of a process set was aborted, also if nothing was pending here; it must not block."""
         self._handlers.callbacks.aborts.append(callback)
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -628,9 +628,9 @@ class Engine:
         return self.settings.reattach > 0 and self._locked.state.lost is None
 
     @property
-    def generation(self) -> int:
+    def incarnation(self) -> int:
         """Return how many coordinators have died before the one that this rank is connected to."""
-        return self._reconnecting.generation
+        return self._reconnecting.incarnation
 
     # -- timeline -------------------------------------------------------------------------------------------------
 

@@ -32,16 +32,25 @@ class Entry:
         site: Call site.
         submitted: Time of submission, in nanoseconds of ``time.monotonic_ns``.
         received: Time at which ``Execute`` came, in the same nanoseconds, or 0.
-        phase: ``UNANNOUNCED`` (not announced yet), ``ANNOUNCED``, ``EXECUTING``, ``ENDED`` or ``POSTED`` (on the board of its epoch).
-        epoch: Epoch that it is (or, if held, at the earliest will be) announced in.
+        phase: ``UNANNOUNCED`` (not announced yet), ``ANNOUNCED``, ``EXECUTING``, ``ENDED`` or ``POSTED`` (on the board of its generation).
+        generation: Generation that it is (or, if held, at the earliest will be) announced in.
         local: The local id that it is announced as.
         extra: Numbers that go along with the announcement and can differ between ranks (allgather: rows; alltoall: splits).
-        given_up: Whether this rank has withdrawn it: it ends with its epoch.
+        given_up: Whether this rank has withdrawn it: it ends with its generation.
         waited: Seconds that the user's thread has waited for it, as this rank reported to the coordinator, or 0.
     """
 
     __slots__ = (
-        "epoch", "extra", "given_up", "local", "name", "phase", "received", "request", "site", "submitted",
+        "extra",
+        "generation",
+        "given_up",
+        "local",
+        "name",
+        "phase",
+        "received",
+        "request",
+        "site",
+        "submitted",
         "waited",
     )  # fmt: skip
 
@@ -52,7 +61,7 @@ class Entry:
         self.received = 0
         self.name = ""
         self.phase = UNANNOUNCED
-        self.epoch = 0
+        self.generation = 0
         self.local: Local = NO_LOCAL
         self.extra: tuple[int, ...] = ()
         self.given_up = False
@@ -102,7 +111,7 @@ class Cancellation:
         entry: The message.
         kind: Kind of the cause.
         text: The cause, as errors name it.
-        asked: Whether the coordinator has the question in the present epoch of the message.
+        asked: Whether the coordinator has the question in the present generation of the message.
     """
 
     entry: Entry
@@ -293,14 +302,14 @@ def matched_shape(request: Request) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class RunBatch:
-    """Order to execute these entries as one operation of the plane of this process set, epoch and device class.
+    """Order to execute these entries as one operation of the plane of this process set, generation and device class.
 
     With ``payloads``, the small tensors of all members by position, no plane is needed. ``(process_set, sequence, batch)`` names
     the operation and is equal on all members. With ``reported``, this rank reports the end of the operation to the coordinator.
     """
 
     process_set: int
-    epoch: int
+    generation: int
     sequence: int
     batch: int
     entries: tuple[Entry, ...]
@@ -328,29 +337,29 @@ class Succeed:
 
 @dataclass(frozen=True, slots=True)
 class AbortPlane:
-    """Order to end the running operation of the plane of this process set and epoch at once, and to drop the plane."""
+    """Order to end the running operation of the plane of this process set and generation at once, and to drop the plane."""
 
     process_set: int
-    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClosePlanes:
-    """Order to close the planes of this process set older than ``epoch`` once their work is done."""
+    """Order to close the planes of this process set older than ``generation`` once their work is done."""
 
     process_set: int
-    epoch: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class NewEpoch:
-    """Order to prepare the planes of a process set's new epoch; ``index`` is -1 where this rank is no member.
+class NewGeneration:
+    """Order to prepare the planes of a process set's new generation; ``index`` is -1 where this rank is no member.
 
     ``plane`` is for tensors of the host, ``device_planes`` are for those of other device classes.
     """
 
     process_set: int
-    epoch: int
+    generation: int
     index: int
     members: tuple[Member, ...]
     plane: str
@@ -359,4 +368,4 @@ class NewEpoch:
     device_planes: dict[str, str]
 
 
-Effect = RunBatch | Fail | Succeed | AbortPlane | ClosePlanes | NewEpoch
+Effect = RunBatch | Fail | Succeed | AbortPlane | ClosePlanes | NewGeneration

@@ -35,11 +35,11 @@ CONNECT_TIMEOUT = 30.0
 """Seconds that the members of a plane have to connect to each other, unless the coordinator chooses another limit."""
 
 Scope = tuple[int, int, str]
-"""Process set, epoch and device class."""
+"""Process set, generation and device class."""
 
 
 class PlaneSlot:
-    """Plane of one process set, epoch and device class, which is built at its first use.
+    """Plane of one process set, generation and device class, which is built at its first use.
 
     ``open`` and ``close`` belong to the thread that holds the queue's ``run_lock``; any thread can call ``abort``.
 
@@ -50,20 +50,20 @@ class PlaneSlot:
         on_abort: Called by :meth:`abort`.
 
     Attributes:
-        scope: Process set, epoch and device class.
+        scope: Process set, generation and device class.
         plane: The plane, once it is built.
-        aborted: Whether the epoch has ended; nothing more is executed in it.
+        aborted: Whether the generation has ended; nothing more is executed in it.
         error: Why the plane failed here, if it did.
         under_way: Batches that were begun and have not ended yet, without a thread that waits for them. Belongs to the executor.
         operations: How many batches have begun on it; equal on all members between two of them. Belongs to the thread that holds
             ``run_lock``.
-        outdated: Whether a newer epoch has begun; the plane is closed once nothing is under way. Belongs to the executor.
+        outdated: Whether a newer generation has begun; the plane is closed once nothing is under way. Belongs to the executor.
     """
 
     def __init__(self, name: str, device: str, context: PlaneContext, on_abort: Callable[[], None]) -> None:
         self.name = name
         self.context = context
-        self.scope: Scope = (context.process_set, context.epoch, device)
+        self.scope: Scope = (context.process_set, context.generation, device)
         self.under_way = self.operations = 0
         self.outdated = False
         self.plane: Plane | None = None
@@ -87,7 +87,7 @@ class PlaneSlot:
         if not self._connected:
             # The plane is stored before the flag is read, and abort() sets the flag before it reads the plane: one of them sees it.
             if self.aborted:
-                raise PlaneAborted(f"epoch {self.context.epoch} has ended")
+                raise PlaneAborted(f"generation {self.context.generation} has ended")
             plane.connect(float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT)))
             self._connected = True
             plane.tune(self._slice)
@@ -100,7 +100,7 @@ class PlaneSlot:
             timeout = float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT))
             pairs = self._pairs = PeerPlanes(self.name, self.context, timeout)
         if self.aborted:  # read after ``_pairs`` was stored, as in open()
-            raise PlaneAborted(f"epoch {self.context.epoch} has ended")
+            raise PlaneAborted(f"generation {self.context.generation} has ended")
         return pairs
 
     def tune(self, slice_bytes: int) -> None:
@@ -204,7 +204,7 @@ class Executor:
     # -- work -----------------------------------------------------------------------------------------------------
 
     def prepare(self, slot: PlaneSlot) -> None:
-        """Add the slot of a new epoch's plane; the plane is built when it is first needed."""
+        """Add the slot of a new generation's plane; the plane is built when it is first needed."""
         self._slots[slot.scope] = slot
         if self._abandoned:
             self._join_abandoned()
@@ -249,7 +249,7 @@ class Executor:
         """Call ``work`` on this thread if the queue is idle, and keep its lock meanwhile: jobs that are added then wait.
 
         Args:
-            scope: Process set, epoch and device class of the needed plane.
+            scope: Process set, generation and device class of the needed plane.
             work: Gets that plane's slot, and may call :meth:`run_now`.
 
         Returns:
@@ -274,21 +274,21 @@ class Executor:
         self._run(self.queue, batch)
 
     def pop_interrupted(self) -> list[tuple[int, int]]:
-        """Return process set and epoch of the batch that the calling thread ran when it was interrupted, if it ran one."""
+        """Return process set and generation of the batch that the calling thread ran when it was interrupted, if it ran one."""
         queue = self.queue
         # An interrupted thread has released the lock and left its job; if the lock is held, the job is another thread's.
         job, locked = queue.current, queue.run_lock.locked()
         if locked or type(job) is not RunBatch:
             return []
         queue.current = None
-        return [(job.process_set, job.epoch)]
+        return [(job.process_set, job.generation)]
 
     def _run(self, queue: WorkQueue, batch: RunBatch) -> None:
-        slot = self._slots.get((batch.process_set, batch.epoch, batch.device))
+        slot = self._slots.get((batch.process_set, batch.generation, batch.device))
         phases = PhaseTimes()
         if slot is None or slot.aborted:
             self._outcomes.batch_unfinished(batch, 0, phases)
-            return  # the abort of its epoch ends the batch's handles
+            return  # the abort of its generation ends the batch's handles
         queue.running = slot
         started = time.monotonic_ns()
         finished = False
@@ -308,7 +308,7 @@ class Executor:
                 results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass  # the abort that has ended it ends its handles, too
-        except Exception as error:  # noqa: BLE001  (for any error the epoch ends; all members read the reason)
+        except Exception as error:  # noqa: BLE001  (for any error the generation ends; all members read the reason)
             self._failed(slot, batch, error)
         except BaseException:
             slot.abort()  # an interrupt in the middle of an operation: this rank can't serve the plane's peers any more
@@ -330,7 +330,7 @@ class Executor:
                 self._outcomes.batch_unfinished(batch, started, phases)
 
     def _failed(self, slot: PlaneSlot, batch: RunBatch, error: Exception) -> None:
-        # For any error the epoch ends; ``batch_failed`` reports the reason to all members.
+        # For any error the generation ends; ``batch_failed`` reports the reason to all members.
         slot.error = error
         slot.aborted = True
         self._outcomes.batch_failed(batch, error)
@@ -371,25 +371,25 @@ class Executor:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def abort(self, process_set: int, epoch: int) -> tuple[WorkQueue, PlaneSlot] | None:
-        """End the planes of a process set up to ``epoch``. Return queue and slot of an operation that is in one of them."""
+    def abort(self, process_set: int, generation: int) -> tuple[WorkQueue, PlaneSlot] | None:
+        """End the planes of a process set up to ``generation``. Return queue and slot of an operation that is in one of them."""
         busy = None
         for slot in list(self._slots.values()):
-            if slot.scope[0] == process_set and slot.scope[1] <= epoch:
+            if slot.scope[0] == process_set and slot.scope[1] <= generation:
                 slot.abort()
                 if self.queue.running is slot:
                     busy = (self.queue, slot)
-        self.close_older(process_set, epoch + 1)
+        self.close_older(process_set, generation + 1)
         return busy
 
-    def close_older(self, process_set: int, epoch: int) -> None:
-        """Close the planes of a process set older than ``epoch``, after the jobs that are queued now."""
-        if self._older(process_set, epoch):
-            self.enqueue(lambda: self._close_older(process_set, epoch))
+    def close_older(self, process_set: int, generation: int) -> None:
+        """Close the planes of a process set older than ``generation``, after the jobs that are queued now."""
+        if self._older(process_set, generation):
+            self.enqueue(lambda: self._close_older(process_set, generation))
             self.wake()
 
-    def _close_older(self, process_set: int, epoch: int) -> None:
-        for scope in self._older(process_set, epoch):
+    def _close_older(self, process_set: int, generation: int) -> None:
+        for scope in self._older(process_set, generation):
             slot = self._slots[scope]
             with self._jobs_lock:
                 slot.outdated = True
@@ -400,31 +400,33 @@ class Executor:
             if not any(queue.running is slot for queue in self._abandoned):
                 slot.close()
 
-    def _older(self, process_set: int, epoch: int) -> list[Scope]:
+    def _older(self, process_set: int, generation: int) -> list[Scope]:
         # The control thread adds slots while the queue's own thread removes some, so only a copy, which Python makes in one step, can be
         # iterated over.
-        return [scope for scope in list(self._slots) if scope[0] == process_set and scope[1] < epoch]
+        return [scope for scope in list(self._slots) if scope[0] == process_set and scope[1] < generation]
 
-    def tune(self, process_set: int, epoch: int, slice_bytes: int) -> None:
+    def tune(self, process_set: int, generation: int, slice_bytes: int) -> None:
         """Set the slices of a host plane to ``slice_bytes`` bytes, after the jobs that are queued now."""
         # As a job: all members must change the size between the same two operations.
 
         def tune() -> None:
-            slot = self._slots.get((process_set, epoch, HOST))
+            slot = self._slots.get((process_set, generation, HOST))
             if slot is not None:
                 slot.tune(slice_bytes)
 
         self.enqueue(tune)
 
-    def failed(self, process_set: int, epoch: int, error: Exception) -> None:
-        """Execute nothing more in an epoch, since a result that this rank computes without the plane has failed."""
-        slot = self._slots.get((process_set, epoch, HOST))
+    def failed(self, process_set: int, generation: int, error: Exception) -> None:
+        """Execute nothing more in a generation, since a result that this rank computes without the plane has failed."""
+        slot = self._slots.get((process_set, generation, HOST))
         if slot is not None:
             slot.error, slot.aborted = error, True
 
-    def error_of(self, process_set: int, epoch: int) -> Exception | None:
-        """Return the exception with which a plane of this epoch failed on this rank, or ``None``."""
-        errors = (slot.error for slot in list(self._slots.values()) if slot.scope[:2] == (process_set, epoch))
+    def error_of(self, process_set: int, generation: int) -> Exception | None:
+        """Return the exception with which a plane of this generation failed on this rank, or ``None``."""
+        errors = (
+            slot.error for slot in list(self._slots.values()) if slot.scope[:2] == (process_set, generation)
+        )
         return next(filter(None, errors), None)
 
     def abandon(self, queue: WorkQueue, slot: PlaneSlot) -> None:

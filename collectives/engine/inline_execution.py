@@ -121,8 +121,8 @@ class HandleWaiter:
         text = f"rank {self._rank} was interrupted"
         self._locked.withdraw(entry, CauseKind.INTERRUPTED, text)
         # Perhaps this thread was executing an operation of another process set.
-        for set_id, epoch in self._executor.pop_interrupted():
-            self._locked.update(_withdraw, set_id, epoch, text, entry.site)
+        for set_id, generation in self._executor.pop_interrupted():
+            self._locked.update(_withdraw, set_id, generation, text, entry.site)
 
 
 class InlineExecutor:
@@ -243,8 +243,8 @@ class InlineExecutor:
                 os.close(wakeup)
 
 
-def _withdraw(state: RankState, set_id: int, epoch: int, text: str, site: str) -> None:
+def _withdraw(state: RankState, set_id: int, generation: int, text: str, site: str) -> None:
     group = state.sets.get(set_id)
-    # Otherwise the epoch has ended, perhaps because the handle was given up just before.
-    if group is not None and group.epoch == epoch:
+    # Otherwise the generation has ended, perhaps because the handle was given up just before.
+    if group is not None and group.generation == generation:
         state.withdraw(set_id, CauseKind.INTERRUPTED, text, site)

@@ -4,27 +4,27 @@ Users' threads, the control thread and the executor change the state only by :cl
 KeyboardInterrupt between any two instructions of the main thread, hence also in the middle of a change. Each change runs so:
 
 * U1  Acquire the lock.
-* U2  If the mark ``_update_in_progress`` is set, recover: give up the epochs, as after an interrupted wait.
+* U2  If the mark ``_update_in_progress`` is set, recover: give up the generations, as after an interrupted wait.
 * U3  Set the mark.
 * U4  Change the state; end handles that are listed in ``_finishing``.
 * U5  Reset the mark.
 * U6  Release the lock.
 
 A thread that is interrupted between U3 and U5 releases the lock with the mark set. The next thread recovers at U2. It cannot
-know which part of the change was done, so it gives up the epoch on all ranks. Handles in ``_finishing`` whose entries have
+know which part of the change was done, so it gives up the generation on all ranks. Handles in ``_finishing`` whose entries have
 ended would have no other thread to complete them, so recovery completes those, too. An interrupt before U3 finds nothing
 changed, and one after U5 a whole change. A refused submission leaves the state whole, so U5 follows its error.
 
 Recovery can be interrupted as well. It runs so that all of it can be done again, and the mark is reset last:
 
-* R1  Give up the epochs. For each, the request to the coordinator is queued before the process set is marked as withdrawn.
+* R1  Give up the generations. For each, the request to the coordinator is queued before the process set is marked as withdrawn.
 * R2  Complete the handles in ``_finishing`` that have ended.
 * R3  Wake the control thread for the hooks that are due.
 * R4  Empty ``_finishing``.
 * R5  Reset the mark.
 
 An interrupt before R5 leaves the mark set, and wakes the control thread. The next thread at U2 begins with R1: the coordinator
-ignores a second request for an epoch, the first completion of a handle counts, and a hook is claimed once. No call lies
+ignores a second request for a generation, the first completion of a handle counts, and a hook is claimed once. No call lies
 between R4 and R5, so ``_finishing`` is not emptied before its handles are complete.
 
 Methods that run on the control thread, or after its end, skip U3 and U5: KeyboardInterrupt is raised on the main thread only.
@@ -170,10 +170,10 @@ class LockedState:
             self.state.replace_posted(entry, handle, member)
             self._update_in_progress = False
 
-    def epoch(self, process_set: int) -> int:
-        """Return the present epoch of a process set, 0 if this rank does not know the set; it can change at any moment."""
+    def generation(self, process_set: int) -> int:
+        """Return the present generation of a process set, 0 if this rank does not know the set; it can change at any moment."""
         group = self.state.sets.get(process_set)
-        return 0 if group is None else group.epoch
+        return 0 if group is None else group.generation
 
     def board_capacity(self, process_set: int) -> int:
         """Return the capacity in bytes of a process set's board, 0 without a board; it can be another one at any moment."""
@@ -249,7 +249,7 @@ class LockedState:
             self._update_in_progress = False
 
     def withdraw(self, entry: Entry, kind: CauseKind, text: str) -> None:
-        """Give up the entry's epoch on all ranks, unless the entry has ended by now.
+        """Give up the entry's generation on all ranks, unless the entry has ended by now.
 
         A message that is overdue, and for which the other rank has not called its side yet, is given up alone.
         """
@@ -269,7 +269,7 @@ class LockedState:
             self.state.queue_message(message)
 
     def _recover(self) -> None:
-        """Give up the epochs after an interrupted change, under the lock; see R1 to R5 in the module's docstring."""
+        """Give up the generations after an interrupted change, under the lock; see R1 to R5 in the module's docstring."""
         try:
             text = f"rank {self._rank} was interrupted"
             self.state.abandon_interrupted(text)
@@ -438,7 +438,7 @@ class BatchOutcomes:
     def batch_failed(self, batch: RunBatch, error: Exception) -> None:
         """Report that the plane failed. The handles end on all members with the abort that follows."""
         text = f"{type(error).__name__}: {error}"
-        self._locked.update(RankState.plane_failed, batch.process_set, batch.epoch, text)
+        self._locked.update(RankState.plane_failed, batch.process_set, batch.generation, text)
 
 
 def complete(entry: Entry, result: Result | None, error: Exception | None) -> None:

@@ -55,33 +55,33 @@ class SetState:
 
     Attributes:
         id: Its number; 0 is the world.
-        epoch: The epoch that was configured last, or whose abort came last.
+        generation: The generation that was configured last, or whose abort came last.
         members: The members, by position.
         plane: Name of the data plane for tensors of the host.
         options: Options of that plane.
         device_planes: Names of the data planes of other device classes.
-        shown_planes: Names to show in place of those, where the plane of this epoch has chosen one itself.
-        links: Connections between GPUs that the plane for CUDA tensors has found in this epoch.
-        chunk_bytes: Size in bytes of the chunks that the plane of this epoch has measured as the best, or 0.
+        shown_planes: Names to show in place of those, where the plane of this generation has chosen one itself.
+        links: Connections between GPUs that the plane for CUDA tensors has found in this generation.
+        chunk_bytes: Size in bytes of the chunks that the plane of this generation has measured as the best, or 0.
         ranks: Rank of each member, by position.
         index: Own position, or -1 if this rank is no member.
-        configured: Whether entries can be announced in ``epoch``; between an abort and the next ``Configure`` they can't.
-        withdrawn: The epoch that this rank has asked to end, and which has not ended yet, or -1.
+        configured: Whether entries can be announced in ``generation``; between an abort and the next ``Configure`` they can't.
+        withdrawn: The generation that this rank has asked to end, and which has not ended yet, or -1.
         pending: Entries that have not ended, in order of submission.
         names: The named ones among the pending entries that were not given up.
         given_up: Why entries were given up for which other ranks perhaps still wait (kind, text, site), or ``None``.
-        board_member: This rank's use of the epoch's board, or ``None`` if there is no board.
-        past_board_members: Uses of the boards of former epochs on which perhaps a thread still waits, by epoch.
+        board_member: This rank's use of the generation's board, or ``None`` if there is no board.
+        past_board_members: Uses of the boards of former generations on which perhaps a thread still waits, by generation.
     """
 
     __slots__ = (
-        "board_member", "chunk_bytes", "configured", "device_planes", "epoch", "given_up", "id", "index", "links",
+        "board_member", "chunk_bytes", "configured", "device_planes", "generation", "given_up", "id", "index", "links",
         "members", "names", "options", "past_board_members", "pending", "plane", "ranks", "shown_planes", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
         self.id = id
-        self.epoch = 0
+        self.generation = 0
         self.members: tuple[Member, ...] = ()
         self.ranks: tuple[int, ...] = ()
         self.index = -1
@@ -100,22 +100,22 @@ class SetState:
         self.past_board_members: dict[int, BoardMember] = {}
 
     def close_board(self) -> None:
-        """End posting, since the epoch has ended in order, or this rank leaves."""
+        """End posting, since the generation has ended in order, or this rank leaves."""
         member, self.board_member = self.board_member, None
         if member is not None and member.close():
-            self.past_board_members[member.board.epoch] = member
+            self.past_board_members[member.board.generation] = member
 
-    def abort_boards(self, epoch: int) -> set[Entry | None]:
-        """Abort the boards of epochs up to ``epoch``. Return the requests that had been agreed on them before."""
+    def abort_boards(self, generation: int) -> set[Entry | None]:
+        """Abort the boards of generations up to ``generation``. Return the requests that had been agreed on them before."""
         past, member = self.past_board_members, self.board_member
-        if member is not None and member.board.epoch <= epoch:
-            past[member.board.epoch], self.board_member = member, None
-        return {past.pop(old).abort() for old in list(past) if old <= epoch}
+        if member is not None and member.board.generation <= generation:
+            past[member.board.generation], self.board_member = member, None
+        return {past.pop(old).abort() for old in list(past) if old <= generation}
 
     def take_part(self, signature: m.Signature) -> Entry:
         """Return a new entry with zeros for a collective that other members have submitted, as this rank has joined."""
         entry = Zeros(self.id, signature)
-        entry.epoch = self.epoch
+        entry.generation = self.generation
         self.pending[entry] = None
         return entry
 
@@ -275,7 +275,7 @@ class Cancellations:
         group = self._sets.get(entry.request.process_set)
         if entry.request.kind is not OpKind.SENDRECV or entry.phase != ANNOUNCED or group is None:
             return False
-        if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
+        if not group.configured or entry.generation != group.generation or entry not in entry.local.queue:
             return False
         # Dropped here, since no answer removes one that executes or has ended otherwise.
         self._given_up = {
@@ -297,23 +297,23 @@ class Cancellations:
                 continue
             entry, kind, text = given_up.entry, given_up.kind, given_up.text
             group = self._sets.get(entry.request.process_set)
-            if group is None or not group.configured or entry.epoch != group.epoch:
-                continue  # :meth:`request_again` does so in the next epoch
-            # The other rank has come in the meantime: only the end of the epoch can stop the message now.
+            if group is None or not group.configured or entry.generation != group.generation:
+                continue  # :meth:`request_again` does so in the next generation
+            # The other rank has come in the meantime: only the end of the generation can stop the message now.
             if entry.phase == EXECUTING:
-                out.append(m.Withdraw(group.id, group.epoch, kind.value, text, entry.site))
+                out.append(m.Withdraw(group.id, group.generation, kind.value, text, entry.site))
             elif entry.phase == ANNOUNCED and entry in entry.local.queue:
-                # The coordinator has cancelled those that it was asked for before, or the epoch ends.
+                # The coordinator has cancelled those that it was asked for before, or the generation ends.
                 asked = [each.entry for each in self._given_up.values() if each.asked]
                 younger = list(entry.local.queue)[entry.local.queue.index(entry) + 1 :]
                 later = sum(not any(one is other for other in asked) for one in younger)
-                ids = group.id, group.epoch, entry.local.id, later
+                ids = group.id, group.generation, entry.local.id, later
                 out.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
                 given_up.asked = True
         return out
 
     def request_again(self, group: SetState) -> None:
-        """Request the cancellation of messages that were given up and have been announced again, in a new epoch."""
+        """Request the cancellation of messages that were given up and have been announced again, in a new generation."""
         for ticket, given_up in self._given_up.items():
             if given_up.entry.phase == ANNOUNCED and given_up.entry in group.pending:
                 given_up.asked = False
@@ -474,7 +474,7 @@ class BoardMember:
         self._posted: Entry | None = None
         #: The number that this rank has been asked to decline as soon as it has left the one before, or 0.
         self._asked = 0
-        #: Whether the epoch is over: the board's memory is freed once nothing of this rank is posted.
+        #: Whether the generation is over: the board's memory is freed once nothing of this rank is posted.
         self._over = False
         #: Requests in a row that were not agreed.
         self._refusals = 0
@@ -603,7 +603,7 @@ class BoardMember:
             self._pause = max(self._pause, 1 << min(self._refusals - 2, LONGEST_PAUSE))
 
     def close(self) -> bool:
-        """End posting, since the epoch ends in order. A request that is posted already can still be agreed.
+        """End posting, since the generation ends in order. A request that is posted already can still be agreed.
 
         Returns:
             Whether a request is posted.
@@ -622,11 +622,11 @@ class BoardMember:
             self.board.mark_departed(gone)
 
     def abort(self) -> Entry | None:
-        """Abort the board, since the epoch ends at once: a thread that waits there gets ``PlaneAborted``.
+        """Abort the board, since the generation ends at once: a thread that waits there gets ``PlaneAborted``.
 
         Returns:
             The posted request, if all members had agreed on it before and all its data is on the board: its thread completes it.
-            Other ranks have perhaps completed it, and a later step of theirs has ended the epoch. Otherwise ``None``.
+            Other ranks have perhaps completed it, and a later step of theirs has ended the generation. Otherwise ``None``.
         """
         self._over = True
         self.board.abort()

@@ -4,7 +4,7 @@ Users' requests and the coordinator's messages go in, effects come out; :meth:`R
 to send. No sockets, threads or clocks here: the engine holds its lock around every call.
 
 :class:`RankState` has the users' side. The functions behind it, one for each type of message, apply decisions of the
-coordinator: about submissions, then about ends and beginnings of epochs. ``_HANDLERS`` at the end lists them.
+coordinator: about submissions, then about ends and beginnings of generations. ``_HANDLERS`` at the end lists them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdlab.collectives.engine.entries import (
     Entry,
     Fail,
     Locals,
-    NewEpoch,
+    NewGeneration,
     RunBatch,
     Succeed,
     plain_name,
@@ -65,7 +65,7 @@ _REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd, m.Paused, m.Resumed
 
 
 class RankState:
-    """State of the submissions, announcements and epochs of one rank.
+    """State of the submissions, announcements and generations of one rank.
 
     Attributes:
         rank: This rank.
@@ -75,7 +75,7 @@ class RankState:
         elastic: Whether elastic training is active; after an abort all its ranks restart together.
         failure: Cause with which every submission fails until all ranks have restarted, or ``None``.
         outdated: Whether the others continued without this rank; ``failure`` also lasts until the running cells end.
-        removed: Cause with which submissions for a future epoch fail, since the coordinator has dismissed this rank, or ``None``.
+        removed: Cause with which submissions for a future generation fail, since the coordinator has dismissed this rank, or ``None``.
         locals: The local ids, under which entries are announced.
         cancellations: Messages to other ranks that this rank gives up.
     """
@@ -132,11 +132,11 @@ class RankState:
 
     def _announce_or_hold(self, group: SetState, entry: Entry) -> None:
         if group.configured:
-            entry.epoch = group.epoch
+            entry.generation = group.generation
             self.announce(entry)
         else:
-            # Held: an abort up to the present epoch does not concern it, one of the next epoch does.
-            entry.epoch = group.epoch + 1
+            # Held: an abort up to the present generation does not concern it, one of the next generation does.
+            entry.generation = group.generation + 1
 
     def _name(self, group: SetState, entry: Entry) -> None:
         request = entry.request
@@ -155,12 +155,12 @@ class RankState:
         if first is not None:
             # The other ranks wait for the first one, which a decision about its name ends. Before its announcement they know nothing of it.
             if first.phase == ANNOUNCED:
-                self._messages.append(m.Duplicate(group.id, group.epoch, name, first.site, entry.site))
+                self._messages.append(m.Duplicate(group.id, group.generation, name, first.site, entry.site))
             raise DuplicateNameError(name, first.site, entry.site)
         group.names[name] = entry
 
     def announce(self, entry: Entry) -> None:
-        """Queue the announcement of an entry in the present epoch."""
+        """Queue the announcement of an entry in the present generation."""
         self.locals.queue(entry)
         process_set = entry.request.process_set
         box = self._pending_announcements.get(process_set)
@@ -174,10 +174,15 @@ class RankState:
     # -- the board ------------------------------------------------------------------------------------------------
 
     def attach_board(self, member: BoardMember) -> None:
-        """Keep this rank's use of the board of an epoch, or close it at once if that epoch is not the present one."""
-        # The board is mapped without the lock, and a user's thread can withdraw the epoch in the meantime.
+        """Keep this rank's use of the board of a generation, or close it at once if that generation is not the present one."""
+        # The board is mapped without the lock, and a user's thread can withdraw the generation in the meantime.
         group = self.sets.get(member.process_set)
-        if group is not None and group.configured and group.epoch == member.board.epoch and self.lost is None:
+        if (
+            group is not None
+            and group.configured
+            and group.generation == member.board.generation
+            and self.lost is None
+        ):
             group.board_member = member
         else:
             member.close()
@@ -189,7 +194,7 @@ class RankState:
 
         Args:
             entry: The request.
-            plane: For one that needs the plane: the plane's epoch, and the number of operations that have begun on it.
+            plane: For one that needs the plane: the plane's generation, and the number of operations that have begun on it.
             queued: Whether it was submitted: then it is posted in place of its announcement, if that was not sent yet.
 
         Returns:
@@ -203,10 +208,10 @@ class RankState:
             alone = len(group.pending) == 1 and self._pending_announcements.get(process_set) == [entry]
         else:
             alone = not group.pending
-        if plane is not None and (not alone or group.epoch != plane[0]):
+        if plane is not None and (not alone or group.generation != plane[0]):
             return None  # perhaps the coordinator is about to order the pending entries
         if needs_plane(entry.request, group.board_member.board.capacity) != (plane is not None):
-            return None  # the caller has seen the board of an earlier epoch, with another capacity
+            return None  # the caller has seen the board of an earlier generation, with another capacity
         if (
             self.lost is not None
             or self.failure is not None
@@ -219,7 +224,7 @@ class RankState:
             self.locals.unqueue(entry)
         else:
             self._enter(group, entry)
-        entry.epoch, entry.phase = group.epoch, POSTED
+        entry.generation, entry.phase = group.generation, POSTED
         return group.board_member.post(entry, 0 if plane is None else plane[1])
 
     def post_reduction(
@@ -239,12 +244,12 @@ class RankState:
         group.pending[entry] = None
         if reduction.request.name is not None:
             group.names[entry.name] = entry
-        entry.epoch, entry.phase = group.epoch, POSTED
+        entry.generation, entry.phase = group.generation, POSTED
         return member.post_reduction(entry, reduction, source)
 
     def replace_posted(self, entry: Entry, handle: Entry, member: BoardMember) -> None:
         """Let a handle take the place of a posted entry, which is ended; if an error has ended that before, it ends the handle."""
-        handle.name, handle.epoch, handle.received = entry.name, entry.epoch, entry.received
+        handle.name, handle.generation, handle.received = entry.name, entry.generation, entry.received
         handle.phase, handle.given_up, entry.phase = entry.phase, entry.given_up, ENDED
         if handle.phase != POSTED:
             return
@@ -252,7 +257,7 @@ class RankState:
         member.replace_posted(entry, handle)
 
     def announce_posted(self, entry: Entry, member: BoardMember) -> None:
-        """Remove a posted request that was not agreed from the board; announce it if its epoch has not failed."""
+        """Remove a posted request that was not agreed from the board; announce it if its generation has not failed."""
         member.unpost(agreed=False)
         if entry.phase != POSTED:
             return
@@ -270,9 +275,9 @@ class RankState:
             entry.phase, entry.received = EXECUTING, now
 
     def fail_posted(self, member: BoardMember, text: str) -> None:
-        """Report that the result of an agreed request could not be computed here; the request ends with the epoch."""
+        """Report that the result of an agreed request could not be computed here; the request ends with the generation."""
         member.unpost(agreed=True)
-        self.plane_failed(member.process_set, member.board.epoch, text)
+        self.plane_failed(member.process_set, member.board.generation, text)
 
     def finish_posted(self, entry: Entry, member: BoardMember) -> bool:
         """End an agreed request that has its result. Return whether it had not been failed in the meantime."""
@@ -285,7 +290,7 @@ class RankState:
     def ask_to_decline(self, entry: Entry, number: int) -> None:
         """Request declines from the members that have not posted, since this rank has waited long at the board."""
         if entry.phase == POSTED:
-            self._messages.append(m.DeclinePost(entry.request.process_set, entry.epoch, number))
+            self._messages.append(m.DeclinePost(entry.request.process_set, entry.generation, number))
 
     def report_posted_overdue(self, entry: Entry, seconds: float) -> None:
         """Report a wait at the board that lasts since a member does not answer; the coordinator finds out which one."""
@@ -294,14 +299,16 @@ class RankState:
             local = self.locals.local_of(entry)
             group = self.sets[entry.request.process_set]
             if not local.defined:
-                self._messages.append(m.Announce(group.id, entry.epoch, (), (local.definition(),)))
+                self._messages.append(m.Announce(group.id, entry.generation, (), (local.definition(),)))
             entry.waited = seconds
-            self._messages.append(m.Blocked(group.id, entry.epoch, local.id, seconds, executing=True))
+            self._messages.append(m.Blocked(group.id, entry.generation, local.id, seconds, executing=True))
 
     def _end_overdue(self, entry: Entry) -> None:
         if entry.waited and entry.phase in (EXECUTING, POSTED):
             entry.waited = 0.0
-            self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0, executing=True))
+            self._messages.append(
+                m.Blocked(entry.request.process_set, entry.generation, -1, 0.0, executing=True)
+            )
 
     def drop_announcements(self, set_id: int) -> None:
         """Drop the announcements that were not sent yet; the definitions that would have gone with them stay unsent, too."""
@@ -349,7 +356,7 @@ class RankState:
                 extra = True
         return m.Announce(
             group.id,
-            group.epoch,
+            group.generation,
             tuple([entry.local.id for entry in entries]),
             definitions,
             tuple([entry.extra for entry in entries]) if extra else (),
@@ -367,7 +374,7 @@ class RankState:
         """
         entry.waited = seconds
         if entry.phase in (ANNOUNCED, EXECUTING) and entry.local.id >= 0:
-            ids = entry.request.process_set, entry.epoch, entry.local.id
+            ids = entry.request.process_set, entry.generation, entry.local.id
             self._messages.append(m.Blocked(*ids, seconds, executing=entry.phase == EXECUTING))
 
     def report_oldest_executing(self, now: int) -> None:
@@ -380,7 +387,7 @@ class RankState:
     def report_done_waiting(self, entry: Entry) -> None:
         """Report that the wait of :meth:`report_waiting` is over."""
         entry.waited = 0.0
-        self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0))
+        self._messages.append(m.Blocked(entry.request.process_set, entry.generation, -1, 0.0))
 
     def paused(self, reasons: tuple[str, ...]) -> None:
         """Report a pause of this rank for the last of these reasons, or its end if there is none."""
@@ -388,7 +395,7 @@ class RankState:
         self._messages.append(m.Paused(reasons[-1]) if reasons else m.Resumed())
 
     def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:
-        """Request the end of a process set's epoch from the coordinator, and give up everything pending in it.
+        """Request the end of a process set's generation from the coordinator, and give up everything pending in it.
 
         Entries that are submitted from now on are held for a later one.
         """
@@ -399,8 +406,8 @@ class RankState:
         for entry in group.pending:
             entry.given_up = True
         if group.configured:
-            self.end_epoch(group, (kind, text, site))
-        elif group.given_up is None:  # the first cause counts; it is sent once the next epoch has begun
+            self.end_generation(group, (kind, text, site))
+        elif group.given_up is None:  # the first cause counts; it is sent once the next generation has begun
             group.given_up = (kind, text, site)
 
     def cancelled(self, ticket: int) -> list[Entry]:
@@ -412,28 +419,28 @@ class RankState:
         self.end(entry)
         return [entry]
 
-    def end_epoch(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
-        """Request the end of the present epoch from the coordinator, so that the entries that were given up end on all ranks."""
+    def end_generation(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
+        """Request the end of the present generation from the coordinator, so that the entries that were given up end on all ranks."""
         # The message first: a thread that is interrupted before the stores asks again when it recovers, and the coordinator ignores
         # the second request. A group that is marked as withdrawn without a message would wait for its abort for ever.
         self._ask_to_end(group, why)
         group.given_up = why
-        group.withdrawn = group.epoch
+        group.withdrawn = group.generation
         group.configured = False
 
     def _ask_to_end(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
         kind, text, site = why
-        self._messages.append(m.Withdraw(group.id, group.epoch, kind.value, text, site))
+        self._messages.append(m.Withdraw(group.id, group.generation, kind.value, text, site))
 
-    def set_in(self, set_id: int, epoch: int) -> SetState | None:
-        """Return a process set if ``epoch`` is its present one, otherwise ``None``."""
-        # For facts about a plane, which is built on the executor's thread: a new epoch can have begun.
+    def set_in(self, set_id: int, generation: int) -> SetState | None:
+        """Return a process set if ``generation`` is its present one, otherwise ``None``."""
+        # For facts about a plane, which is built on the executor's thread: a new generation can have begun.
         group = self.sets.get(set_id)
-        return group if group is not None and group.epoch == epoch else None
+        return group if group is not None and group.generation == generation else None
 
-    def plane_failed(self, set_id: int, epoch: int, text: str) -> None:
-        """Report that the data plane of an epoch failed here."""
-        self._messages.append(m.PlaneFailed(set_id, epoch, text))
+    def plane_failed(self, set_id: int, generation: int, text: str) -> None:
+        """Report that the data plane of a generation failed here."""
+        self._messages.append(m.PlaneFailed(set_id, generation, text))
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -447,7 +454,9 @@ class RankState:
     def executed(self, batch: RunBatch) -> None:
         """Report an executed batch to the coordinator, if that waits for the report."""
         if batch.reported:
-            self._messages.append(m.Executed(batch.process_set, batch.epoch, batch.sequence, batch.batch))
+            self._messages.append(
+                m.Executed(batch.process_set, batch.generation, batch.sequence, batch.batch)
+            )
 
     def end(self, entry: Entry) -> None:
         """Mark an entry as ended, well or badly, and free its name."""
@@ -466,7 +475,7 @@ class RankState:
         self.lost = cause
         effects: list[Effect] = []
         for group in self.sets.values():
-            effects.append(AbortPlane(group.id, group.epoch))
+            effects.append(AbortPlane(group.id, group.generation))
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
         # No coordinator will read them any more.
         self._pending_announcements.clear()
@@ -482,12 +491,12 @@ class RankState:
         effects: list[Effect] = []
         for group in self.sets.values():
             self.failover.record_failed_additions(group)
-            effects.append(AbortPlane(group.id, group.epoch))
+            effects.append(AbortPlane(group.id, group.generation))
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
             group.configured, group.withdrawn, group.given_up = False, -1, None
         for id in self.sets.keys() - self.failover.sets.keys() - {0}:
             del self.sets[id]  # half added: its ranks did not get ``ProcessSetAdded`` with its number
-        # Most name epochs and local ids that a successor does not know.
+        # Most name generations and local ids that a successor does not know.
         self._pending_announcements.clear()
         self._messages.clear()
         self.cancellations.due.clear()
@@ -511,9 +520,9 @@ class RankState:
         return self.failover.resume_message(self.sets, alive, elastic=self.elastic, released=released)
 
     def abandon_interrupted(self, text: str) -> None:
-        """Give up all epochs after an exception has interrupted a change of this state.
+        """Give up all generations after an exception has interrupted a change of this state.
 
-        All local ids are forgotten, queued announcements are dropped, and the epoch of each process set is given up. So neither this
+        All local ids are forgotten, queued announcements are dropped, and the generation of each process set is given up. So neither this
         rank nor the coordinator is left with half of a change. Can be called again after it was interrupted itself.
         """
         self.locals.clear()
@@ -522,21 +531,21 @@ class RankState:
         for group in self.sets.values():
             # Rebuilt, since the interrupt can have come between the stores of a name and of its entry.
             group.names = {e.name: e for e in group.pending if e.request.name and not e.request.anonymous}
-            asked = group.withdrawn == group.epoch
+            asked = group.withdrawn == group.generation
             self.withdraw(group.id, *why)
             if asked and self.lost is None:
                 # The interrupted change was perhaps the sending of messages, and the request is lost with them.
                 self._ask_to_end(group, group.given_up or why)
 
     def fail_all(
-        self, group: SetState, error: Callable[[Entry], Exception], epoch: int | None = None
+        self, group: SetState, error: Callable[[Entry], Exception], generation: int | None = None
     ) -> list[Effect]:
-        """End everything pending (up to ``epoch``) with an error, but for requests that have been agreed on a board."""
+        """End everything pending (up to ``generation``) with an error, but for requests that have been agreed on a board."""
         effects: list[Effect] = []
         # All members have agreed on those, so the others compute their results, too: to fail them here would make ranks differ.
-        agreed = group.abort_boards(group.epoch if epoch is None else epoch)
+        agreed = group.abort_boards(group.generation if generation is None else generation)
         for entry in list(group.pending):
-            if entry not in agreed and (epoch is None or entry.epoch <= epoch):
+            if entry not in agreed and (generation is None or entry.generation <= generation):
                 self.locals.unqueue(entry)
                 self.end(entry)
                 effects.append(Fail(entry, error(entry)))
@@ -547,12 +556,12 @@ class RankState:
         if pending is None:
             name = entry.name or entry.request.name or entry.request.kind.label + ".noname"
             pending = Pending(entry.request.kind.label, name, (self.rank,), (), {self.rank: entry.site})
-        return AbortedError(pending, cause, entry.request.process_set, entry.epoch)
+        return AbortedError(pending, cause, entry.request.process_set, entry.generation)
 
     # -- the coordinator's messages -------------------------------------------------------------------------------
 
     def handle(self, message: m.Message, now: int) -> list[Effect]:
-        """Handle a message at ``now`` (nanoseconds) and return its effects; one of an ended epoch has none."""
+        """Handle a message at ``now`` (nanoseconds) and return its effects; one of an ended generation has none."""
         handler = _HANDLERS.get(type(message))
         if handler is None:
             return []
@@ -627,8 +636,8 @@ class RankState:
 
 def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
     group = state.sets.get(message.process_set)
-    if group is None or message.epoch != group.epoch or group.withdrawn == group.epoch:
-        return []  # an abort of this epoch is on its way
+    if group is None or message.generation != group.generation or group.withdrawn == group.generation:
+        return []  # an abort of this generation is on its way
     effects: list[Effect] = []
     by_id = state.locals.by_id
     for number, batch in enumerate(message.batches):
@@ -648,16 +657,16 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
                 effects.append(Succeed(entry))
         else:
             run = RunBatch(
-                group.id, group.epoch, message.sequence, number, tuple(entries), batch.tables, batch.payloads,
+                group.id, group.generation, message.sequence, number, tuple(entries), batch.tables, batch.payloads,
                 entries[0].request.device, reported=batch.reported and group.index == 0,
             )  # fmt: skip
             effects.append(run)
     return effects
 
 
-def _heads(state: RankState, set_id: int, epoch: int, locals: tuple[int, ...]) -> list[Entry]:
+def _heads(state: RankState, set_id: int, generation: int, locals: tuple[int, ...]) -> list[Entry]:
     group = state.sets.get(set_id)
-    if group is None or epoch != group.epoch or group.withdrawn == epoch:
+    if group is None or generation != group.generation or group.withdrawn == generation:
         return []  # perhaps the ids have other meanings by now; an abort is on its way
     entries = []
     for id in locals:
@@ -675,7 +684,7 @@ def _on_reject(state: RankState, message: m.Reject) -> list[Effect]:
             entry,
             MismatchError(message.name, message.process_set, parties).because_of(message.decision),
         )
-        for entry in _heads(state, message.process_set, message.epoch, message.locals)
+        for entry in _heads(state, message.process_set, message.generation, message.locals)
     ]
 
 
@@ -687,7 +696,7 @@ def _on_reject_duplicate(state: RankState, message: m.RejectDuplicate) -> list[E
                 message.decision
             ),
         )
-        for entry in _heads(state, message.process_set, message.epoch, message.locals)
+        for entry in _heads(state, message.process_set, message.generation, message.locals)
     ]
 
 
@@ -699,7 +708,8 @@ def _on_decline(state: RankState, message: m.Decline) -> list[Effect]:
         return InvalidRequestError(message.reason).because_of(message.decision)
 
     return [
-        Fail(entry, error()) for entry in _heads(state, message.process_set, message.epoch, message.locals)
+        Fail(entry, error())
+        for entry in _heads(state, message.process_set, message.generation, message.locals)
     ]
 
 
@@ -707,7 +717,7 @@ def _on_cancelled(state: RankState, message: m.Cancelled) -> list[Effect]:
     if message.ticket >= 0:
         entries = state.cancelled(message.ticket)
     else:
-        entries = _heads(state, message.process_set, message.epoch, message.locals)
+        entries = _heads(state, message.process_set, message.generation, message.locals)
     cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site, message.decision)
     pending = pending_of(message.pending)
     return [Fail(entry, state.aborted(entry, cause, pending)) for entry in entries]
@@ -724,7 +734,7 @@ def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[
     return [Succeed(entry, message.process_set)]
 
 
-# -- ends and beginnings of epochs --------------------------------------------------------------------------------
+# -- ends and beginnings of generations --------------------------------------------------------------------------------
 
 
 def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
@@ -732,43 +742,43 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
     if group is None:
         return []
     cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site, message.decision)
-    if message.epoch < group.epoch:
-        return _end_past(state, group, message.epoch, cause)
+    if message.generation < group.generation:
+        return _end_past(state, group, message.generation, cause)
     if state.elastic and group.id == 0:
         # The other ranks know that this attempt has failed, and must not meet later submissions of this rank in it.
         state.failure = cause
     known = {(c.kind, c.name): pending_of(c) for c in message.pending}
     state.drop_announcements(group.id)
     # The plane's end first: its operation still uses the buffers that users get back with the failures.
-    effects: list[Effect] = [AbortPlane(group.id, message.epoch)]
+    effects: list[Effect] = [AbortPlane(group.id, message.generation)]
     effects += state.fail_all(
         group,
         lambda entry: state.aborted(entry, cause, known.get((int(entry.request.kind), entry.name))),
-        message.epoch,
+        message.generation,
     )
-    group.epoch = message.epoch
+    group.generation = message.generation
     group.configured, group.withdrawn = False, -1
     return effects
 
 
-def _end_past(state: RankState, group: SetState, epoch: int, cause: Cause) -> list[Effect]:
-    """Fail entries that still execute in an earlier epoch, which had ended in order: they can't finish any more."""
-    failed = state.fail_all(group, lambda entry: state.aborted(entry, cause), epoch)
+def _end_past(state: RankState, group: SetState, generation: int, cause: Cause) -> list[Effect]:
+    """Fail entries that still execute in an earlier generation, which had ended in order: they can't finish any more."""
+    failed = state.fail_all(group, lambda entry: state.aborted(entry, cause), generation)
     if failed and state.elastic and group.id == 0:
         state.failure = cause
-    return [AbortPlane(group.id, epoch), *failed]
+    return [AbortPlane(group.id, generation), *failed]
 
 
 def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
     group = state.sets.get(message.process_set)
     if group is None:
         group = state.sets[message.process_set] = SetState(message.process_set)
-    elif message.epoch < group.epoch:
+    elif message.generation < group.generation:
         return []
-    # The last epoch has ended in order, so a request that is posted on its board can still be agreed there.
+    # The last generation has ended in order, so a request that is posted on its board can still be agreed there.
     group.close_board()
     ranks = tuple(member.rank for member in message.members)
-    group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
+    group.generation, group.members, group.ranks = message.generation, message.members, ranks
     group.index = ranks.index(state.rank) if state.rank in ranks else -1
     group.plane, group.options = message.plane, message.options
     group.device_planes, group.shown_planes = message.device_planes, {}
@@ -776,23 +786,23 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
     group.configured, group.withdrawn = True, -1
     if group.id == 0:
         state.failover.restored()
-    new = NewEpoch(
-        group.id, group.epoch, group.index, group.members, group.plane, group.options, message.has_memory,
+    new = NewGeneration(
+        group.id, group.generation, group.index, group.members, group.plane, group.options, message.has_memory,
         group.device_planes,
     )  # fmt: skip
-    effects: list[Effect] = [ClosePlanes(group.id, group.epoch), new]
+    effects: list[Effect] = [ClosePlanes(group.id, group.generation), new]
     for entry in [entry for entry in group.pending if entry.phase == POSTED and entry.given_up]:
-        # The request was agreed on a board when the last epoch ended, and its thread was interrupted before it could finish it.
+        # The request was agreed on a board when the last generation ended, and its thread was interrupted before it could finish it.
         state.end(entry)
         kind, text, site = group.given_up or (CauseKind.INTERRUPTED, "it was interrupted", "")
         effects.append(Fail(entry, state.aborted(entry, Cause(kind, (state.rank,), text, site))))
-    # Entries that execute belong to the last epoch, which has ended in order: its plane still finishes them.
+    # Entries that execute belong to the last generation, which has ended in order: its plane still finishes them.
     waiting = [entry for entry in group.pending if entry.phase not in (EXECUTING, POSTED)]
     if group.given_up is not None and any(entry.given_up for entry in waiting):
-        # Other ranks wait for these entries: the epoch ends at once, and later submissions are for the one after it.
+        # Other ranks wait for these entries: the generation ends at once, and later submissions are for the one after it.
         for entry in waiting:
-            entry.epoch = group.epoch + (not entry.given_up)
-        state.end_epoch(group, group.given_up)
+            entry.generation = group.generation + (not entry.given_up)
+        state.end_generation(group, group.given_up)
     else:
         group.given_up = None
         effects += _announce_again(state, group)
@@ -800,7 +810,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
 
 
 def _announce_again(state: RankState, group: SetState) -> list[Effect]:
-    """Announce in the new epoch each pending entry that does not execute; fail entries that do not fit its members."""
+    """Announce in the new generation each pending entry that does not execute; fail entries that do not fit its members."""
     effects: list[Effect] = []
     state.drop_announcements(group.id)
     for entry in list(group.pending):
@@ -816,7 +826,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
             state.end(entry)
             effects.append(Fail(entry, error))
         else:
-            entry.epoch = group.epoch
+            entry.generation = group.generation
             state.announce(entry)
     state.cancellations.request_again(group)
     return effects
@@ -831,15 +841,15 @@ def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
     state.drop_announcements(group.id)
     effects = state.fail_all(group, lambda entry: state.aborted(entry, cause))
     if effects:  # an operation of one of these entries can be running
-        effects.insert(0, AbortPlane(group.id, group.epoch))
-    effects.append(ClosePlanes(group.id, group.epoch + 1))
+        effects.insert(0, AbortPlane(group.id, group.generation))
+    effects.append(ClosePlanes(group.id, group.generation + 1))
     return effects
 
 
 def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
-    """Fail the entries that are held for a later epoch, since the others continue without this rank.
+    """Fail the entries that are held for a later generation, since the others continue without this rank.
 
-    The coordinator refuses entries that were announced in the last epoch, and those that execute in it finish.
+    The coordinator refuses entries that were announced in the last generation, and those that execute in it finish.
     """
     text = f"rank {state.rank} was let go, and the others go on without it"
     state.removed = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text, decision=message.decision)
@@ -867,8 +877,8 @@ def _on_outdated(state: RankState, message: m.Outdated) -> list[Effect]:
 def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
     group = state.sets.get(message.process_set)
     if group is not None:
-        current = group.board_member is not None and group.board_member.board.epoch == message.epoch
-        member = group.board_member if current else group.past_board_members.get(message.epoch)
+        current = group.board_member is not None and group.board_member.board.generation == message.generation
+        member = group.board_member if current else group.past_board_members.get(message.generation)
         if member is not None:
             member.asked_to_decline(message.number)
             if message.pids:
@@ -876,7 +886,7 @@ def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
         elif message.number:
             # The board's memory has not come to this rank, perhaps for lack of a descriptor. The coordinator's answers to
             # BoardMissing have no number, and are not answered.
-            state.queue_message(m.BoardMissing(message.process_set, message.epoch))
+            state.queue_message(m.BoardMissing(message.process_set, message.generation))
     return []
 
 

@@ -59,7 +59,7 @@ class SpanLog:
         self._samples = ClockSamples()
         #: Number of the last question for the clock, and its time in ns.
         self._asked = (0, 0)
-        #: Epoch, size and plane of each process set.
+        #: Generation, size and plane of each process set.
         self._members: dict[int, tuple[int, int, str]] = {}
         #: Process sets with operations since the last flush.
         self._touched: set[int] = set()
@@ -258,10 +258,10 @@ class SpanLog:
         if sample is not None:
             self.recorder.clock(*sample)
 
-    def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
+    def members(self, process_set: int, generation: int, size: int, plane: str = "") -> None:
         """Keep and record the members of a process set, or of a store's group of requests. Any thread."""
-        self._members[process_set] = (epoch, size, plane)
-        self.recorder.members(process_set, epoch, size, plane)
+        self._members[process_set] = (generation, size, plane)
+        self.recorder.members(process_set, generation, size, plane)
 
     def dissolved(self, process_set: int) -> None:
         """Record the end of a process set. Control thread."""

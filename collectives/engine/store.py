@@ -1,4 +1,4 @@
-"""Rendezvous store of a process set and epoch, through the rank's connection to the coordinator."""
+"""Rendezvous store of a process set and generation, through the rank's connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StoreWaits:
         self._waiting.pop(ticket.number, None)
 
     def abort(self, scope: tuple[int, int] | None = None) -> None:
-        """End the waits of a process set and epoch, or all."""
+        """End the waits of a process set and generation, or all."""
         # A copy: the threads that wait remove their tickets meanwhile.
         for ticket in list(self._waiting.values()):
             if scope is None or ticket.scope == scope:
@@ -61,20 +61,20 @@ class StoreWait:
 
 
 class EngineStore(KeyValue):
-    """Rendezvous values of one process set and epoch; blocking, any thread but the control thread."""
+    """Rendezvous values of one process set and generation; blocking, any thread but the control thread."""
 
     def __init__(
         self,
         process_set: int,
-        epoch: int,
+        generation: int,
         tickets: StoreWaits,
         send: Callable[[m.Message], None],
     ) -> None:
-        #: Process set and epoch.
-        self._scope = (process_set, epoch)
+        #: Process set and generation.
+        self._scope = (process_set, generation)
         self._tickets = tickets
         self._send = send
-        #: Whether the epoch has ended.
+        #: Whether the generation has ended.
         self._aborted = False
 
     def set(self, key: str, value: bytes) -> None:
@@ -85,14 +85,14 @@ class EngineStore(KeyValue):
         try:
             # The ticket is added before the flag is read, and abort() sets the flag before it reads the tickets: one of them sees it.
             if self._aborted:
-                raise PlaneAborted(f"epoch {self._scope[1]} has ended")
+                raise PlaneAborted(f"generation {self._scope[1]} has ended")
             self._send(m.StoreGet(*self._scope, key, ticket.number))
             if not ticket.wait(timeout):
                 raise TimeoutError(f"no member has set `{key}` within {timeout:g} s")
         finally:
             self._tickets.forget(ticket)
         if ticket.value is None:
-            raise PlaneAborted(f"epoch {self._scope[1]} has ended")
+            raise PlaneAborted(f"generation {self._scope[1]} has ended")
         return ticket.value
 
     def abort(self) -> None:

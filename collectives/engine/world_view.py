@@ -22,9 +22,9 @@ class WorldView:
     def __init__(self) -> None:
         #: Guards the attributes below, and wakes waits when they change.
         self._changed = threading.Condition()
-        #: Members of the world in ``_epoch``.
+        #: Members of the world in ``_generation``.
         self._members: frozenset[int] = frozenset()
-        self._epoch = 0
+        self._generation = 0
         #: Why the coordinator is gone for good, or ``None``.
         self._lost: str | None = None
         #: Ranks that elastic training has let in.
@@ -47,12 +47,12 @@ class WorldView:
         for watcher in tuple(self.watchers):
             watcher(message)
 
-    def configured(self, ranks: Sequence[int], epoch: int) -> None:
-        """Keep the members of the world in this epoch."""
+    def configured(self, ranks: Sequence[int], generation: int) -> None:
+        """Keep the members of the world in this generation."""
         with self._changed:
             # Before the next World message, which has them no longer among those that wait.
             self._let_in.update(set(ranks) & set(self.waiting))
-            self._members, self._epoch = frozenset(ranks), epoch
+            self._members, self._generation = frozenset(ranks), generation
             self._changed.notify_all()
 
     def released(self, reason: str) -> None:
@@ -90,14 +90,14 @@ class WorldView:
     def alive(self) -> tuple[int, ...]:
         """Return the ranks that live, as far as this rank knows.
 
-        The coordinator sends ``World`` messages now and then only, so the members of a newer epoch can be more recent. A
+        The coordinator sends ``World`` messages now and then only, so the members of a newer generation can be more recent. A
         successor of the coordinator continues without ranks that no rank reports as alive.
         """
         last = self.last
         if last is None:
             return tuple(sorted(self._members))
         members = {member.rank for member in last.members}
-        return tuple(sorted(members | self._members if self._epoch > last.epoch else members))
+        return tuple(sorted(members | self._members if self._generation > last.generation else members))
 
     def lost(self, reason: str) -> None:
         with self._changed:
@@ -209,7 +209,7 @@ class ElasticMembership:
     def begin(self) -> None:
         """Begin training: from now on newcomers wait for a reset point, and a failure fails all later submissions.
 
-        Once the world's epoch was aborted, each submission of this rank fails with the same cause, until all ranks restart. Other
+        Once the world's generation was aborted, each submission of this rank fails with the same cause, until all ranks restart. Other
         ranks have perhaps restored their last commit by then, and must not meet later submissions of this rank. Can be nested.
         """
         with self._lock:

@@ -90,12 +90,12 @@ class FailoverFacts:
         world = groups.get(0)
         if world is not None and world.index >= 0:
             pids = tuple(member.pid for member in world.members)
-            known.append(m.KnownSet(0, world.epoch, world.ranks, pids))
+            known.append(m.KnownSet(0, world.generation, world.ranks, pids))
         for id, ranks in self.sets.items():
             group = groups.get(id)
             mine = group is not None and group.index >= 0
             known.append(
-                m.KnownSet(id, group.epoch, group.ranks) if group and mine else m.KnownSet(id, 0, ranks)
+                m.KnownSet(id, group.generation, group.ranks) if group and mine else m.KnownSet(id, 0, ranks)
             )
         return m.Resume(
             tuple(known),

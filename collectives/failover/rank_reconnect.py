@@ -35,29 +35,29 @@ class RankReconnect:
 
     Args:
         settings: Where the coordinator is.
-        hello: This rank's introduction, but for the generation.
-        generation: Generation of the coordinator that this rank is connected to.
+        hello: This rank's introduction, but for the incarnation.
+        incarnation: Incarnation of the coordinator that this rank is connected to.
         handlers: Gets the new connection, or gives up if there is none.
         control: Control thread, which continues with the new connection.
         returns: Returns whether this rank can come back when the others have continued without it.
 
     Attributes:
-        generation: As above, of the latest connection.
+        incarnation: As above, of the latest connection.
     """
 
     def __init__(
         self,
         settings: Settings,
         hello: m.Hello,
-        generation: int,
+        incarnation: int,
         handlers: ControlHandlers,
         control: Control,
         returns: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.generation = generation
+        self.incarnation = incarnation
         self._returns = returns
         # The fault that ends this rank's connection to a living coordinator would end the next one as well, and each return costs the
-        # others an epoch.
+        # others a generation.
         self._returned = RestartLimit()
         self._settings = settings
         self._hello = hello
@@ -138,7 +138,7 @@ class RankReconnect:
     def _connect(self, deadline: Deadline) -> tuple[Endpoint, m.Welcome]:
         settings = self._settings
         assert settings.coordinator is not None
-        hello = msgspec.structs.replace(self._hello, generation=self.generation, returns=self._may_return())
+        hello = msgspec.structs.replace(self._hello, incarnation=self.incarnation, returns=self._may_return())
         return connect(
             settings.coordinator,
             hello,
@@ -160,9 +160,9 @@ class RankReconnect:
         if self._cancelled.is_set():
             endpoint.close()
             return
-        if self.generation == welcome.generation:
+        if self.incarnation == welcome.incarnation:
             self._returned.add()
-        self.generation = welcome.generation
+        self.incarnation = welcome.incarnation
         try:
             self._handlers.reconnected(endpoint)
         except ConnectionLost as error:  # the successor is gone as well

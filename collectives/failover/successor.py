@@ -2,7 +2,7 @@
 
 The successor decides nothing before all ranks have come that lived when the other one died: otherwise collectives of some would wait for
 ranks that are on their way, or fail for their absence. A rank that has not come after a while counts as dead. Process sets keep their
-ids. Epochs continue above all that were, so that no message to or from the dead coordinator can be mistaken for a new one.
+ids. Generations continue above all that were, so that no message to or from the dead coordinator can be mistaken for a new one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hvdlab.collectives.coordinator.process_sets import Decisions, ProcessSets
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.protocol import messages as m
 
-EPOCHS = 1 << 20
-"""Distance between the first epochs of two generations of the coordinator: more than one generation ever has."""
+GENERATIONS = 1 << 20
+"""Distance between the first generations of two incarnations of the coordinator: more than one incarnation ever has."""
 
 REMEMBERED = 4096
 """Ends of cells that are remembered, in case the client reports that they still run."""
@@ -27,11 +27,11 @@ class Restoring:
     """Facts from ranks and the client so far, from which a successor restores its world.
 
     Args:
-        generation: How many coordinators have died before this one.
+        incarnation: How many coordinators have died before this one.
         seconds: Seconds to wait for the ranks that lived then.
 
     Attributes:
-        active: Whether the world is still being restored. Until the end of that, no process set has an epoch.
+        active: Whether the world is still being restored. Until the end of that, no process set has a generation.
         due: Time at which waiting is over at the latest, as ``now``; ``None`` until the first event.
         recalled: Whether a client has sent its facts.
         released: Ranks to release where elastic training lets the world change, once it is restored.
@@ -43,9 +43,9 @@ class Restoring:
         ended: Newest ends of cells, as (cell, rank), that the ranks have reported.
     """
 
-    def __init__(self, generation: int, seconds: float) -> None:
-        self.generation = generation
-        self.active = generation > 0
+    def __init__(self, incarnation: int, seconds: float) -> None:
+        self.incarnation = incarnation
+        self.active = incarnation > 0
         self.due: float | None = None
         self.recalled = False
         self.released: set[int] = set()
@@ -186,13 +186,13 @@ class Successor:
         # A rank that has not resumed is dead, or another process than the one that was to be let go.
         yield from self._admission.scale_down(tuple(facts.resumed.keys() & facts.released))
         membership.changed = membership.urgent = self._admission.due = True
-        text = f"took over from coordinator {facts.generation - 1} with {count} ranks"
+        text = f"took over from coordinator {facts.incarnation - 1} with {count} ranks"
         yield Log(text, warning=False, decision=decision)
         facts.resumed, facts.alive = {}, {}
 
     def _end_entry(self, missing: list[int]) -> DecisionEntry:
         resumed = self._facts.resumed
-        facts = {"coordinator": str(self._facts.generation - 1), "resumed": str(len(resumed))}
+        facts = {"coordinator": str(self._facts.incarnation - 1), "resumed": str(len(resumed))}
         facts["missing"] = format_ranks(missing) if missing else ""
         return DecisionEntry(DecisionKind.TOOK_OVER, ranks=sorted(resumed), facts=facts)
 
@@ -207,11 +207,11 @@ class Successor:
 
     def _restore_sets(self, decision: int) -> Decisions[None]:
         facts, ranks = self._facts, self._membership.ranks
-        # The newest epoch's members: a rank that was cut off reports those of an older one.
+        # The newest generation's members: a rank that was cut off reports those of an older one.
         newest: dict[int, m.KnownSet] = {}
         for resumed in facts.resumed.values():
             for known in resumed.sets:
-                if known.id not in newest or newest[known.id].epoch < known.epoch:
+                if known.id not in newest or newest[known.id].generation < known.generation:
                     newest[known.id] = known
         kept: dict[int, tuple[int, ...]] = {}
         for id, known in sorted(newest.items()):
@@ -225,8 +225,8 @@ class Successor:
                 knowing = [r for r, resumed in facts.resumed.items() if any(k.id == id for k in resumed.sets)]
                 yield Send(tuple(ranks[r].peer for r in knowing), m.Dissolve(id))
         last_set = max((resumed.last_set for resumed in facts.resumed.values()), default=0)
-        epoch = max((known.epoch for known in newest.values()), default=0) + 1
-        self._sets.restore(kept, last_set, epoch, decision)
+        generation = max((known.generation for known in newest.values()), default=0) + 1
+        self._sets.restore(kept, last_set, generation, decision)
         if newest and not facts.recalled:
             # An expected rank that did not live when the coordinator died is not on its way.
             self._membership.awaited &= facts.alive.keys()

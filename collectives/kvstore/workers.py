@@ -210,7 +210,7 @@ def _of_key(key: Key, handle: Handle, error: HvdlabError) -> HvdlabError:
     """Return the error to raise for the failed sum of a key."""
     disagree = isinstance(error, MismatchError)
     if isinstance(error, AbortedError) and error.cause.kind is CauseKind.MISMATCH:
-        # The whole epoch ends when ranks disagree about a group. Only the sum that they disagree about gets this error.
+        # The whole generation ends when ranks disagree about a group. Only the sum that they disagree about gets this error.
         group = handle.request.group
         names = (handle.name,) if group is None else (handle.name, group[0])
         disagree = any(f"`{name}`" in error.cause.text for name in names)

@@ -1,10 +1,10 @@
 """The interface of a data plane.
 
-A plane moves bytes between the members of one process set during one epoch, for tensors of one *device class*: a process set
+A plane moves bytes between the members of one process set during one generation, for tensors of one *device class*: a process set
 whose tensors are on the host and on devices has a plane for each. The rank's executor builds, drives and closes it, on one thread
 at a time: the one that holds its lane (called the executor thread below; it may be a user's thread that waits). Only
 :meth:`Plane.abort` may be called from another thread. After an abort the plane is spent: it is closed and a new one is built
-for the next epoch.
+for the next generation.
 
 ``index`` is a member's position in the process set, not its rank.
 
@@ -37,7 +37,7 @@ class PlaneBroken(Exception):
 
 
 class KeyValue(ABC):
-    """Rendezvous store of one process set and epoch, kept by the coordinator. Blocking, any thread."""
+    """Rendezvous store of one process set and generation, kept by the coordinator. Blocking, any thread."""
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
@@ -53,16 +53,16 @@ def _nothing_to_do(known: object, /) -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class PlaneContext:
-    """Facts about the process set and epoch that a plane is built for.
+    """Facts about the process set and generation that a plane is built for.
 
     Attributes:
         process_set: Id of the process set.
-        epoch: Epoch of the process set; a plane lives for one epoch.
+        generation: Generation of the process set; a plane lives for one generation.
         index: This member's position.
         size: Number of members.
         ranks: Rank of each member, by position.
         hosts: Host key of each member, by position; equal keys share memory.
-        store: Rendezvous store, scoped to this process set and epoch.
+        store: Rendezvous store, scoped to this process set and generation.
         memory_fd: An open memfd shared by all members, or -1. The plane takes it over and closes it.
         address: Address that this rank's data-plane sockets bind to; never a wildcard.
         options: Settings of the plane, such as ``chunk_bytes``; equal on all members.
@@ -72,7 +72,7 @@ class PlaneContext:
     """
 
     process_set: int
-    epoch: int
+    generation: int
     index: int
     size: int
     ranks: tuple[int, ...]
@@ -159,7 +159,7 @@ class Plane(ABC):
     :class:`PlaneBroken` if the plane itself failed. No memory is written to any more once an operation has ended.
 
     Args:
-        context: The process set and epoch that it is built for.
+        context: The process set and generation that it is built for.
     """
 
     name: ClassVar[str]

@@ -65,7 +65,7 @@ _one_listens = threading.Lock()
 
 
 class GlooPlane(HostPlane):
-    """Data plane: collectives of one process set and epoch over Gloo. See :class:`hvdlab.collectives.planes.base.Plane`."""
+    """Data plane: collectives of one process set and generation over Gloo. See :class:`hvdlab.collectives.planes.base.Plane`."""
 
     name = "gloo"
 

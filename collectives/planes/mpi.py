@@ -3,7 +3,7 @@
 MPI offers no way to cancel a collective, so every operation is a non-blocking one, which the executor polls and can give up.
 A request that was given up may still read and write its buffers, whenever MPI next makes progress. Data that it reads then goes to
 members that have not given up, and a root of a large broadcast gets its own data back. So MPI only ever gets memory of this plane's
-own, which the process keeps unchanged once a request was given up. The next epoch has a communicator of its own. MPI makes progress
+own, which the process keeps unchanged once a request was given up. The next generation has a communicator of its own. MPI makes progress
 inside the poll, hence polling is the transfer, not a wait beside it.
 """
 
@@ -34,7 +34,7 @@ _LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COM
 
 
 class MpiPlane(HostPlane):
-    """Data plane of one process set and epoch over MPI. See :class:`hvdlab.collectives.planes.base.Plane`."""
+    """Data plane of one process set and generation over MPI. See :class:`hvdlab.collectives.planes.base.Plane`."""
 
     name = "mpi"
 
@@ -80,7 +80,9 @@ class MpiPlane(HostPlane):
         world_ranks = [int(store.get(f"mpi/{index}", timeout)) for index in range(me.size)]
         group = MPI.COMM_WORLD.group.Incl(world_ranks)
         try:
-            self._comm = MPI.COMM_WORLD.Create_group(group, tag=(me.process_set * 4099 + me.epoch) % 32000)
+            self._comm = MPI.COMM_WORLD.Create_group(
+                group, tag=(me.process_set * 4099 + me.generation) % 32000
+            )
         except MPI.Exception as error:
             raise PlaneBroken(f"MPI could not make a communicator: {error}") from error
         finally:

@@ -70,7 +70,9 @@ class SubgroupPlanes:
         if context.index:
             return segment.open_memfd(context.store, seconds_left(deadline))
         size = layout_from(context.options, context.size).size
-        return segment.publish_memfd(context.store, f"hvdlab-{context.process_set}-{context.epoch}", size)
+        return segment.publish_memfd(
+            context.store, f"hvdlab-{context.process_set}-{context.generation}", size
+        )
 
     def part(self, members: Sequence[int], index: int, scope: str) -> PlaneContext:
         """Return the context of a plane of some of the members; this member is ``members[index]``."""

@@ -1,7 +1,7 @@
 """Messages of the control plane, as msgspec structs encoded to MessagePack arrays.
 
 Three directions: rank to coordinator (:data:`FromRank`), client to coordinator (:data:`FromClient`) and coordinator
-to either (:data:`ToPeer`). A connection begins with :class:`Hello`. ``epoch`` is that of the process set at the time
+to either (:data:`ToPeer`). A connection begins with :class:`Hello`. ``generation`` is that of the process set at the time
 of sending; the receiver drops messages of an older one that have lost their meaning.
 
 Fields are only ever appended: structs are arrays on the wire, and a missing trailing field gets its default.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version that must be the same on both sides of a connection; raised with each incompatible change of a message."""
 
 MOST_RANKS = (1 << 16) - 1
@@ -95,14 +95,14 @@ class Death(Record, frozen=True):
 
 
 class KnownSet(Record, frozen=True):
-    """Process set as a rank knew it when the coordinator was lost; ``ranks`` were its members in ``epoch``.
+    """Process set as a rank knew it when the coordinator was lost; ``ranks`` were its members in ``generation``.
 
     ``pids`` are the members' processes, and are given for the world only: under the number of a dead member another process can come,
     which was in no world yet.
     """
 
     id: int
-    epoch: int
+    generation: int
     ranks: tuple[int, ...]
     pids: tuple[int, ...] = ()
 
@@ -112,7 +112,7 @@ class Decision(Record, frozen=True):
 
     ``number`` grows from one entry to the next, and ``cause`` is the number of the entry that led to this one, or 0. ``when`` is the
     coordinator's wall clock in seconds since 1970. ``kind`` is a
-    :class:`~hvdlab.collectives.coordinator.decision_log.DecisionKind`. The subject is a process set (-1 for none) in one ``epoch``,
+    :class:`~hvdlab.collectives.coordinator.decision_log.DecisionKind`. The subject is a process set (-1 for none) in one ``generation``,
     tensor ``names`` or ``ranks``. ``facts`` are its other fields, as texts.
     """
 
@@ -121,7 +121,7 @@ class Decision(Record, frozen=True):
     kind: str
     cause: int = 0
     process_set: int = -1
-    epoch: int = 0
+    generation: int = 0
     names: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     # Not shared: msgspec makes a new dict for each object that gets this default.
@@ -137,7 +137,7 @@ class Hello(Message, frozen=True):
     An observer learns which ranks live and which have died, and may send no requests. A rank's token admits it, and
     the coordinator does not stay for it.
 
-    ``generation`` is that of the coordinator that the peer has lost, or -1. A peer that comes back sends the facts for a
+    ``incarnation`` is that of the coordinator that the peer has lost, or -1. A peer that comes back sends the facts for a
     successor in its next message (:class:`Resume`, :class:`Recall`).
 
     ``versions`` are those that all ranks must have alike, by name.
@@ -156,7 +156,7 @@ class Hello(Message, frozen=True):
     plane: str = "auto"
     cells_tracked: bool = False
     events: bool = False
-    generation: int = -1
+    incarnation: int = -1
     versions: dict[str, str] = {}
     returns: bool = False
 
@@ -236,7 +236,7 @@ class Announce(Message, frozen=True):
     """
 
     process_set: int
-    epoch: int
+    generation: int
     locals: tuple[int, ...]
     definitions: tuple[Definition, ...] = ()
     extra: tuple[tuple[int, ...], ...] = ()
@@ -247,7 +247,7 @@ class Duplicate(Message, frozen=True):
     """Report that this rank submitted a name that is in flight here; the pending collective of that name fails on all ranks."""
 
     process_set: int
-    epoch: int
+    generation: int
     name: str
     first_site: str
     second_site: str
@@ -261,7 +261,7 @@ class Blocked(Message, frozen=True):
     """
 
     process_set: int
-    epoch: int
+    generation: int
     local: int
     seconds: float
     executing: bool = False
@@ -278,10 +278,10 @@ class Resumed(Message, frozen=True):
 
 
 class Withdraw(Message, frozen=True):
-    """Request to end the epoch with this cause: this rank gives up waiting (interrupt, timeout)."""
+    """Request to end the generation with this cause: this rank gives up waiting (interrupt, timeout)."""
 
     process_set: int
-    epoch: int
+    generation: int
     kind: str
     text: str
     site: str = ""
@@ -290,12 +290,12 @@ class Withdraw(Message, frozen=True):
 class Cancel(Message, frozen=True):
     """Request to end a message that waits for the other rank; ``later`` younger ones of the same ``local`` wait behind it.
 
-    Answered by :class:`Cancelled` with the same ``ticket``. If the coordinator has ordered the message meanwhile, the epoch ends, as
+    Answered by :class:`Cancelled` with the same ``ticket``. If the coordinator has ordered the message meanwhile, the generation ends, as
     by :class:`Withdraw`.
     """
 
     process_set: int
-    epoch: int
+    generation: int
     local: int
     later: int
     ticket: int
@@ -305,30 +305,30 @@ class Cancel(Message, frozen=True):
 
 
 class DeclinePost(Message, frozen=True):
-    """Request to decline: a rank has posted its ``number``-th request on the board of this epoch, and members with fewer posts decline.
+    """Request to decline: a rank has posted its ``number``-th request on the board of this generation, and members with fewer posts decline.
 
-    To the coordinator, and from it to the members. When a member has left, or the epoch has ended in order, the coordinator adds the
+    To the coordinator, and from it to the members. When a member has left, or the generation has ended in order, the coordinator adds the
     members' processes that are still alive (``pids``): the others will post no more than is on the board.
     """
 
     process_set: int
-    epoch: int
+    generation: int
     number: int
     pids: tuple[int, ...] = ()
 
 
 class BoardMissing(Message, frozen=True):
-    """Report that this rank has no board of this epoch, or none any more, and will post no more than it has."""
+    """Report that this rank has no board of this generation, or none any more, and will post no more than it has."""
 
     process_set: int
-    epoch: int
+    generation: int
 
 
 class PlaneFailed(Message, frozen=True):
     """Report that the data plane failed on this rank."""
 
     process_set: int
-    epoch: int
+    generation: int
     text: str
 
 
@@ -336,16 +336,16 @@ class Executed(Message, frozen=True):
     """Report that the ``batch``-th batch of order ``sequence`` has been executed here; sent for a batch that is ``reported``."""
 
     process_set: int
-    epoch: int
+    generation: int
     sequence: int
     batch: int
 
 
 class Renew(Message, frozen=True):
-    """Request for the next epoch: the memory of this one did not reach this rank, which could receive it now."""
+    """Request for the next generation: the memory of this one did not reach this rank, which could receive it now."""
 
     process_set: int
-    epoch: int
+    generation: int
 
 
 class CellBegin(Message, frozen=True):
@@ -371,7 +371,7 @@ class Regroup(Message, frozen=True):
     """Request for a new world: this rank is where elastic training lets it change, and submits nothing more before the answer.
 
     ``at_least`` is how many ranks it needs. The coordinator waits until every rank in training has sent this, and there are enough.
-    Then the world gets a new epoch with the ranks that wait to enter, and each gets :class:`Regrouped` with its ``ticket``.
+    Then the world gets a new generation with the ranks that wait to enter, and each gets :class:`Regrouped` with its ``ticket``.
     """
 
     ticket: int
@@ -380,10 +380,10 @@ class Regroup(Message, frozen=True):
 
 
 class StoreSet(Message, frozen=True):
-    """Rendezvous value of a process set and epoch, for the coordinator to keep."""
+    """Rendezvous value of a process set and generation, for the coordinator to keep."""
 
     process_set: int
-    epoch: int
+    generation: int
     key: str
     value: bytes
 
@@ -392,7 +392,7 @@ class StoreGet(Message, frozen=True):
     """Request for a rendezvous value; answered by :class:`StoreValue` once it exists."""
 
     process_set: int
-    epoch: int
+    generation: int
     key: str
     ticket: int
 
@@ -492,7 +492,7 @@ class Welcome(Message, frozen=True):
 
     rank: int
     clock: int
-    generation: int = 0
+    incarnation: int = 0
     pid: int = 0
 
 
@@ -504,7 +504,7 @@ class Refused(Message, frozen=True):
 
 
 class Configure(Message, frozen=True):
-    """New epoch of a process set, with these members, by position.
+    """New generation of a process set, with these members, by position.
 
     ``plane`` is for tensors of the host; ``device_planes`` has the name of another plane for each device class for which all
     members offer one. With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
@@ -516,7 +516,7 @@ class Configure(Message, frozen=True):
     """
 
     process_set: int
-    epoch: int
+    generation: int
     members: tuple[Member, ...]
     plane: str
     options: dict[str, str]
@@ -552,20 +552,20 @@ class Batch(Record, frozen=True):
 
 
 class Execute(Message, frozen=True):
-    """Order to execute these batches in turn. ``decision`` began this epoch: the log counts its orders there, without an entry for each."""
+    """Order to execute these batches in turn. ``decision`` began this generation: the log counts its orders there, without an entry for each."""
 
     process_set: int
-    epoch: int
+    generation: int
     sequence: int
     batches: tuple[Batch, ...]
     decision: int = 0
 
 
 class Tune(Message, frozen=True):
-    """Order to move ``slice_bytes`` bytes at a time from the next order of this epoch on; 0 leaves the size to the plane."""
+    """Order to move ``slice_bytes`` bytes at a time from the next order of this generation on; 0 leaves the size to the plane."""
 
     process_set: int
-    epoch: int
+    generation: int
     slice_bytes: int
 
 
@@ -578,10 +578,10 @@ class Party(Record, frozen=True):
 
 
 class Reject(Message, frozen=True):
-    """Failure, by a mismatch, of the oldest undecided submission of each of ``locals`` (this rank's ids); the epoch continues."""
+    """Failure, by a mismatch, of the oldest undecided submission of each of ``locals`` (this rank's ids); the generation continues."""
 
     process_set: int
-    epoch: int
+    generation: int
     locals: tuple[int, ...]
     name: str
     parties: tuple[Party, ...]
@@ -592,7 +592,7 @@ class RejectDuplicate(Message, frozen=True):
     """Failure of the oldest undecided submission of each of ``locals`` (this rank's ids): ``rank`` has submitted the name twice."""
 
     process_set: int
-    epoch: int
+    generation: int
     locals: tuple[int, ...]
     name: str
     rank: int
@@ -609,7 +609,7 @@ class Decline(Message, frozen=True):
     """
 
     process_set: int
-    epoch: int
+    generation: int
     locals: tuple[int, ...]
     name: str
     reason: str
@@ -634,14 +634,14 @@ class AbortedCollective(Record, frozen=True):
 
 
 class Cancelled(Message, frozen=True):
-    """End of a message of one rank to another, while the epoch continues: the other rank won't come, or this one asked for it.
+    """End of a message of one rank to another, while the generation continues: the other rank won't come, or this one asked for it.
 
     It is the oldest that waits of each of ``locals`` (this rank's ids), or the one that this rank gave up by :class:`Cancel` with
     ``ticket``. The coordinator also answers so any collective of a rank that has the order to leave, while the others continue.
     """
 
     process_set: int
-    epoch: int
+    generation: int
     locals: tuple[int, ...]
     kind: str
     ranks: tuple[int, ...]
@@ -653,10 +653,10 @@ class Cancelled(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """End of ``epoch`` of a process set, and of all before it; the collectives pending in them fail with this cause."""
+    """End of ``generation`` of a process set, and of all before it; the collectives pending in them fail with this cause."""
 
     process_set: int
-    epoch: int
+    generation: int
     kind: str
     ranks: tuple[int, ...]
     text: str
@@ -717,7 +717,7 @@ class World(Message, frozen=True):
     expected: tuple[int, ...]
     members: tuple[Member, ...]
     deaths: tuple[Death, ...]
-    epoch: int
+    generation: int
     waiting: tuple[int, ...] = ()
     """Ranks that live and wait until elastic training lets them into the world."""
     restoring: bool = False
@@ -725,7 +725,7 @@ class World(Message, frozen=True):
     leaving: tuple[int, ...] = ()
     """Ranks in the world that leave where elastic training lets it change."""
     formed: tuple[int, ...] = ()
-    """Ranks that this epoch of the world is made of; empty until it has begun."""
+    """Ranks that this generation of the world is made of; empty until it has begun."""
     listed: tuple[int, ...] = ()
     """As ``listed`` of :class:`Configure`."""
     training: bool = False
@@ -733,7 +733,7 @@ class World(Message, frozen=True):
 
 
 class Regrouped(Message, frozen=True):
-    """Report that the epoch that :class:`Regroup` asked for has begun."""
+    """Report that the generation that :class:`Regroup` asked for has begun."""
 
     ticket: int
 

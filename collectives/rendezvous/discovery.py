@@ -240,7 +240,7 @@ class DiscoveredWorld:
         if self._launched.rank == 0:
             world.set(_CLOSED, b"1")
             return
-        # If the epoch is over, a rank has died in the meantime; the user's next collective raises it.
+        # If the generation is over, a rank has died in the meantime; the user's next collective raises it.
         try:
             world.get(_CLOSED, engine.settings.start_timeout)
         except PlaneAborted:

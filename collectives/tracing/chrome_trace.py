@@ -380,18 +380,18 @@ class OperationMatcher:
         self._current: dict[int, Key] = {}
         #: Operations that a rank has gone on from since the last completed().
         self._left: set[Key] = set()
-        #: Epoch and number of members, by process set.
+        #: Generation and number of members, by process set.
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def members(self, event: Members) -> None:
-        """Record the size of a process set; news of an older epoch is ignored."""
-        if event.size and event.epoch >= self._sizes.get(event.process_set, (0, 0))[0]:
-            self._sizes[event.process_set] = (event.epoch, event.size)
+        """Record the size of a process set; news of an older generation is ignored."""
+        if event.size and event.generation >= self._sizes.get(event.process_set, (0, 0))[0]:
+            self._sizes[event.process_set] = (event.generation, event.size)
 
     def introduce(self, event: Members) -> None:
         """Record the size of a process set that is not known yet: its record may come behind the spans that it is for."""
         if event.size:
-            self._sizes.setdefault(event.process_set, (event.epoch, event.size))
+            self._sizes.setdefault(event.process_set, (event.generation, event.size))
 
     def add(self, rank: int, placed: Placed, now: float) -> MatchedOperation | None:
         """Add a span. Return an older operation that must be given out because this one has its name."""
@@ -568,7 +568,7 @@ class ChromeTrace:
             case Metric():
                 return self._metric(rank, event, offset)
             case AbortEvent():
-                args = {"process_set": event.process_set, "epoch": event.epoch, "why": event.text}
+                args = {"process_set": event.process_set, "generation": event.generation, "why": event.text}
                 return self._tracks.instant(rank, NOTES, "ABORT", event.time_ns + offset, args, scope="p")
             case Members():
                 self._operations.members(event)

@@ -1,4 +1,4 @@
-"""Matching of collectives over all ranks: a number for each, the epoch of each span, and the rank that came last.
+"""Matching of collectives over all ranks: a number for each, the generation of each span, and the rank that came last.
 
 Spans are matched once, when they come in, so that the views that show them need not match them again.
 """
@@ -21,19 +21,19 @@ _HALF = np.uint64(32)
 _KEPT = 1 << 16
 
 
-class Epochs:
-    """Epochs of process sets, by span: sequence numbers begin again with each epoch."""
+class Generations:
+    """Generations of process sets, by span: sequence numbers begin again with each generation."""
 
     def __init__(self) -> None:
-        #: The present epoch, by rank and process set.
-        self._epochs: dict[tuple[int, int], int] = {}
-        #: The number of members, by process set and epoch.
+        #: The present generation, by rank and process set.
+        self._generations: dict[tuple[int, int], int] = {}
+        #: The number of members, by process set and generation.
         self._sizes: dict[tuple[int, int], int] = {}
 
     def assign(
         self, rows: Rows, rank: int, places: NDArray[np.intp], news: Sequence[tuple[int, Members]]
     ) -> None:
-        """Set ``epoch`` and ``size`` of one rank's rows.
+        """Set ``generation`` and ``size`` of one rank's rows.
 
         Args:
             rows: The rows.
@@ -42,20 +42,22 @@ class Epochs:
             news: The batch's records of members, each with its place.
         """
         for _, event in news:
-            self._sizes[event.process_set, event.epoch] = event.size
+            self._sizes[event.process_set, event.generation] = event.size
         for process_set in np.unique(rows["set"]).tolist():
             own = rows["set"] == process_set
-            changes = [(place, event.epoch) for place, event in news if event.process_set == process_set]
-            # The first spans of a rank may come before its first record of members: that one's epoch is theirs, too.
+            changes = [(place, event.generation) for place, event in news if event.process_set == process_set]
+            # The first spans of a rank may come before its first record of members: that one's generation is theirs, too.
             first = changes[0][1] if changes else 0
-            rows["epoch"][own] = self._epochs.get((rank, process_set), first)
-            for place, epoch in changes:
-                rows["epoch"][own & (places > place)] = epoch
-            for epoch in np.unique(rows["epoch"][own]).tolist():
-                rows["size"][own & (rows["epoch"] == epoch)] = self._sizes.get((process_set, epoch), 0)
+            rows["generation"][own] = self._generations.get((rank, process_set), first)
+            for place, generation in changes:
+                rows["generation"][own & (places > place)] = generation
+            for generation in np.unique(rows["generation"][own]).tolist():
+                rows["size"][own & (rows["generation"] == generation)] = self._sizes.get(
+                    (process_set, generation), 0
+                )
         rows["size"][rows["kind"] == OpKind.SENDRECV] = 2
         for _, event in news:
-            self._epochs[rank, event.process_set] = event.epoch
+            self._generations[rank, event.process_set] = event.generation
 
 
 class Numbering:
@@ -129,7 +131,7 @@ class Numbering:
 def _digest(rows: Rows, names: NDArray[Any]) -> list[int]:
     """Return 64 bits for each row, equal for the same tensor of the same operation."""
     mixed: NDArray[Any] = np.zeros(len(rows), np.uint64)
-    for column in (*(rows[name] for name in ("set", "epoch", "sequence", "batch")), names, rows["kind"]):
+    for column in (*(rows[name] for name in ("set", "generation", "sequence", "batch")), names, rows["kind"]):
         mixed = (mixed ^ column.astype(np.uint64)) * _PRIME
         mixed ^= mixed >> _HALF
     keys: list[int] = mixed.tolist()

@@ -57,7 +57,7 @@ ROW = np.dtype(
         ("name", "<u4"),  # number in Recording.names
         ("op", "<u4"),  # number of the tensor's collective on all ranks; 0 if it never became one
         ("set", "<u4"),
-        ("epoch", "<u4"),
+        ("generation", "<u4"),
         ("sequence", "<u4"),
         ("batch", "<u4"),
         ("rank", "<u2"),

@@ -264,7 +264,7 @@ def first_of_each(rows: Rows, before: tuple[int, ...]) -> tuple[NDArray[np.bool_
         rows: The rows, in the order in which a rank recorded them.
         before: The operation of the row before all.
     """
-    names = [rows[name].astype(np.int64) for name in ("set", "epoch", "sequence", "batch")]
+    names = [rows[name].astype(np.int64) for name in ("set", "generation", "sequence", "batch")]
     other = np.ones(len(rows), np.bool_)
     if len(rows):
         other[1:] = False

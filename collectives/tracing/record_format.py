@@ -105,10 +105,10 @@ class CellEndEvent:
 
 @dataclass(frozen=True, slots=True)
 class AbortEvent:
-    """Abort of an epoch of a process set; ``text`` is the reason."""
+    """Abort of a generation of a process set; ``text`` is the reason."""
 
     process_set: int
-    epoch: int
+    generation: int
     time_ns: int
     text: str
 
@@ -134,10 +134,10 @@ class ClockSample:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Number of members of a process set from this epoch on, 0 if it is gone; ``plane`` moves their data."""
+    """Number of members of a process set from this generation on, 0 if it is gone; ``plane`` moves their data."""
 
     process_set: int
-    epoch: int
+    generation: int
     size: int
     time_ns: int
     plane: str = ""
@@ -340,7 +340,7 @@ def _pack(event: Event, name: int) -> bytes:
             return SMALL.pack(RecordType.CELL_END, 0, 0, flags, name, 0, 0, event.time_ns, 0, 0)
         case AbortEvent():
             return SMALL.pack(
-                RecordType.ABORT, 0, 0, 0, name, event.process_set, event.epoch, event.time_ns, 0, 0
+                RecordType.ABORT, 0, 0, 0, name, event.process_set, event.generation, event.time_ns, 0, 0
             )
         case Metric():
             flags, step = (0, 0) if event.step is None else (FLAG_HAS_STEP, event.step)
@@ -351,7 +351,7 @@ def _pack(event: Event, name: int) -> bytes:
             values = (event.time_ns, event.offset_ns, event.uncertainty_ns)
             return SMALL.pack(RecordType.CLOCK, 0, 0, 0, name, 0, 0, *values)
         case Members():
-            group = (event.process_set, event.epoch)
+            group = (event.process_set, event.generation)
             return SMALL.pack(RecordType.MEMBERS, 0, 0, 0, name, *group, event.time_ns, event.size, 0)
 
 

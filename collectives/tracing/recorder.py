@@ -285,13 +285,13 @@ class Recorder:
         """Record that a cell ends, now."""
         self._put_small(RecordType.CELL_END, cell, flags=0 if ok else FLAG_FAILED)
 
-    def abort(self, process_set: int, epoch: int, text: str) -> None:
-        """Record that epoch ``epoch`` of a process set ends, now; ``text`` is the reason in one sentence."""
-        self._put_small(RecordType.ABORT, text, process_set, epoch)
+    def abort(self, process_set: int, generation: int, text: str) -> None:
+        """Record that generation ``generation`` of a process set ends, now; ``text`` is the reason in one sentence."""
+        self._put_small(RecordType.ABORT, text, process_set, generation)
 
-    def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
-        """Record that a process set has ``size`` members from ``epoch`` on: readers then know when a collective is complete."""
-        self._put_small(RecordType.MEMBERS, plane, process_set, epoch, size)
+    def members(self, process_set: int, generation: int, size: int, plane: str = "") -> None:
+        """Record that a process set has ``size`` members from ``generation`` on: readers then know when a collective is complete."""
+        self._put_small(RecordType.MEMBERS, plane, process_set, generation, size)
 
     def clock(self, sent_ns: int, received_ns: int, coordinator_ns: int) -> None:
         """Record the coordinator's clock, asked for at ``sent_ns`` and answered at ``received_ns`` by this clock.

@@ -20,7 +20,7 @@ from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.tracing import tables
 from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
-from hvdlab.collectives.tracing.collective_matching import Epochs, Numbering
+from hvdlab.collectives.tracing.collective_matching import Generations, Numbering
 from hvdlab.collectives.tracing.columns import (
     RECORD,
     Points,
@@ -157,7 +157,7 @@ class Annotation:
 
     Times are on the common axis; except for cells and aborts, they are when the news came here. In a ``paused`` rank the
     user looks around. A ``waiting`` rank has joined and is admitted at the next commit of the others. ``formed`` is an
-    epoch of the world with other ranks than the one before; its rank is the first of these.
+    generation of the world with other ranks than the one before; its rank is the first of these.
     """
 
     kind: Literal["cell", "abort", "joined", "left", "paused", "waiting", "formed"]
@@ -295,27 +295,29 @@ class Planes:
     """
 
     def __init__(self) -> None:
-        #: Epoch and plane, by rank and process set.
+        #: Generation and plane, by rank and process set.
         self._planes: dict[int, dict[int, tuple[int, str]]] = {}
-        #: The newest epoch of each process set that any rank has recorded.
-        self._epochs: dict[int, int] = {}
+        #: The newest generation of each process set that any rank has recorded.
+        self._generations: dict[int, int] = {}
 
     def update(self, rank: int, news: Iterable[Members]) -> None:
         """Update the planes of a rank by its records of members."""
         for event in news:
             own = self._planes.setdefault(rank, {})
-            if event.epoch < own.get(event.process_set, (0, ""))[0]:
+            if event.generation < own.get(event.process_set, (0, ""))[0]:
                 continue
-            own[event.process_set] = event.epoch, event.plane
-            self._epochs[event.process_set] = max(event.epoch, self._epochs.get(event.process_set, 0))
+            own[event.process_set] = event.generation, event.plane
+            self._generations[event.process_set] = max(
+                event.generation, self._generations.get(event.process_set, 0)
+            )
 
     def of(self, rank: int) -> dict[int, str]:
         """Return the planes of the process sets that a rank is in, by set; one that continues without it is left out."""
         planes = sorted(self._planes.get(rank, {}).items())
         return {
             number: plane
-            for number, (epoch, plane) in planes
-            if plane and (not number or epoch == self._epochs[number])
+            for number, (generation, plane) in planes
+            if plane and (not number or generation == self._generations[number])
         }
 
 
@@ -356,7 +358,7 @@ class Recording:
         self._annotations = Annotations()
         self._series = SeriesStore()
         self._derived = DerivedSeries(self._series)
-        self._epochs = Epochs()
+        self._generations = Generations()
         self._planes = Planes()
         self._numbering = Numbering()
         self._alignment = Alignment()
@@ -430,7 +432,7 @@ class Recording:
         matched = self._names.assign(rows, head) if len(rows) else rows["name"]
         if len(rows):
             self._set_origin(int(rows["arrival"].min()))
-        self._epochs.assign(rows, head.rank, places, members)
+        self._generations.assign(rows, head.rank, places, members)
         if len(rows):
             self._numbering.assign(rows, head.rank, matched)
             self._rows.append(rows)

@@ -176,7 +176,7 @@ def _grouped(
     rows: Rows, matched: NDArray[np.intp], error_ns: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return the indices of the rows, operation after operation and in each as they came; and where each operation begins."""
-    columns = [rows[name][matched] for name in ("batch", "sequence", "epoch", "set")]
+    columns = [rows[name][matched] for name in ("batch", "sequence", "generation", "set")]
     # Requests to parameter servers are for one key each, while collectives of one number are fused.
     columns.insert(0, np.where(rows["set"][matched] >= FIRST_GROUP, rows["op"][matched], 0))
     by_key = np.lexsort(columns)

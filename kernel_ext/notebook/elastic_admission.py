@@ -87,7 +87,7 @@ class ElasticAdmission:
                 states[rank] = member.state.value
         states |= dict.fromkeys((rank for rank in members.let_go if rank not in states), LEAVES)
         return ElasticState(
-            generation=world.epoch,
+            generation=world.generation,
             cells=[(runs.label(cell), *found) for cell, found in runs.elastic().items()],
             members=states,
             awaited=tuple(rank for rank in members.wanted if rank not in members.ready),

@@ -101,8 +101,8 @@ class MembershipHistory:
                 if rank in here:
                     changes.append(MembershipChange(rank, "admitted", f"after {at - since:.1f} s", when=at))
             # Each update of the membership has the last generation: only a higher one is new.
-            if now.formed and now.epoch > self._generation:
-                self._generation = now.epoch
+            if now.formed and now.generation > self._generation:
+                self._generation = now.generation
                 why = f"{format_ranks(now.formed)} from now on"
                 changes.append(MembershipChange(ALL, "formed", why, when=at))
         if changes:

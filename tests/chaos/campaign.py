@@ -394,8 +394,8 @@ class Campaign:
         """Let all ranks train their wrapped model for some steps. Returns the errors: their weights differ, or they
         have lost steps."""
         found = self.values("wrapped.check()")
-        # Ranks that have exchanged messages keep the means of it until the epoch ends, which is no leak.
-        self.values("wrapped.end_epoch()", [min(found)])
+        # Ranks that have exchanged messages keep the means of it until the generation ends, which is no leak.
+        self.values("wrapped.end_generation()", [min(found)])
         if len(set(found.values())) > 1:
             return [f"the ranks' wrapped models differ: {found}"]
         before = self._trained
@@ -425,7 +425,7 @@ class Campaign:
         permanent resources.
         """
         self._join()
-        # A trial of a wrapped model ends the epoch, and with it each rank's context of Gloo: threads, sockets and pipes
+        # A trial of a wrapped model ends the generation, and with it each rank's context of Gloo: threads, sockets and pipes
         # that the next collective opens again. Ranks are counted with a context, at every trial.
         self.values("training.check()")
         self.values("training.forget()")

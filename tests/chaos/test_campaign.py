@@ -68,7 +68,7 @@ def test_a_campaign_with_tensors_of_torch() -> None:
 
 @pytest.mark.timeout(300)
 def test_a_rank_that_keeps_a_context_of_gloo_is_seen_as_a_leak() -> None:
-    """The count must see a leak of the size of one context, also right after trials that end the epoch."""
+    """The count must see a leak of the size of one context, also right after trials that end the generation."""
     wrapped = [fault for fault in WRAPPED if fault.deed == "raise"]
     with Campaign(12, "gloo", faults=wrapped) as campaign:
         for number in range(3):

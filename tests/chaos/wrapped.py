@@ -147,7 +147,7 @@ class Wrapped(Victim):
                 found.update(tensor.detach().cpu().numpy().tobytes())
         return before, found.hexdigest()[:16]
 
-    def end_epoch(self) -> None:
+    def end_generation(self) -> None:
         """Give up all operations in flight, of which there are none. Called by one rank when all others are done."""
         self._group.abort()
 

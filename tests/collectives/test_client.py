@@ -263,9 +263,9 @@ def kept() -> Iterator[CoordinatorProcess]:
         yield process
 
 
-def same_process(epoch: int, ranks: tuple[int, ...]) -> m.KnownSet:
+def same_process(generation: int, ranks: tuple[int, ...]) -> m.KnownSet:
     """Return a world whose ranks are all connections of this process."""
-    return m.KnownSet(0, epoch, ranks, (os.getpid(),) * len(ranks))
+    return m.KnownSet(0, generation, ranks, (os.getpid(),) * len(ranks))
 
 
 def come_back(
@@ -275,10 +275,10 @@ def come_back(
     *,
     known: m.KnownSet | None = None,
     elastic: bool = False,
-    generation: int = 0,
+    incarnation: int = 0,
 ) -> Endpoint:
     hello = m.Hello(
-        m.PROTOCOL_VERSION, kept.token, "rank", rank, "h", os.getpid(), planes=("gloo",), generation=generation
+        m.PROTOCOL_VERSION, kept.token, "rank", rank, "h", os.getpid(), planes=("gloo",), incarnation=incarnation
     )  # fmt: skip
     endpoint, _ = connect(kept.address, hello, deadline=Deadline(PATIENCE))
     endpoint.send(m.Resume((known or same_process(1, alive),), alive, elastic=elastic))
@@ -310,13 +310,13 @@ def test_a_client_goes_on_with_the_successor(kept: CoordinatorProcess) -> None:
         os.close(process)
         assert kept.ending() == "killed by SIGKILL"
         kept.respawn(PATIENCE)
-        assert (kept.ending(), kept.generation) == ("", 1)
+        assert (kept.ending(), kept.incarnation) == ("", 1)
         new = come_back(kept, 0, (0, 1))
         membership = client.reconnect()
         assert membership.ranks == (0,)
         assert [(death.rank, death.reason) for death in membership.deaths] == [(1, "killed by SIGBUS")]
         assert again.get(timeout=PATIENCE) == membership
-        assert client.generation == 1
+        assert client.incarnation == 1
         new.send(m.Post("t", b"hello"))
         assert mail.get(timeout=PATIENCE) == (0, b"hello")
         client.flush()
@@ -335,7 +335,7 @@ def test_cells_of_a_pool_go_on(kept: CoordinatorProcess) -> None:
         configure = wait_for(ranks[0], m.Configure)
         ranks[0].send(m.CellBegin("cell"))
         definition = m.Definition(0, m.Signature(6, "b", 0, 0, ()), "s")
-        ranks[0].send(m.Announce(0, configure.epoch, (0,), (definition,)))
+        ranks[0].send(m.Announce(0, configure.generation, (0,), (definition,)))
         assert wait_for(ranks[0], m.Abort).kind == "cell_ended", "the cell was not for newcomers"
         for endpoint in ranks:
             endpoint.close()
@@ -356,15 +356,17 @@ def test_a_client_goes_on_with_the_same_coordinator(coordinator: CoordinatorProc
         client.on_mail("t", lambda sender, body: mail.put((sender, body)))
         client.expect([0, 1])
         ranks = [join(coordinator, rank) for rank in (0, 1)]
-        epoch = client.wait_for(lambda now: now.complete, PATIENCE).epoch
+        generation = client.wait_for(lambda now: now.complete, PATIENCE).generation
         ranks[0].send(m.Events(b"first"))
         assert events.get(timeout=PATIENCE) == (0, b"first")
         cut(client)
         lost.get(timeout=GONE)
         ranks[0].send(m.Events(b"meanwhile"))
         membership = client.reconnect(timeout=PATIENCE)
-        assert (membership.ranks, membership.epoch) == ((0, 1), epoch), "nothing has happened to the ranks"
-        assert client.generation == 0
+        assert (membership.ranks, membership.generation) == ((0, 1), generation), (
+            "nothing has happened to the ranks"
+        )
+        assert client.incarnation == 0
         ranks[0].send(m.Events(b"later"))
         assert [events.get(timeout=PATIENCE) for _ in range(2)] == [(0, b"meanwhile"), (0, b"later")]
         ranks[0].send(m.Post("t", b"hello"))
@@ -388,7 +390,7 @@ def test_a_cell_whose_end_was_lost_with_the_connection_has_ended(coordinator: Co
         client.expect([0, 1])
         ranks = [join(coordinator, rank, tracked=True) for rank in (0, 1)]
         client.wait_for(lambda now: now.complete, PATIENCE)
-        epoch = wait_for(ranks[0], m.Configure).epoch
+        generation = wait_for(ranks[0], m.Configure).generation
         client.cell_started("cell", [0, 1])
         client.flush()
         ranks[1].send(m.CellEnd("cell"))
@@ -399,7 +401,7 @@ def test_a_cell_whose_end_was_lost_with_the_connection_has_ended(coordinator: Co
         client.reconnect({"cell": [0, 1]}, timeout=PATIENCE)
         client.flush()
         definition = m.Definition(0, m.Signature(6, "b", 0, 0, ()), "s")
-        ranks[0].send(m.Announce(0, epoch, (0,), (definition,)))
+        ranks[0].send(m.Announce(0, generation, (0,), (definition,)))
         assert wait_for(ranks[0], m.Abort).kind == "cell_ended", "rank 1 is not waited for"
         for endpoint in ranks:
             endpoint.close()
@@ -445,7 +447,7 @@ def test_ranks_that_are_released_leave_at_their_commit_whatever_becomes_of_the_c
         client.reconnect(timeout=PATIENCE)
         membership = client.wait_for(lambda now: now.leaving == (2,), PATIENCE)
         assert (membership.expected, membership.deaths) == ((0, 1, 2), ())
-        epoch = wait_for(new[0], m.Configure).epoch
+        generation = wait_for(new[0], m.Configure).generation
         begin_again(new[:2])
         client.flush()
         assert client.membership().expected == (0, 1, 2), "it may train until its own commit"
@@ -457,9 +459,9 @@ def test_ranks_that_are_released_leave_at_their_commit_whatever_becomes_of_the_c
         # Its process has not ended yet, and the coordinator is lost once more: it is not waited for.
         lose_coordinator(kept, lost)
         kept.respawn(PATIENCE)
-        known = same_process(epoch + 1, (0, 1))
+        known = same_process(generation + 1, (0, 1))
         newest = [
-            come_back(kept, rank, (0, 1, 2), known=known, elastic=True, generation=1) for rank in (0, 1)
+            come_back(kept, rank, (0, 1, 2), known=known, elastic=True, incarnation=1) for rank in (0, 1)
         ]
         membership = client.reconnect(timeout=PATIENCE)
         assert (membership.expected, membership.ranks, membership.deaths) == ((0, 1), (0, 1), ())

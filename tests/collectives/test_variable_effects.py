@@ -129,7 +129,7 @@ def lines_of_a_new_set() -> list[str]:
 @with_variables(HOROVOD_LOG_LEVEL="info", HOROVOD_LOG_HIDE_TIME="1")
 def test_at_level_info_ranks_tell_of_process_sets(pair: Ranks) -> None:
     for rank, lines in enumerate(pair.run(lines_of_a_new_set)):
-        head = f"hvdlab INFO: rank {rank}: process set 1, epoch 1"
+        head = f"hvdlab INFO: rank {rank}: process set 1, generation 1"
         assert f"{head}: ranks 0,1, plane shm" in lines
 
 

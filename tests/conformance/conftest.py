@@ -51,7 +51,7 @@ def resident_group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
 
 @pytest.fixture
 def group(resident_group: WorkerGroup) -> WorkerGroup:
-    """Return a configured group; a new epoch if the last test left the plane spent."""
+    """Return a configured group; a new generation if the last test left the plane spent."""
     make_usable(resident_group)
     return resident_group
 

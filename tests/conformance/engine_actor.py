@@ -1,7 +1,7 @@
 """The whole engine as the actor of the cases: every operation is negotiated by a coordinator, then executed.
 
 Two things are no part of an engine's interface: reducescatter splits by Horovod's rule only (``ragged``), and after an
-abort the next operation works, in a new epoch, instead of being refused (``abort``).
+abort the next operation works, in a new generation, instead of being refused (``abort``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ How to add a plane
 How it works
 ------------
 :class:`WorkerGroup` starts ``conformance/worker.py`` once per member; each connects to the group's Unix socket and
-sends its index. ``group.configure()`` begins an epoch: every worker gets a ``PlaneContext`` (with a fresh memfd if the
+sends its index. ``group.configure()`` begins a generation: every worker gets a ``PlaneContext`` (with a fresh memfd if the
 plane needs one, and a key-value store served by the parent) and connects a new plane. ``group.run("module:function",
 **params)`` calls ``function(actor, **params)`` in all workers at once and returns the results by index; an exception
 in any worker is raised in the test, with the worker's traceback. ``group.outcomes(...)`` returns results and
@@ -86,7 +86,7 @@ class Service(Protocol):
     environment: Mapping[str, str]
 
     def expect(self, members: Sequence[int]) -> None:
-        """The next epoch is to consist of these workers."""
+        """The next generation is to consist of these workers."""
 
     def close(self) -> None: ...
 
@@ -196,7 +196,7 @@ class WorkerGroup:
 
     def _begin(self) -> None:
         size = self.size
-        self.epoch = 0
+        self.generation = 0
         self.clean = False
         self.closed = False
         self._processes: Sequence[Process] = []
@@ -251,9 +251,9 @@ class WorkerGroup:
         return [i for i, c in enumerate(self._connections) if c is not None]
 
     def configure(self, members: list[int] | None = None, timeout: float = CONFIGURE_TIMEOUT) -> None:
-        """Begin an epoch: a new plane on all living workers, or on ``members`` (worker indices, in that order)."""
+        """Begin a generation: a new plane on all living workers, or on ``members`` (worker indices, in that order)."""
         members = self.living if members is None else members
-        self.epoch += 1
+        self.generation += 1
         if self._service is not None:
             self._service.expect(members)
         size = self.plane.memory and self.plane.memory(len(members), self.plane.options)
@@ -263,7 +263,7 @@ class WorkerGroup:
                 os.ftruncate(fd, size or 0)
             for position, worker in enumerate(members):
                 spec = {
-                    "actor": self.plane.actor, "target": self.plane.target, "epoch": self.epoch, "index": position, "size": len(members),
+                    "actor": self.plane.actor, "target": self.plane.target, "generation": self.generation, "index": position, "size": len(members),
                     "ranks": tuple(members), "options": dict(self.plane.options), "memory": fd >= 0, "library": self.plane.library,
                     "hosts": tuple(self.plane.host(m) for m in members),
                 }  # fmt: skip

@@ -55,7 +55,7 @@ def selected(plane: PlaneUnderTest, size: int, axes: Sequence[Sequence[Any]]) ->
 
 
 def make_usable(group: WorkerGroup) -> None:
-    """Begin a new epoch if the last run left the plane spent, with new workers if it hung."""
+    """Begin a new generation if the last run left the plane spent, with new workers if it hung."""
     if group.closed:
         group.renew()
     if not group.clean:

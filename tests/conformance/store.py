@@ -85,7 +85,7 @@ def _hang_up(connection: Connection) -> None:
 
 
 class StoreClient(KeyValue):
-    """A worker's side, connected once; :meth:`scope` gives each epoch its own keys."""
+    """A worker's side, connected once; :meth:`scope` gives each generation its own keys."""
 
     def __init__(self, path: str) -> None:
         self._connection = Client(path, family="AF_UNIX")

@@ -1,4 +1,4 @@
-"""A member that waits in vain is released, and the next epoch works.
+"""A member that waits in vain is released, and the next generation works.
 
 Only the abort ends its wait: Gloo, which has a limit of its own, waits for an hour. A member that is not released
 hangs, and the call fails.

@@ -204,7 +204,7 @@ def test_operations_follow_each_other_without_a_pause(group: WorkerGroup, matrix
     matrix.run(case, seed=range(4))
 
 
-def test_an_epoch_follows_an_epoch(group: WorkerGroup) -> None:
+def test_a_generation_follows_a_generation(group: WorkerGroup) -> None:
     for _ in range(3):
         group.configure()
         same(group.run("conformance.cases:allreduce", counts=[100], dtype=DType.F32))

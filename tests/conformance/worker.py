@@ -57,16 +57,16 @@ class Worker:
         return self.call(*arguments)
 
     def configure(self, spec: dict[str, Any]) -> None:
-        """Close the old plane and connect one for the new epoch."""
+        """Close the old plane and connect one for the new generation."""
         memory_fd = receive_fd(self.connection) if spec["memory"] else -1
         self.reset()
         if self.fds is None and not spec["library"]:
             self.fds = (
                 open_fds() if memory_fd < 0 else {k: v for k, v in open_fds().items() if k != str(memory_fd)}
             )
-        self.store.scope(f"{spec['epoch']}/")
+        self.store.scope(f"{spec['generation']}/")
         context = PlaneContext(
-            process_set=0, epoch=spec["epoch"], index=spec["index"], size=spec["size"], ranks=spec["ranks"],
+            process_set=0, generation=spec["generation"], index=spec["index"], size=spec["size"], ranks=spec["ranks"],
             hosts=spec["hosts"], store=self.store, memory_fd=memory_fd, options=spec["options"],
         )  # fmt: skip
         self.actor = actor = resolve(spec["actor"])(spec["target"], context)

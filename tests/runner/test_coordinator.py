@@ -43,7 +43,7 @@ SCRIPT = """
                 break
             except AbortedError as error:
                 assert error.cause.kind == "coordinator_lost"
-    print("done", total[0], context.engine().generation)
+    print("done", total[0], context.engine().incarnation)
 """
 
 ELASTIC = """

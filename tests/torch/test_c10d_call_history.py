@@ -25,7 +25,7 @@ from patience import HOUR, PATIENCE
 
 
 def said(lines: Sequence[str], first: int = 0) -> CallHistoryMessage:
-    """Return calls from these lines, numbered from 1 on in the epoch."""
+    """Return calls from these lines, numbered from 1 on in the generation."""
     return CallHistoryMessage(
         "group",
         3,

@@ -237,8 +237,8 @@ class _Failed:
         return future
 
 
-def _fails_as_its_epoch_ends() -> None:
-    """Rank 1's control thread handles the end of the epoch while its launch has failed and is not yet among those in flight."""
+def _fails_as_its_generation_ends() -> None:
+    """Rank 1's control thread handles the end of the generation while its launch has failed and is not yet among those in flight."""
     group: Any = dist.group.WORLD
     ended = threading.Event()
     group._engine.on_abort(lambda message: ended.set())
@@ -255,8 +255,8 @@ def _fails_as_its_epoch_ends() -> None:
         work.wait()  # type: ignore[union-attr]
 
 
-def test_a_launch_that_fails_while_its_epoch_ends_ends(world: Ranks) -> None:
-    world.run(_fails_as_its_epoch_ends, timeout=20)
+def test_a_launch_that_fails_while_its_generation_ends_ends(world: Ranks) -> None:
+    world.run(_fails_as_its_generation_ends, timeout=20)
     good(world)
 
 

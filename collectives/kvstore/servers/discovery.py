@@ -175,7 +175,7 @@ class Servers:
         """Exchange the known addresses of all workers.
 
         They go through the coordinator: planes between hosts are in the clear, and addresses have secrets. An allgather gives each
-        worker the names under which the others leave their messages. It also brings all workers into one epoch.
+        worker the names under which the others leave their messages. It also brings all workers into one generation.
         """
         name = np.frombuffer(os.urandom(_NAME_BYTES), np.uint8).copy()
         handle = workers.submit_gather(name, "kv.servers")

@@ -141,8 +141,8 @@ class JobObserver:
         self._reattach, self._events, self._wake = launch.reattach, news, wake
         #: Process ids of members, by rank.
         self._known: dict[int, int] = {}
-        #: The coordinator's generation; -1 before the first connection.
-        self._generation = -1
+        #: The coordinator's incarnation; -1 before the first connection.
+        self._incarnation = -1
         self._endpoint: Endpoint | None = None
 
     def start(self) -> None:
@@ -151,8 +151,8 @@ class JobObserver:
         threading.Thread(target=self._follow, name="hvdlab-job", daemon=True).start()
 
     def _connect(self, deadline: Deadline) -> None:
-        self._endpoint, welcome = self._coordinator.connect(self._generation, deadline)
-        self._generation = welcome.generation
+        self._endpoint, welcome = self._coordinator.connect(self._incarnation, deadline)
+        self._incarnation = welcome.incarnation
 
     def _follow(self) -> None:
         try:

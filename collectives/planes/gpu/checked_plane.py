@@ -434,7 +434,7 @@ class PlaneCheck:
 
     def _run(self) -> None:
         me = self.plane.context
-        with contextlib.suppress(PlaneAborted):  # the epoch has ended, or another member's check failed
+        with contextlib.suppress(PlaneAborted):  # the generation has ended, or another member's check failed
             try:
                 wrong = self._wrong_numbers()
             except PlaneAborted:
@@ -519,7 +519,7 @@ class PlaneCheck:
             An empty text if all of them use the plane; otherwise where it failed and why.
 
         Raises:
-            PlaneAborted: The epoch has ended.
+            PlaneAborted: The generation has ended.
             PlaneBroken: The member at position 0 did not decide.
         """
         leads = self.plane.context.index == 0

@@ -78,7 +78,9 @@ class CudaPlane(GpuPlane[IpcGroup]):
         assert me.store is not None
         size = GpuAnnouncementsLayout(me.size).size
         if me.index == 0:
-            descriptor = segment.publish_memfd(me.store, f"hvdlab-cuda-{me.process_set}-{me.epoch}", size)
+            descriptor = segment.publish_memfd(
+                me.store, f"hvdlab-cuda-{me.process_set}-{me.generation}", size
+            )
         else:
             descriptor = segment.open_memfd(me.store, max(0.0, deadline - time.monotonic()))
         try:

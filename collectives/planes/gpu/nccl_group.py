@@ -10,7 +10,7 @@ Giving up
 ``ncclCommAbort`` ends NCCL's kernels, but not silently. An aborted kernel still signals the other members' kernels
 that its data is there, without the data, so that these may end.
 On another member the operation would look as if it had succeeded. So a member that gives up in the middle of an operation
-leaves its communicator alone for ``LEARN_WITHIN`` seconds. In that time the others learn that the epoch has ended, as all members do, and from then on
+leaves its communicator alone for ``LEARN_WITHIN`` seconds. In that time the others learn that the generation has ended, as all members do, and from then on
 they believe no operation to be done. This member's enqueued steps go on as long. Only then do our own kernels find the word ``stopped``, which
 they read before they write anything.
 
@@ -42,7 +42,7 @@ from hvdlab.collectives.types import DType, ReduceOp
 TABLE_BYTES = 1 << 17
 """Room for the tables of the launches of one operation."""
 LEARN_WITHIN = 0.2
-"""Seconds that the other members get to learn that the epoch has ended, before this member's communicator is aborted."""
+"""Seconds that the other members get to learn that the generation has ended, before this member's communicator is aborted."""
 SEND_WITHIN, CLOSE_WITHIN = 3.0, 6.0
 """Seconds that NCCL gets, when the group is closed, to send data that other members still wait for, and to free everything."""
 CHECK_INTERVAL = 0.5

@@ -54,18 +54,18 @@ class AgreementBoard:
         offset: Where the board begins in it.
         members: Members of the process set.
         index: This member's position.
-        epoch: Epoch of the process set.
+        generation: Generation of the process set.
 
     Attributes:
-        epoch: Epoch of the process set.
+        generation: Generation of the process set.
         members: Members of the process set.
         capacity: Bytes of the largest tensor that a member can post; equal on all members.
         number: How many requests this member has posted or declined.
     """
 
-    def __init__(self, memory: int, offset: int, members: int, index: int, epoch: int) -> None:
+    def __init__(self, memory: int, offset: int, members: int, index: int, generation: int) -> None:
         layout = AgreementBoardLayout(members)
-        self.epoch, self.members, self.number = epoch, members, 0
+        self.generation, self.members, self.number = generation, members, 0
         self.capacity = layout.place_bytes
         self._index = index
         self._memory = mmap.mmap(memory, layout.size, offset=offset)
@@ -201,12 +201,12 @@ def _distance(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-def map_board(memory: int, offset: int, members: int, index: int, epoch: int) -> AgreementBoard | None:
+def map_board(memory: int, offset: int, members: int, index: int, generation: int) -> AgreementBoard | None:
     """Return the board in this segment (-1: in memory of its own), or ``None`` if there is no room for one, or it can't be mapped."""
     size = AgreementBoardLayout(members).size
     if memory >= 0 and (offset % PAGE or os.fstat(memory).st_size < offset + size):
         return None
     try:
-        return AgreementBoard(memory, offset, members, index, epoch)
+        return AgreementBoard(memory, offset, members, index, generation)
     except OSError:  # no descriptors: `SharedMemoryRetry` and the plane handle and report that
         return None

@@ -473,14 +473,14 @@ def default_chunk(members: int) -> int:
 
 
 class ChunkChoice:
-    """Choice of the size of chunks by trials within the first large allreduces of an epoch; equal on all members.
+    """Choice of the size of chunks by trials within the first large allreduces of a generation; equal on all members.
 
     Smaller chunks stay in the caches, larger ones let members wait for each other less often. So the first parts of
     :data:`TRIAL_BYTES` bytes, :data:`ROUNDS` for each size, have chunks of different sizes by turns. All after them have the size with the
     shortest trial. These parts are reduced all the same, so the measurement costs a barrier for each of them.
 
     All members must cut alike. Each declares how long a trial took it, and all use the longest time that a member declared. That is
-    also why an epoch does not begin with the choice of another one, or of an earlier job: a member that came since would not have it.
+    also why a generation does not begin with the choice of another one, or of an earlier job: a member that came since would not have it.
 
     Args:
         members: Members of the group.

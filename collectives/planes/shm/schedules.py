@@ -1,6 +1,6 @@
 """In which order a member's stages follow each other, and why no slot is overwritten before all have read it.
 
-Steps are numbered through all operations of an epoch; step ``t`` uses slot ``t % slots`` of every member. A member
+Steps are numbered through all operations of a generation; step ``t`` uses slot ``t % slots`` of every member. A member
 *fills* its slot for a step and posts ``arrived``; having waited for all members' ``arrived`` it *takes* its part
 of all slots. Where each member reduces a slice for the others there is a stage in between: it *folds* its slice into
 its own slot and posts ``reduced``; having waited for all members' ``reduced``, it takes.

@@ -34,7 +34,7 @@ All members sleep on one word, the doorbell. A sleeper S that waits for ``min(ro
   its own. If S4 missed the flag, the doorbell changes after S3. :meth:`Signals.nudge` does the same after words were changed.
 
 No member polls or needs a timeout, and a post costs no system call unless it completes a sleeper's target.
-A member that was killed leaves its target set; that costs the others some reads until the epoch ends.
+A member that was killed leaves its target set; that costs the others some reads until the generation ends.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class RayHeldPool:
         #: Why this process uses the pool no more; empty while it does. The thread of :meth:`follow` stores
         #: it.
         self.lost = ""
-        self._actor, self._number, self._generation = actor, entered.number, entered.generation
+        self._actor, self._number, self._incarnation = actor, entered.number, entered.incarnation
         #: Number of the next event to ask for. The actor keeps each event until a later one is asked for.
         self._next_event = entered.next_event
         #: Set once this process gives the pool up itself, so that the actor's end is no loss.
@@ -142,12 +142,12 @@ class RayHeldPool:
 
     def coordinator_ended(self) -> str:
         """Return how the coordinator ended; empty if it runs. Raises ``StartError`` if the actor is gone."""
-        return str(_answer(_call(self._actor.coordinator_ended, self._generation), _ANSWER_WITHIN))
+        return str(_answer(_call(self._actor.coordinator_ended, self._incarnation), _ANSWER_WITHIN))
 
     def replace_coordinator(self, timeout: float) -> None:
         """Have another coordinator. Raises ``StartError``."""
-        replaced = _call(self._actor.replace_coordinator, self._generation, timeout)
-        self._generation = int(_answer(replaced, timeout + _MORE))
+        replaced = _call(self._actor.replace_coordinator, self._incarnation, timeout)
+        self._incarnation = int(_answer(replaced, timeout + _MORE))
 
     def resized(self, size: int) -> None:
         """Record how many ranks the pool has."""

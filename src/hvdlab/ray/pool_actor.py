@@ -65,7 +65,7 @@ class Entered:
 
     number: int
     access: Access
-    generation: int
+    incarnation: int
     next_event: int
 
 
@@ -106,7 +106,7 @@ class PoolActor:
         self._first = 0
         #: How many coordinators there were before; how the last one ended; whether it was replaced while no
         #: notebook was there.
-        self._generation, self._ending, self._replaced = 0, "", False
+        self._incarnation, self._ending, self._replaced = 0, "", False
         #: Whether a notebook has ordered the ranks' end, and whether the pool ends.
         self._closing, self._over = False, False
         address = ray.util.get_node_ip_address()
@@ -160,7 +160,7 @@ class PoolActor:
                 dict(self._lost),
                 replaced,
             )
-            return Entered(answer.number, access, self._generation, self._first)
+            return Entered(answer.number, access, self._incarnation, self._first)
 
     def events(self, number: int, seen: int) -> list[Started | Ended] | None:
         """Wait a while for events of ranks from this number on, and return them. ``None``: the caller has lost the pool."""
@@ -194,18 +194,18 @@ class PoolActor:
             if self._tenancy.holds(number):
                 self._size = size
 
-    def coordinator_ended(self, generation: int) -> str:
-        """Return how the coordinator of this generation has ended; empty if it lives. It has a moment to end."""
+    def coordinator_ended(self, incarnation: int) -> str:
+        """Return how the coordinator of this incarnation has ended; empty if it lives. It has a moment to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._generation > generation, _END_WITHIN)
-            return self._ending if self._generation > generation else self._coordinator.ending()
+            self._changed.wait_for(lambda: self._incarnation > incarnation, _END_WITHIN)
+            return self._ending if self._incarnation > incarnation else self._coordinator.ending()
 
-    def replace_coordinator(self, generation: int, timeout: float) -> int:
-        """Have another coordinator than that of this generation. Returns the generation that there is now."""
+    def replace_coordinator(self, incarnation: int, timeout: float) -> int:
+        """Have another coordinator than that of this incarnation. Returns the incarnation that there is now."""
         with self._changed:
-            if self._generation <= generation:
+            if self._incarnation <= incarnation:
                 self._respawn(timeout)
-            return self._generation
+            return self._incarnation
 
     def let_go(self, number: int) -> None:
         """Release the pool, which the notebook uses no more."""
@@ -278,7 +278,7 @@ class PoolActor:
             with self._changed:
                 if self._is_over():
                     return
-                pid, generation = self._coordinator.pid, self._generation
+                pid, incarnation = self._coordinator.pid, self._incarnation
             with contextlib.suppress(ProcessLookupError):
                 process = os.pidfd_open(pid)
                 try:
@@ -286,7 +286,7 @@ class PoolActor:
                 finally:
                     os.close(process)
             with self._changed:
-                if self._generation == generation and not self._is_over():
+                if self._incarnation == incarnation and not self._is_over():
                     try:
                         self._respawn(RESPAWN_WITHIN)
                     except StartError:  # it is tried again, as the process that has ended is watched again
@@ -302,7 +302,7 @@ class PoolActor:
         # A notebook sends the successor the ranks to wait for; without one their number has to do.
         self._coordinator.respawn(timeout, len(self._living) if vacant else None)
         self._ending, self._replaced = ending, vacant
-        self._generation += 1
+        self._incarnation += 1
         if vacant:  # ranks may not have learnt it from the one that has ended
             self._begin_saying_vacant()
         self._changed.notify_all()

@@ -90,7 +90,7 @@ class CheckedRank:
         }
 
     def _sum(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Reduce ones, in the next epoch if this one ends; the first time this is the check of the plane."""
+        """Reduce ones, in the next generation if this one ends; the first time this is the check of the plane."""
         started = time.monotonic()
         while True:
             with contextlib.suppress(AbortedError):

@@ -14,7 +14,7 @@ from hvdlab.collectives.coordinator.decision_log import (
 )
 from hvdlab.collectives.coordinator.events import Log, PeerConnected, PeerLost, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.failover.successor import EPOCHS
+from hvdlab.collectives.failover.successor import GENERATIONS
 from hvdlab.collectives.protocol import messages as m
 
 
@@ -45,7 +45,7 @@ def log(kept: int = 4) -> DecisionLog:
     return DecisionLog(lambda now: now + 1000, kept=kept)
 
 
-def test_a_death_explains_the_abort_and_that_the_next_epoch() -> None:
+def test_a_death_explains_the_abort_and_that_the_next_generation() -> None:
     sim = simulate()
     sim.ranks[0].submit(signature("loss"))
     sim.drain()
@@ -64,7 +64,7 @@ def test_a_death_explains_the_abort_and_that_the_next_epoch() -> None:
     assert (abort.decision, configure.decision) == (aborted.number, began.number)
 
 
-def test_orders_carry_the_number_of_their_epoch_and_are_counted_there() -> None:
+def test_orders_carry_the_number_of_their_generation_and_are_counted_there() -> None:
     sim = simulate()
     before = len(sim.state.log)
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_a_stall_is_one_decision_however_often_it_is_reported() -> None:
     assert told[0].ranks == (1, 2)
 
 
-def test_a_stall_that_ends_the_epoch_is_the_cause_of_the_abort() -> None:
+def test_a_stall_that_ends_the_generation_is_the_cause_of_the_abort() -> None:
     sim = simulate(stall_shutdown=1.0)
     sim.ranks[0].submit(signature("loss"))
     sim.drain()
@@ -154,14 +154,14 @@ def test_log_lines_name_the_decision() -> None:
 
 
 def test_a_successor_begins_with_the_facts_of_the_resume() -> None:
-    sim = Simulation(CoordinatorOptions(size=1, generation=2))
-    rank = sim.connect(0, generation=1)
+    sim = Simulation(CoordinatorOptions(size=1, incarnation=2))
+    rank = sim.connect(0, incarnation=1)
     sim.handle(Received(rank.peer, m.Resume((m.KnownSet(0, 7, (0,), (1000,)),), (0,), cells=("c",))))
     sim.connect_client()
     told = story(sim)
     resumed, took_over, began = told
     assert resumed.facts == {"process sets": "0 (generation 7)", "cells": "c"}
-    assert resumed.number == 2 * EPOCHS + 1
+    assert resumed.number == 2 * GENERATIONS + 1
     assert [d.kind for d in told] == ["resumed", "took over", "began"]
     assert (took_over.cause, began.cause) == (resumed.number, took_over.number)
 

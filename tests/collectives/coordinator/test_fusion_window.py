@@ -103,7 +103,7 @@ def test_groups_are_fused_apart_if_wanted() -> None:
     assert batches(sim) == [[2, 2, 1]]
 
 
-def test_what_was_held_in_an_epoch_that_has_ended_says_nothing_about_the_next() -> None:
+def test_what_was_held_in_a_generation_that_has_ended_says_nothing_about_the_next() -> None:
     sim = simulate()
     submit(sim, "a")
     sim.kill(1)

@@ -44,7 +44,7 @@ class Job:
         self._process = process
         self._rounds = 0
         self.endpoints = [self.join(rank, door) for rank, door in enumerate(DOORS)]
-        self.epochs = [int(self._next(e, m.Configure).epoch) for e in self.endpoints]
+        self.generations = [int(self._next(e, m.Configure).generation) for e in self.endpoints]
 
     def join(self, rank: int, door: str = "unix") -> Endpoint:
         hello = m.Hello(
@@ -67,12 +67,12 @@ class Job:
                 assert not isinstance(message, m.Abort), message
 
     def works(self) -> None:
-        """Run one collective, in the epoch that the job began with."""
+        """Run one collective, in the generation that the job began with."""
         self._rounds += 1
         name = f"t{self._rounds}"
         definition = m.Definition(self._rounds, m.Signature(0, name, 8, 1, (1,)), "")
-        for endpoint, epoch in zip(self.endpoints, self.epochs, strict=True):
-            endpoint.send(m.Announce(0, epoch, (self._rounds,), (definition,)))
+        for endpoint, generation in zip(self.endpoints, self.generations, strict=True):
+            endpoint.send(m.Announce(0, generation, (self._rounds,), (definition,)))
         for endpoint in self.endpoints:
             assert self._next(endpoint, m.Execute).batches == (m.Batch((self._rounds,)),)
 
@@ -242,7 +242,7 @@ def test_who_says_one_byte_at_a_time_holds_nobody_up(coordinator: CoordinatorPro
 
 
 def test_connections_under_a_number_that_is_taken(coordinator: CoordinatorProcess, job: Job) -> None:
-    """They know the token, as a rank does that is started twice; the first one stays, and so does its epoch."""
+    """They know the token, as a rank does that is started twice; the first one stays, and so does its generation."""
     refusals: list[str] = []
 
     def again(rank: int, door: str) -> None:

@@ -45,7 +45,7 @@ def join(sim: Simulation, *ranks: int) -> None:
 def block(sim: Simulation, *ranks: int) -> None:
     for rank in ranks:
         pending = sim.ranks[rank].sets[0].pending[-1]
-        sim.ranks[rank].say(m.Blocked(0, pending.epoch, pending.local, 0.5))
+        sim.ranks[rank].say(m.Blocked(0, pending.generation, pending.local, 0.5))
     sim.drain()
 
 
@@ -219,7 +219,7 @@ def test_an_orderly_change_of_the_world_keeps_the_join() -> None:
     join(sim, 0)
     sim.client_says(m.Expect((0, 1, 2)))
     sim.world(2)
-    assert last(sim.ranks[0], m.Configure).epoch == 2
+    assert last(sim.ranks[0], m.Configure).generation == 2
     submit(sim, "x", 1, 2)
     assert last(sim.ranks[0], m.Execute).batches[0].zeros == (signature("x"),)
     join(sim, 2)

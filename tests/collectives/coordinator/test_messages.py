@@ -117,7 +117,7 @@ def test_a_message_to_a_rank_whose_cell_ends_ends_alone_with_what_is_behind_it()
     assert [end.outcome for end in two] == told
     sim.ranks[3].submit(message(3, 2))
     sim.drain()
-    assert isinstance(other.outcome, m.Execute), "the epoch did not go on"
+    assert isinstance(other.outcome, m.Execute), "the generation did not go on"
     # One that comes later is in vain as well.
     sim.ranks[0].submit(message(1, 0))
     sim.drain()
@@ -152,7 +152,7 @@ def test_the_last_of_several_is_given_up_from_behind() -> None:
     assert sim.state.sets.world.negotiation.pending, "the second message has no one to take it"
 
 
-def test_one_that_was_ordered_meanwhile_ends_with_its_epoch() -> None:
+def test_one_that_was_ordered_meanwhile_ends_with_its_generation() -> None:
     sim = simulate()
     sent = sim.ranks[0].submit(message(0, 1))
     sim.ranks[1].submit(message(0, 1))

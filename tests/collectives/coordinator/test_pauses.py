@@ -83,7 +83,7 @@ def test_ranks_that_wait_for_each_other_are_told_once_nobody_is_paused() -> None
     say(sim, 2, m.Paused("at a prompt"))
     for rank in range(3):
         local = sim.ranks[rank].sets[0].pending[0].local
-        say(sim, rank, m.Blocked(0, sim.state.sets.world.epoch, local, 0.5))
+        say(sim, rank, m.Blocked(0, sim.state.sets.world.generation, local, 0.5))
     wait(sim, 5)
     assert all(sim.ranks[rank].submissions[0].outcome is None for rank in range(3))
     say(sim, 2, m.Resumed())

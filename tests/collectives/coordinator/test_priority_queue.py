@@ -32,10 +32,10 @@ def submit(sim: Simulation, name: str, priority: int | None, **fields: object) -
 
 
 def executed(sim: Simulation) -> list[str]:
-    """Return the names in each batch of the present epoch, in order."""
+    """Return the names in each batch of the present generation, in order."""
     (rank, *_) = sim.ranks.values()
     sim.check_order()
-    batches = rank.executed[0, rank.sets[0].epoch]
+    batches = rank.executed[0, rank.sets[0].generation]
     return ["+".join(sig.name for sig in names) for _, names, _ in batches]  # type: ignore[attr-defined]
 
 
@@ -187,15 +187,15 @@ def test_a_death_ends_what_is_kept_back_and_the_error_names_it() -> None:
     assert not sim.state.sets.world.negotiation.pending
 
 
-def test_what_is_kept_back_is_announced_again_in_the_next_epoch_that_begins_in_order() -> None:
+def test_what_is_kept_back_is_announced_again_in_the_next_generation_that_begins_in_order() -> None:
     sim = simulate()
     for number in range(3):
         submit(sim, f"{number}", number)
     zero = sim.ranks[0]
-    zero.say(m.Renew(0, zero.sets[0].epoch))
+    zero.say(m.Renew(0, zero.sets[0].generation))
     sim.drain()
     assert executed(sim) == ["2"]
-    report(sim)  # that of the former epoch: it does not concern this one
+    report(sim)  # that of the former generation: it does not concern this one
     assert executed(sim) == ["2"]
     report(sim)
     assert executed(sim) == ["2", "1"]
@@ -212,13 +212,13 @@ def wait_behind_a_kept_tensor(
     submit(sim, "a", 0)
     submit(sim, "x", 0)
     zero, one = sim.ranks.values()
-    epoch = zero.sets[0].epoch
+    generation = zero.sets[0].generation
     first = zero.sets[0].pending[0]
     second = zero.submit(signature("x"), priority=0)
     other = one.submit(signature("y"))
     sim.drain()
-    zero.say(m.Blocked(0, epoch, (second if for_the_second else first).local, 1.0))
-    one.say(m.Blocked(0, epoch, other.local, 1.0))
+    zero.say(m.Blocked(0, generation, (second if for_the_second else first).local, 1.0))
+    one.say(m.Blocked(0, generation, other.local, 1.0))
     sim.drain()
     sim.tick(1.0)
     sim.drain()

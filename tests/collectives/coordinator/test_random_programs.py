@@ -95,9 +95,10 @@ def test_each_mistake_fails_on_all_ranks_and_everything_else_works(
 ) -> None:
     choose = random.Random(seed)
     sim = Simulation(CoordinatorOptions(size=size))
-    lengths = [[min(n, len(program)) for n in epoch[:size]] for epoch in counts]
+    lengths = [[min(n, len(program)) for n in generation[:size]] for generation in counts]
     programs = [
-        Program(rank, program, [epoch[rank.rank] for epoch in lengths]) for rank in sim.world(*range(size))
+        Program(rank, program, [generation[rank.rank] for generation in lengths])
+        for rank in sim.world(*range(size))
     ]
     while True:
         moves = [p.advance for p in programs if not p.finished]
@@ -108,17 +109,17 @@ def test_each_mistake_fails_on_all_ranks_and_everything_else_works(
         if idle and not any(list(map(Program.advance, programs))):
             break
         choose.choice(moves or [lambda: None])()
-    for epoch, length in enumerate(lengths):
+    for generation, length in enumerate(lengths):
         for number, step in enumerate(program):
             working = [p for p in programs if length[p.rank.rank] > number]
             agree = len({p.rank.rank in step.wrong for p in working}) <= 1
-            ended = [s for p in working for s in p.done[epoch][number]]
+            ended = [s for p in working for s in p.done[generation][number]]
             assert {type(s.outcome) for s in ended} == (
                 {m.Execute if agree else m.Reject} if ended else set()
             )
             if not agree and not step.group and "noname" not in step.names[0]:
                 assert len({s.outcome.parties for s in ended}) == 1  # type: ignore[union-attr]
-        joined = [p.joins[epoch].outcome for p in programs]
+        joined = [p.joins[generation].outcome for p in programs]
         last = {batch.tables for o in joined for batch in o.batches if batch.tables}  # type: ignore[union-attr]
         assert len(last) == 1
         assert {*last.pop()[0]} <= {(rank,) for rank in range(size)}

@@ -85,7 +85,7 @@ class RandomSchedules(RuleBasedStateMachine):
         if rank is None or (set_id := self.target(rank, where)) is None:
             return
         if name != ANONYMOUS and rank.in_flight(name, set_id):
-            rank.say(m.Duplicate(set_id, rank.sets[set_id].epoch, name, "first", "second"))
+            rank.say(m.Duplicate(set_id, rank.sets[set_id].generation, name, "first", "second"))
             return
         rank.submit(signature(name, shape=(extent,)), set_id, priority=priority)
 
@@ -157,20 +157,22 @@ class RandomSchedules(RuleBasedStateMachine):
     def interrupt(self, who: int, where: int) -> None:
         rank = self.pick(who)
         if rank is not None and (set_id := self.target(rank, where)) is not None and rank.sets[set_id].open:
-            rank.say(m.Withdraw(set_id, rank.sets[set_id].epoch, "interrupted", "interrupted by the user"))
+            rank.say(
+                m.Withdraw(set_id, rank.sets[set_id].generation, "interrupted", "interrupted by the user")
+            )
 
     @rule(who=index, where=index)
     def plane_fails(self, who: int, where: int) -> None:
         rank = self.pick(who)
         if rank is not None and (set_id := self.target(rank, where)) is not None:
-            rank.say(m.PlaneFailed(set_id, rank.sets[set_id].epoch, "no luck"))
-            self.failed.append((rank, set_id, rank.sets[set_id].epoch))
+            rank.say(m.PlaneFailed(set_id, rank.sets[set_id].generation, "no luck"))
+            self.failed.append((rank, set_id, rank.sets[set_id].generation))
 
     @rule(who=index, where=index)
     def renew(self, who: int, where: int) -> None:
         rank = self.pick(who)
         if rank is not None and (set_id := self.target(rank, where)) is not None:
-            rank.say(m.Renew(set_id, rank.sets[set_id].epoch))
+            rank.say(m.Renew(set_id, rank.sets[set_id].generation))
 
     @rule(who=index, where=index)
     def block(self, who: int, where: int) -> None:
@@ -179,7 +181,7 @@ class RandomSchedules(RuleBasedStateMachine):
             return
         waiting = [s for s in rank.sets[set_id].pending if s.local >= 0]
         local = waiting[0].local if waiting else -1
-        rank.say(m.Blocked(set_id, rank.sets[set_id].epoch, local, 0.5))
+        rank.say(m.Blocked(set_id, rank.sets[set_id].generation, local, 0.5))
 
     @precondition(lambda self: self.tracked)
     @rule(who=index, error=st.sampled_from(["", "ValueError: no"]))
@@ -317,14 +319,14 @@ class RandomSchedules(RuleBasedStateMachine):
         sim.check_order()
 
     def check_failed_planes_were_told(self) -> None:
-        """Check that operations executed on a plane that failed have ended, in any later state of its epoch."""
+        """Check that operations executed on a plane that failed have ended, in any later state of its generation."""
         self.sim.tick(0.3)
         self.drain()
-        for rank, set_id, epoch in self.failed:
+        for rank, set_id, generation in self.failed:
             if self.sim.ranks.get(rank.rank) is rank and not rank.left and set_id in rank.sets:
                 aborts = [a for a in rank.received if isinstance(a, m.Abort) and a.process_set == set_id]
-                assert any(a.epoch >= epoch for a in aborts), (
-                    f"the plane of epoch {epoch} failed, and stays so"
+                assert any(a.generation >= generation for a in aborts), (
+                    f"the plane of generation {generation} failed, and stays so"
                 )
 
     def check_empty(self) -> None:

@@ -23,7 +23,9 @@ def sim() -> Simulation:
 
 
 def test_the_world_is_formed_with_a_bounded_number_of_frames(sim: Simulation) -> None:
-    assert all(rank.sets[0].epoch == 1 and len(rank.sets[0].ranks) == SIZE for rank in sim.ranks.values())
+    assert all(
+        rank.sets[0].generation == 1 and len(rank.sets[0].ranks) == SIZE for rank in sim.ranks.values()
+    )
     assert sim.frames < 6 * SIZE  # welcome, configuration and a few reports of the world each
 
 
@@ -63,7 +65,7 @@ def test_a_death_reaches_all(sim: Simulation) -> None:
     sim.state.validate_state()
     for number in range(SIZE - 1):
         rank = sim.ranks[number]
-        assert rank.sets[0].epoch == 2
+        assert rank.sets[0].generation == 2
         assert not rank.sets[0].pending
     aborts = [message for message in sim.ranks[0].received if isinstance(message, m.Abort)]
     assert len(aborts[-1].pending[0].waited) == SIZE // 2

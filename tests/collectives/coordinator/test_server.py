@@ -147,8 +147,8 @@ def still_works(running: Running) -> None:
     peers = [join(running, rank) for rank in (0, 1)]
     definition = m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), "")
     for peer in peers:
-        epoch = peer.wait_for(m.Configure).epoch
-        peer.endpoint.send(m.Announce(0, epoch, (0,), (definition,)))
+        generation = peer.wait_for(m.Configure).generation
+        peer.endpoint.send(m.Announce(0, generation, (0,), (definition,)))
     for peer in peers:
         assert peer.wait_for(m.Execute).batches == (m.Batch((0,)),)
         peer.endpoint.close()
@@ -366,7 +366,7 @@ def test_a_silent_peer_that_can_not_be_alive_is_lost(start: Start) -> None:
                 other.endpoint.send(m.Pong(message.number))
     assert "no sign of life" in other.wait_for(m.Abort).text
     silent.endpoint.close()
-    back = join(running, 0, tls=True, generation=0, returns=True)
+    back = join(running, 0, tls=True, incarnation=0, returns=True)
     assert "the others have gone on without it" in back.wait_for(m.Outdated).text
     running.notes.wait_for("is back after")
     for peer in (back, other):

@@ -82,7 +82,7 @@ def executing(*ranks: int, **options: float) -> Simulation:
 
 
 def says_that_it_waits(sim: Simulation, rank: int, local: int) -> None:
-    sim.ranks[rank].say(m.Blocked(0, sim.state.sets.world.epoch, local, 0.5, executing=True))
+    sim.ranks[rank].say(m.Blocked(0, sim.state.sets.world.generation, local, 0.5, executing=True))
     sim.drain()
 
 

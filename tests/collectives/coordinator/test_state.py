@@ -62,7 +62,7 @@ def test_the_world_is_formed_when_all_expected_ranks_are_there() -> None:
     assert last(first, m.Welcome).rank == 0
     assert count(first, m.Configure) == 0
     sim.world(1)
-    assert last(first, m.Configure).epoch == 1
+    assert last(first, m.Configure).generation == 1
     assert [member.rank for member in last(first, m.Configure).members] == [0, 1]
     assert last(first, m.Configure).plane == "shm"
     assert last(first, m.Configure).has_memory
@@ -83,7 +83,7 @@ def test_a_rank_that_died_before_it_came_is_not_waited_for() -> None:
     (rank,) = sim.world(0)
     sim.client_says(m.RankLost(1, 77, "exit code 1"))
     sim.drain()
-    assert last(rank, m.Configure).epoch == 1
+    assert last(rank, m.Configure).generation == 1
     assert of_client(sim, m.World)[-1].deaths[0].reason == "exit code 1"
 
 
@@ -181,12 +181,12 @@ def test_a_mismatch_is_raised_on_every_rank_with_both_sites_and_the_group_goes_o
     assert count(sim.ranks[0], m.Abort) == 0
 
 
-def test_a_dispute_about_groups_ends_the_epoch() -> None:
+def test_a_dispute_about_groups_ends_the_generation() -> None:
     sim = simulate(2)
     submit(sim, "x", 0, group="g", group_size=2)
     submit(sim, "x", 1)
     assert last(sim.ranks[0], m.Abort).kind == "mismatch"
-    assert last(sim.ranks[0], m.Configure).epoch == 2
+    assert last(sim.ranks[0], m.Configure).generation == 2
 
 
 def test_a_duplicate_name_fails_on_every_rank() -> None:
@@ -200,7 +200,7 @@ def test_a_duplicate_name_fails_on_every_rank() -> None:
         assert (told.rank, told.first_site, told.second_site) == (0, "line 1", "line 2")
 
 
-def test_announcements_of_an_ended_epoch_are_dropped_but_their_definitions_kept() -> None:
+def test_announcements_of_an_ended_generation_are_dropped_but_their_definitions_kept() -> None:
     sim = simulate(2)
     sim.ranks[0].submit(signature("x"))
     sim.handle(Received(sim.ranks[1].peer, m.Withdraw(0, 1, "interrupted", "interrupted")))
@@ -228,11 +228,11 @@ def test_a_death_ends_what_waits_and_the_survivors_go_on() -> None:
     sim.kill(2)
     sim.drain()
     abort = last(sim.ranks[0], m.Abort)
-    assert (abort.kind, abort.ranks, abort.epoch) == ("rank_died", (2,), 1)
+    assert (abort.kind, abort.ranks, abort.generation) == ("rank_died", (2,), 1)
     assert abort.pending == (m.AbortedCollective(0, "grad", (0,), (1, 2), ("line 0",)),)
     assert [member.rank for member in last(sim.ranks[0], m.Configure).members] == [0, 1]
     submit(sim, "grad", 0, 1)
-    assert last(sim.ranks[1], m.Execute).epoch == 2
+    assert last(sim.ranks[1], m.Execute).generation == 2
     assert of_client(sim, m.World)[-1].deaths[0].rank == 2
 
 
@@ -249,7 +249,7 @@ def test_what_the_launcher_knows_replaces_what_the_socket_told() -> None:
     assert of_client(sim, m.World)[-1].deaths[0].reason == "killed by SIGKILL"
 
 
-def test_the_launchers_word_alone_ends_the_epoch() -> None:
+def test_the_launchers_word_alone_ends_the_generation() -> None:
     sim = simulate(2)
     submit(sim, "grad", 0)
     pid = sim.state.membership.ranks[1].pid
@@ -279,11 +279,11 @@ def test_a_replaced_rank_joins_under_its_old_number() -> None:
     sim.drain()
     sim.world(1)
     configured = last(sim.ranks[0], m.Configure)
-    assert configured.epoch == 3
+    assert configured.generation == 3
     assert [member.rank for member in configured.members] == [0, 1, 2]
     assert count(sim.ranks[0], m.Abort) == 1  # the death; no collective fails for a newcomer
     submit(sim, "x", 0, 1, 2)
-    assert last(sim.ranks[1], m.Execute).epoch == 3
+    assert last(sim.ranks[1], m.Execute).generation == 3
 
 
 def test_what_is_pending_when_a_rank_joins_is_announced_again() -> None:
@@ -291,7 +291,7 @@ def test_what_is_pending_when_a_rank_joins_is_announced_again() -> None:
     sim.client_says(m.Expect((0, 1, 2)))
     submit(sim, "x", 0)
     sim.world(2)
-    assert last(sim.ranks[0], m.Configure).epoch == 2
+    assert last(sim.ranks[0], m.Configure).generation == 2
     submit(sim, "x", 1)
     assert count(sim.ranks[0], m.Execute) == 0
     submit(sim, "x", 2)
@@ -349,7 +349,7 @@ def test_interrupts_are_relayed() -> None:
     assert [count(sim.ranks[r], m.Interrupt) for r in range(3)] == [1, 0, 1]
 
 
-def test_a_failed_plane_ends_the_epoch_after_a_moment() -> None:
+def test_a_failed_plane_ends_the_generation_after_a_moment() -> None:
     sim = simulate(2)
     sim.ranks[0].say(m.PlaneFailed(0, 1, "connection reset"))
     sim.drain()
@@ -359,21 +359,21 @@ def test_a_failed_plane_ends_the_epoch_after_a_moment() -> None:
     assert last(sim.ranks[1], m.Abort).text == "the data plane failed on rank 0: connection reset"
 
 
-def test_an_epoch_is_renewed_for_one_whose_memory_was_lost() -> None:
+def test_a_generation_is_renewed_for_one_whose_memory_was_lost() -> None:
     sim = simulate(2)
     submit(sim, "early", 1)
     sim.ranks[0].say(m.Renew(0, 1))
     sim.drain()
-    assert [last(rank, m.Configure).epoch for rank in sim.ranks.values()] == [2, 2]
+    assert [last(rank, m.Configure).generation for rank in sim.ranks.values()] == [2, 2]
     assert count(sim.ranks[1], m.Abort) == 0
     submit(sim, "early", 0)
     assert isinstance(sim.ranks[1].submissions[0].outcome, m.Execute)
     sim.ranks[1].say(m.Renew(0, 1))  # as the other rank, which did not know yet
     sim.drain()
-    assert last(sim.ranks[1], m.Configure).epoch == 2
+    assert last(sim.ranks[1], m.Configure).generation == 2
 
 
-def test_members_find_each_other_in_an_epoch_that_was_changed_over_from() -> None:
+def test_members_find_each_other_in_a_generation_that_was_changed_over_from() -> None:
     """They finish its running operations, and sometimes have to connect first."""
     sim = simulate(2)
     submit(sim, "loss", 0, 1)
@@ -396,13 +396,15 @@ def test_members_find_each_other_in_an_epoch_that_was_changed_over_from() -> Non
     assert not sim.state.sets.world.past_stores
 
 
-def test_a_plane_that_failed_before_its_epoch_was_changed_over_from_ends_what_is_executed_in_it() -> None:
+def test_a_plane_that_failed_before_its_generation_was_changed_over_from_ends_what_is_executed_in_it() -> (
+    None
+):
     sim = simulate(2)
     submit(sim, "loss", 0, 1)
     sim.ranks[0].say(m.PlaneFailed(0, 1, "no luck"))
     sim.ranks[1].say(m.Renew(0, 1))
     sim.drain()
-    assert last(sim.ranks[0], m.Configure).epoch == 2
+    assert last(sim.ranks[0], m.Configure).generation == 2
     # The next one fails as well, and is changed over from before any message about the first.
     submit(sim, "more", 0, 1)
     sim.ranks[1].say(m.PlaneFailed(0, 2, "no luck either"))
@@ -412,7 +414,7 @@ def test_a_plane_that_failed_before_its_epoch_was_changed_over_from_ends_what_is
     sim.tick(0.3)
     sim.drain()
     for rank in sim.ranks.values():
-        assert (last(rank, m.Abort).epoch, count(rank, m.Abort)) == (2, 1)
+        assert (last(rank, m.Abort).generation, count(rank, m.Abort)) == (2, 1)
     assert last(sim.ranks[0], m.Abort).text == "the data plane failed on rank 1: no luck either"
     submit(sim, "again", 0, 1)
     assert isinstance(sim.ranks[1].submissions[-1].outcome, m.Execute)
@@ -511,7 +513,7 @@ def test_a_newcomer_with_a_cell_joins_at_once() -> None:
     newcomer = sim.connect(1, tracked=True)
     sim.client_says(m.CellStarted("elastic", (1,)))
     sim.drain()
-    assert last(newcomer, m.Configure).epoch == 3
+    assert last(newcomer, m.Configure).generation == 3
 
 
 def test_a_cell_of_one_that_has_just_died_is_not_its_successors() -> None:
@@ -534,7 +536,7 @@ def test_a_cell_of_one_that_has_just_died_is_not_its_successors() -> None:
 
 def blocked(sim: Simulation, rank: int, process_set: int = 0) -> None:
     view = sim.ranks[rank].sets[process_set]
-    sim.ranks[rank].say(m.Blocked(process_set, view.epoch, view.pending[0].local, 0.5))
+    sim.ranks[rank].say(m.Blocked(process_set, view.generation, view.pending[0].local, 0.5))
     sim.drain()
 
 
@@ -611,7 +613,7 @@ def test_who_waits_behind_a_dispute_is_found_when_it_is_over() -> None:
     blocked(sim, 0)
     for rank in (1, 2):
         view = sim.ranks[rank].sets[0]
-        sim.ranks[rank].say(m.Blocked(0, view.epoch, view.pending[-1].local, 0.5))
+        sim.ranks[rank].say(m.Blocked(0, view.generation, view.pending[-1].local, 0.5))
     sim.drain()
     assert count(sim.ranks[0], m.Abort) == 0  # the dispute's verdict may free rank 0
     sim.tick(1)
@@ -666,8 +668,8 @@ def test_process_sets_fail_independently() -> None:
     sim.ranks[0].submit(signature("s"), 1)
     sim.ranks[0].say(m.Withdraw(1, 1, "interrupted", ""))
     sim.drain()
-    assert sim.ranks[0].sets[0].epoch == 1
-    assert sim.ranks[0].sets[1].epoch == 2
+    assert sim.ranks[0].sets[0].generation == 1
+    assert sim.ranks[0].sets[1].generation == 2
     assert [s.signature.name for s in sim.ranks[0].sets[0].pending] == ["w"]
 
 
@@ -708,7 +710,7 @@ def test_the_world_grows_when_the_last_newcomer_is_there() -> None:
     sim.client_says(m.Expect((0, 1, 2, 3)))
     sim.world(2)
     submit(sim, "x", 0, 1)
-    assert last(sim.ranks[0], m.Execute).epoch == 1
+    assert last(sim.ranks[0], m.Execute).generation == 1
     sim.world(3)
     assert [member.rank for member in last(sim.ranks[0], m.Configure).members] == [0, 1, 2, 3]
     assert count(sim.ranks[0], m.Abort) == 0
@@ -719,7 +721,7 @@ def test_the_world_shrinks_at_once() -> None:
     sim.client_says(m.Expect((0, 1)))
     sim.drain()
     assert count(sim.ranks[2], m.Leave) == 1
-    assert last(sim.ranks[0], m.Configure).epoch == 2
+    assert last(sim.ranks[0], m.Configure).generation == 2
     submit(sim, "x", 0, 1)
     assert count(sim.ranks[0], m.Execute) == 1
     sim.kill(2)
@@ -760,7 +762,7 @@ def test_the_store_answers_when_the_value_is_there() -> None:
     assert last(sim.ranks[1], m.StoreValue) == m.StoreValue(6, b"v")
 
 
-def test_the_store_is_empty_in_a_new_epoch() -> None:
+def test_the_store_is_empty_in_a_new_generation() -> None:
     sim = simulate(2)
     sim.ranks[1].say(m.StoreSet(0, 1, "k", b"old"))
     sim.ranks[1].say(m.Withdraw(0, 1, "interrupted", ""))
@@ -798,7 +800,7 @@ def test_a_lost_client_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("stale", [0, 2, 99])
-def test_messages_of_another_epoch_have_no_effect(stale: int) -> None:
+def test_messages_of_another_generation_have_no_effect(stale: int) -> None:
     sim = simulate(2)
     rank = sim.ranks[0]
     before = count(rank, m.Configure)

@@ -97,9 +97,9 @@ def test_a_rank_that_was_not_there_at_the_start_comes_in_like_one_that_comes_bac
 
 def test_without_newcomers_the_world_begins_anew_all_the_same() -> None:
     sim = training()
-    epoch = sim.ranks[0].sets[0].epoch
+    generation = sim.ranks[0].sets[0].generation
     regroup(sim, 0, 1, 2)
-    assert sim.ranks[0].sets[0].epoch == epoch + 1
+    assert sim.ranks[0].sets[0].generation == generation + 1
     submitted = [sim.ranks[rank].submit(signature("x")) for rank in range(3)]
     sim.drain()
     assert all(isinstance(s.outcome, m.Execute) for s in submitted)
@@ -266,7 +266,7 @@ def test_in_any_order_all_that_live_come_together(actions: list[tuple[str, int]]
             range(1, tickets.get(rank, 0) + 1)
         )
     inside = [rank for rank in sim.ranks.values() if 0 in rank.sets]
-    assert len({(rank.sets[0].epoch, rank.sets[0].ranks) for rank in inside}) <= 1
+    assert len({(rank.sets[0].generation, rank.sets[0].ranks) for rank in inside}) <= 1
     sim.check_order()
 
 
@@ -336,7 +336,7 @@ def test_one_that_waits_to_enter_is_let_go_at_once() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_what_a_rank_submits_that_was_let_go_fails(before: bool) -> None:
-    """It waits for no rank: the others have gone on without it, and their epochs are not its own."""
+    """It waits for no rank: the others have gone on without it, and their generations are not its own."""
     sim = Simulation(CoordinatorOptions(size=3))
     sim.connect_client()
     sim.world(*range(3))
@@ -438,7 +438,7 @@ def come_back(
     sim: Simulation, lost: SimulatedRank, *, training: bool = True, **fields: object
 ) -> SimulatedRank:
     """Reconnect the process of a rank whose connection was lost; it reports its state."""
-    again = {"pid": 1000 * lost.peer + lost.rank, "generation": 0, "returns": True} | fields
+    again = {"pid": 1000 * lost.peer + lost.rank, "incarnation": 0, "returns": True} | fields
     back = sim.connect(lost.rank, tracked=lost.tracked, **again)
     if back.peer in sim._by_peer:
         back.say(m.Resume((m.KnownSet(0, 1, (0, 1, 2)),), (0, 1, 2), elastic=training))
@@ -500,7 +500,7 @@ def test_it_is_no_member_if_it_comes_back_in_the_moment_of_its_loss() -> None:
     lost = sim.ranks.pop(1)
     back = SimulatedRank(1, sim._next_peer, tracked=False)
     sim.ranks[1] = sim._by_peer[back.peer] = back
-    again = hello(1, pid=1000 * lost.peer + 1, generation=0, returns=True)
+    again = hello(1, pid=1000 * lost.peer + 1, incarnation=0, returns=True)
     sim.handle(PeerLost(lost.peer, "its connection ended"), PeerConnected(back.peer, again))
     sim.drain()
     assert world_of(sim, 0) == (0, 2)

@@ -24,23 +24,23 @@ three = resident_ranks(3)
 # -- on the ranks -------------------------------------------------------------------------------------------------
 
 
-def reduce(generation: int, count: int = 4) -> float:
-    total = hvd.allreduce(np.full(count, generation), f"g{generation}", op=hvd.Sum)
+def reduce(incarnation: int, count: int = 4) -> float:
+    total = hvd.allreduce(np.full(count, incarnation), f"g{incarnation}", op=hvd.Sum)
     assert context.engine().size == 3
     return float(total[0])
 
 
-def again(generation: int) -> float:
+def again(incarnation: int) -> float:
     """Shut down, come back, and begin at once."""
     context.engine().close(HOUR)  # others in a collective do not keep a rank from leaving
     context.shutdown()
     assert not context.is_initialized()
     context.init()
-    return reduce(generation)
+    return reduce(incarnation)
 
 
 def many(times: int) -> list[float]:
-    return [again(generation) for generation in range(times)]
+    return [again(incarnation) for incarnation in range(times)]
 
 
 def add(ranks: list[int]) -> int:
@@ -84,14 +84,14 @@ def test_again_in_any_order_with_the_others_still_there(three: Ranks) -> None:
     client.on_membership(lambda now: news.put({member.rank: member.started for member in now.members}))
     chance = random.Random(7)
     try:
-        for generation in range(TIMES):
+        for incarnation in range(TIMES):
             started = {member.rank: member.started for member in client.membership().members}
             running = []
             for rank in chance.sample(range(3), 3):
-                running.append(three.start(again, generation, ranks=[rank]))
+                running.append(three.start(again, incarnation, ranks=[rank]))
                 while client_started(client, rank) in (None, started[rank]):
                     news.get(timeout=PATIENCE)
-            assert [one.results(PATIENCE) for one in running] == [[3.0 * generation]] * 3
+            assert [one.results(PATIENCE) for one in running] == [[3.0 * incarnation]] * 3
     finally:
         client.close()
 
@@ -134,12 +134,12 @@ def test_a_world_that_lost_a_rank_is_made_anew_by_the_others() -> None:
     with Ranks(3) as ranks:
         assert ranks.run(reduce, 1) == [3.0] * 3
         ranks.kill(1)
-        for generation in range(3):
-            assert ranks.run(again_of_two, generation, ranks=[0, 2]) == [2.0 * generation] * 2
+        for incarnation in range(3):
+            assert ranks.run(again_of_two, incarnation, ranks=[0, 2]) == [2.0 * incarnation] * 2
 
 
-def again_of_two(generation: int) -> float:
+def again_of_two(incarnation: int) -> float:
     context.shutdown()
     context.init()
     assert context.engine().ranks() == (0, 2)
-    return float(hvd.allreduce(np.full(4, generation), op=hvd.Sum)[0])
+    return float(hvd.allreduce(np.full(4, incarnation), op=hvd.Sum)[0])

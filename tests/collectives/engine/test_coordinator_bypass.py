@@ -404,7 +404,7 @@ def large(steps: int, beside: int) -> tuple[int, int]:
 
 def plane_operations() -> int:
     engine = context.engine()
-    return EngineProbe(engine).executor._slots[0, EngineProbe(engine).locked.epoch(0), "cpu"].operations
+    return EngineProbe(engine).executor._slots[0, EngineProbe(engine).locked.generation(0), "cpu"].operations
 
 
 def around_the_capacity() -> list[int]:
@@ -621,7 +621,7 @@ def no_memory_without_a_handle() -> str:
     return ""
 
 
-def test_a_fold_that_fails_ends_the_epoch_as_well() -> None:
+def test_a_fold_that_fails_ends_the_generation_as_well() -> None:
     with Ranks(3) as ranks:
         for told in ranks.run(no_memory_without_a_handle, timeout=PATIENCE):
             assert "MemoryError: no memory for the fold" in told
@@ -642,7 +642,7 @@ def test_a_wrong_name_is_refused(three: Ranks) -> None:
     three.run(names_that_are_none)
 
 
-def test_a_result_that_can_t_be_computed_ends_the_epoch(three: Ranks) -> None:
+def test_a_result_that_can_t_be_computed_ends_the_generation(three: Ranks) -> None:
     for told in three.run(no_memory):
         assert "MemoryError: no memory for the result" in told
     three.run(meet)
@@ -680,7 +680,9 @@ def test_an_interrupt_at_the_board_ends_the_wait_on_all(three: Ranks) -> None:
     try:
         for pause in (0.0, 0.005, 0.05, 0.3):
             other = three.start(wait_and_say_so, ranks=[1])
-            waiting.get(timeout=PATIENCE)  # otherwise it can come when the epoch is over, and wait for ever
+            waiting.get(
+                timeout=PATIENCE
+            )  # otherwise it can come when the generation is over, and wait for ever
             one = three.start(wait_until_interrupted, pause, ranks=[0])
             assert isinstance(one.outcomes(PATIENCE)[0], KeyboardInterrupt)
             (error,) = other.outcomes(PATIENCE)

@@ -109,7 +109,7 @@ def hooked(count: int) -> tuple[list[str], bool]:
 
 
 def given_up() -> str:
-    """Check that operations in flight on the device end with their epoch, although the device does not go on."""
+    """Check that operations in flight on the device end with their generation, although the device does not go on."""
     engine = context.engine()
     fake_device.GO_ON.clear()
     try:

@@ -26,8 +26,8 @@ from ranks import Ranks, resident_ranks
 MEMBERS = (m.Member(0, "host", 1), m.Member(1, "host", 2))
 
 
-def configured(epoch: int) -> m.Configure:
-    return m.Configure(0, epoch, MEMBERS, "local", {})
+def configured(generation: int) -> m.Configure:
+    return m.Configure(0, generation, MEMBERS, "local", {})
 
 
 def state_of_one_that_waits() -> tuple[RankState, SimEntry]:
@@ -50,8 +50,8 @@ def failed(effects: list[object]) -> list[object]:
     return [effect.entry for effect in effects if isinstance(effect, Fail)]
 
 
-def aborted(epoch: int) -> m.Abort:
-    return m.Abort(0, epoch, "interrupted", (0,), "interrupted", "")
+def aborted(generation: int) -> m.Abort:
+    return m.Abort(0, generation, "interrupted", (0,), "interrupted", "")
 
 
 def kinds(state: RankState) -> list[type]:
@@ -97,18 +97,18 @@ def test_a_name_is_free_as_often_as_it_is_given_up() -> None:
     state.handle(configured(3), 0)
     (announced,) = state.take_messages()
     assert isinstance(announced, m.Announce)
-    assert announced.epoch == 3
+    assert announced.generation == 3
     assert len(announced.locals) == 1
     state.validate()
 
 
-def test_giving_up_is_told_again_if_the_epoch_ended_in_order_before() -> None:
+def test_giving_up_is_told_again_if_the_generation_ended_in_order_before() -> None:
     state, first = state_of_one_that_waits()
     kinds(state)
     give_up(state)
     second = submit(state)
     assert kinds(state) == [m.Withdraw]
-    state.handle(configured(2), 0)  # a rank joined the world; the coordinator drops messages of epoch 1
+    state.handle(configured(2), 0)  # a rank joined the world; the coordinator drops messages of generation 1
     assert kinds(state) == [m.Withdraw]
     assert failed(state.handle(aborted(2), 0)) == [first]
     state.handle(configured(3), 0)

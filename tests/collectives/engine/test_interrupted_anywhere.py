@@ -107,7 +107,7 @@ class Interrupt:
 
 
 def reduce_once() -> None:
-    """Run one collective; those before may have left an end of their epoch behind."""
+    """Run one collective; those before may have left an end of their generation behind."""
     while True:
         try:
             total = hvd.allreduce(np.ones(4), op=hvd.Sum)
@@ -207,7 +207,7 @@ class SentMessages:
 
 
 class InterruptedRank:
-    """State of one rank of two in epoch 1. It has three collectives in flight, and executes two of them.
+    """State of one rank of two in generation 1. It has three collectives in flight, and executes two of them.
 
     Attributes:
         locked: The state, under its lock.
@@ -258,9 +258,9 @@ class InterruptedRank:
         else:
             self.locked.withdraw(self.handles[2], CauseKind.WITHDRAWN, "a test")
 
-    def end_epoch(self) -> None:
+    def end_generation(self) -> None:
         """Do as the coordinator does when it is asked to, and check that the rank goes on."""
-        assert any(isinstance(one, m.Withdraw) and one.epoch == 1 for one in self.sent.messages)
+        assert any(isinstance(one, m.Withdraw) and one.generation == 1 for one in self.sent.messages)
         effects = self.locked.handle(m.Abort(0, 1, "interrupted", (0,), "a test", ()), 0)
         for effect in effects:
             if isinstance(effect, Fail):
@@ -268,7 +268,7 @@ class InterruptedRank:
         self.hooks.run()
         assert [handle.done() for handle in self.handles] == [True] * 3
         assert self.calls == [1] * 3
-        self.locked.handle(msgspec.structs.replace(CONFIGURE, epoch=2), 0)
+        self.locked.handle(msgspec.structs.replace(CONFIGURE, generation=2), 0)
         last = self.handle("0")
         self.locked.submit(last)
         self.locked.flush()
@@ -308,7 +308,7 @@ def interrupt_twice(change: str, every_pair: bool) -> int:
                 rank.locked.flush()  # as the control thread does
                 assert not rank.locked._update_in_progress
                 try:
-                    rank.end_epoch()
+                    rank.end_generation()
                 except AssertionError as error:
                     raise AssertionError(where) from error
                 again = bool(second.where)

@@ -98,7 +98,7 @@ def leave_out_rank_2_in_the_middle(seed: int) -> tuple[Simulation, list[SimEntry
     assert all(me.jobs for me in simulation.ranks)
     simulation.say(m.Expect((0, 1)))
     simulation.run(work=False)
-    assert simulation.ranks[0].state.sets[0].epoch == 2
+    assert simulation.ranks[0].state.sets[0].generation == 2
     return simulation, entries[:2]  # type: ignore[return-value]  # none was refused
 
 
@@ -121,7 +121,7 @@ def test_what_was_begun_with_one_that_is_left_out_does_not_last_for_ever(how: st
     assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in again)
 
 
-def test_a_plane_that_fails_after_its_epoch_is_told() -> None:
+def test_a_plane_that_fails_after_its_generation_is_told() -> None:
     simulation, entries = leave_out_rank_2_in_the_middle(1)
     me = simulation.ranks[0]
     me.jobs.popleft()
@@ -152,7 +152,7 @@ def wait_for(simulation: Simulation, rank: int, name: str) -> SimEntry:
     return entry
 
 
-def test_a_wait_is_known_in_the_epoch_that_follows() -> None:
+def test_a_wait_is_known_in_the_generation_that_follows() -> None:
     simulation = Simulation(2, 1)
     first = wait_for(simulation, 0, "a")
     simulation.say(m.Expect((0, 1, 2)))
@@ -178,13 +178,13 @@ def test_who_waits_in_vain_is_told_though_another_goes_on() -> None:
         assert entry.outcome.cause.kind is CauseKind.DEADLOCK
 
 
-@given(seed=SEEDS, size=st.integers(1, 4), epochs=st.integers(1, 3))
+@given(seed=SEEDS, size=st.integers(1, 4), generations=st.integers(1, 3))
 @settings(max_examples=examples(100), deadline=None)
-def test_uneven_data(seed: int, size: int, epochs: int) -> None:
+def test_uneven_data(seed: int, size: int, generations: int) -> None:
     """Each rank has a number of batches, and joins; in each batch all tensors that it has, in any order."""
     chance = random.Random(seed)
     simulation = Simulation(size, seed, local_limit=8)
-    for _ in range(epochs):
+    for _ in range(generations):
         batches = [chance.randint(0, 4) for _ in range(size)]
         for rank in chance.sample(range(size), size):
             for batch in range(batches[rank]):

@@ -13,7 +13,7 @@ from hvdlab.collectives.types import OpKind
 from joint_ranks import SimEntry
 from joint_simulation import Simulation, allreduce
 
-GENERATION = 1 << 20  # the epochs of a successor are above this
+INCARNATION = 1 << 20  # the generations of a successor are above this
 
 
 def pool(size: int, seed: int) -> Simulation:
@@ -46,7 +46,7 @@ def test_the_group_goes_on_with_a_successor(seed: int, *, client: bool) -> None:
     works(simulation, 0, 1, 2)
     assert {e.outcome for e in added if isinstance(e, SimEntry)} == {("set", 1)}
     for me in simulation.ranks:
-        assert me.state.sets[0].epoch > GENERATION
+        assert me.state.sets[0].generation > INCARNATION
         assert (1 in me.state.sets) == (me.rank != 1)
 
 

@@ -60,13 +60,13 @@ def give_up() -> None:
     context.engine().withdraw("a new group, please")
 
 
-def epoch() -> int:
-    return EngineProbe(context.engine()).locked.state.sets[0].epoch
+def generation() -> int:
+    return EngineProbe(context.engine()).locked.state.sets[0].generation
 
 
-def await_epoch(number: int) -> None:
+def await_generation(number: int) -> None:
     deadline = Deadline(PATIENCE)
-    while epoch() < number:
+    while generation() < number:
         deadline.check("the next group")
 
 
@@ -85,10 +85,10 @@ def total() -> float:
 
 
 def renew(ranks: Ranks) -> int:
-    """Bring all ranks into another group. Returns its epoch."""
-    (before, _) = ranks.run(epoch)
+    """Bring all ranks into another group. Returns its generation."""
+    (before, _) = ranks.run(generation)
     ranks.run(give_up, ranks=[0])
-    ranks.run(await_epoch, before + 1)
+    ranks.run(await_generation, before + 1)
     return int(before) + 1
 
 
@@ -109,7 +109,7 @@ def test_the_first_collective_works_once_there_are_descriptors_again(ranks: Rank
     outcomes = ranks.outcomes(total)
     assert all(isinstance(error, AbortedError) for error in outcomes)
     assert "ulimit -n" in str(outcomes[0])
-    ranks.run(await_epoch, now + 1)  # without memory as well
+    ranks.run(await_generation, now + 1)  # without memory as well
     ranks.run(free, ranks=[1])
     ranks.run(begin_cell, ranks=[1])
     assert ranks.run(total) == [2.0] * 2
@@ -126,9 +126,9 @@ def test_small_ones_need_no_memory(ranks: Ranks) -> None:
     now = renew(ranks)
     for _ in range(5):
         assert ranks.run(small_total) == [2.0] * 2
-    assert ranks.run(epoch) == [now] * 2
+    assert ranks.run(generation) == [now] * 2
     ranks.run(free, ranks=[1])
-    ranks.run(await_epoch, now + 1)
+    ranks.run(await_generation, now + 1)
     assert ranks.run(small_total) == [2.0] * 2
 
 
@@ -137,7 +137,7 @@ def test_it_is_found_out_without_a_cell_as_well(ranks: Ranks) -> None:
     ranks.run(fill, ranks=[1])
     now = renew(ranks)
     ranks.run(free, ranks=[1])
-    ranks.run(await_epoch, now + 1)
+    ranks.run(await_generation, now + 1)
     assert ranks.run(total) == [2.0] * 2
 
 

@@ -1,4 +1,4 @@
-"""A rank that the coordinator has let go: no further epoch begins there, so nothing may wait for one. No coordinator, no process."""
+"""A rank that the coordinator has let go: no further generation begins there, so nothing may wait for one. No coordinator, no process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lose_coordinator(state: RankState) -> None:
     state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
 
 
-def test_what_waits_for_a_successors_epoch_fails_when_the_successor_lets_the_rank_go() -> None:
+def test_what_waits_for_a_successors_generation_fails_when_the_successor_lets_the_rank_go() -> None:
     state = member()
     lose_coordinator(state)
     state.reconnect((0, 1, 2))
@@ -67,7 +67,7 @@ def test_so_does_what_is_submitted_once_training_begins() -> None:
     assert left_out(raised.value)
 
 
-def test_nothing_is_held_after_the_last_epoch_was_aborted() -> None:
+def test_nothing_is_held_after_the_last_generation_was_aborted() -> None:
     state = member()
     assert state.handle(GO, 0) == []
     state.submit(entry("a"))  # goes to the coordinator, which refuses it
@@ -85,4 +85,4 @@ def test_a_successor_may_let_the_rank_stay() -> None:
     waits = entry("a")
     state.submit(waits)
     assert not state.handle(m.Configure(0, 7, MEMBERS, "gloo", {}, False), 0)[2:]
-    assert waits.epoch == 7
+    assert waits.generation == 7

@@ -1,4 +1,4 @@
-"""Messages of one rank to another, between real ranks: a failure of one concerns these two, until an epoch has to
+"""Messages of one rank to another, between real ranks: a failure of one concerns these two, until a generation has to
 end."""
 
 from __future__ import annotations
@@ -106,21 +106,21 @@ def test_small_and_large_ones_from_any_rank(three: Ranks) -> None:
 
 
 def give_up_one_from_any() -> list[Any]:
-    """Give up on rank 0 a receive from any rank; the next one gets the late message, and the epoch goes on."""
+    """Give up on rank 0 a receive from any rank; the next one gets the late message, and the generation goes on."""
     engine = context.engine()
     if engine.rank:
         hvd.barrier()
         if engine.rank == 2:
             submit(2, 0, [7.0], tag=4).wait(PATIENCE)
         return []
-    before = engine.epoch()
+    before = engine.generation()
     with pytest.raises(AbortedError, match=r"sendrecv .*no message came") as caught:
         submit_from_any(np.zeros(1, np.float32), tag=4).wait_or_withdraw(Limit(0.05, "no message came"))
     assert (caught.value.cause.kind, caught.value.pending.missing) == (CauseKind.TIMEOUT, (1, 2))
     hvd.barrier()
     late = np.zeros(1, np.float32)
     source = submit_from_any(late, tag=4).wait(PATIENCE).source
-    assert engine.epoch() == before
+    assert engine.generation() == before
     return [source, float(late[0])]
 
 
@@ -162,7 +162,7 @@ def give_up_one() -> list[Any]:
     kept, late = np.zeros(1, np.float32), np.zeros(1, np.float32)
     other = submit(1, 0, kept, tag=2)
     total = hvd.allreduce_async(np.ones(1), op=hvd.Sum, name="sum")
-    before = engine.epoch()
+    before = engine.generation()
     with pytest.raises(AbortedError, match=r"sendrecv .*no message came") as caught:
         submit(1, 0, np.zeros(1, np.float32), tag=1).wait_or_withdraw(Limit(0.05, "no message came"))
     assert caught.value.cause.kind is CauseKind.TIMEOUT
@@ -171,7 +171,7 @@ def give_up_one() -> list[Any]:
     other.wait()
     found = hvd.synchronize(total)
     submit(1, 0, late, tag=1).wait()  # the next one receives the late message
-    assert engine.epoch() == before
+    assert engine.generation() == before
     return [float(kept[0]), float(found[0]), float(late[0])]
 
 

@@ -70,7 +70,7 @@ def aborts_recorded_while_removing(set_id: int, pending: bool) -> list[str]:
     engine = context.engine()
     recorded: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.recorder, "abort", lambda set_id, epoch, text: recorded.append(text))
+        patch.setattr(engine.recorder, "abort", lambda set_id, generation, text: recorded.append(text))
         if pending and engine.rank == 0:
             operation = hvd.allreduce_async(np.ones(4), "pending", op=hvd.Sum, process_set=set_id)
         engine.remove_process_set(set_id)
@@ -212,11 +212,11 @@ def test_planes_come_on_one_thread_while_they_go_on_another() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for epoch in range(300):
+        for generation in range(300):
             for process_set in range(20):
-                plane = PlaneContext(process_set, epoch, 0, 1, (0,), ("here",))
+                plane = PlaneContext(process_set, generation, 0, 1, (0,), ("here",))
                 executor.prepare(PlaneSlot("local", HOST, plane, lambda: None))
-                executor.close_older(process_set, epoch)
+                executor.close_older(process_set, generation)
     finally:
         sys.setswitchinterval(interval)
         executor.close(PATIENCE)

@@ -287,7 +287,10 @@ def test_what_a_process_set_uses_is_told_until_it_is_gone() -> None:
     log.dissolved(2)
     (batch,) = log.take()
     told = [e for e in decode(batch).events if isinstance(e, Members)]
-    assert [(e.process_set, e.epoch, e.size, e.plane) for e in told] == [(1, 3, 2, "gloo"), (1, 4, 0, "")]
+    assert [(e.process_set, e.generation, e.size, e.plane) for e in told] == [
+        (1, 3, 2, "gloo"),
+        (1, 4, 0, ""),
+    ]
 
 
 def test_a_quick_answer_is_preferred_until_it_is_old() -> None:

@@ -1,4 +1,4 @@
-"""A plane operation that can't be aborted: its thread is left behind, and the next epoch works without it."""
+"""A plane operation that can't be aborted: its thread is left behind, and the next generation works without it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THREADS: list[threading.Thread] = []
 
 
 class StubbornPlane(ShmPlane):
-    """Rank 0's broadcasts of the first epoch hear of nothing until they are released."""
+    """Rank 0's broadcasts of the first generation hear of nothing until they are released."""
 
     def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         if self.context.index == 0 and not CLOSED and not RELEASED.is_set():
@@ -40,7 +40,7 @@ class StubbornPlane(ShmPlane):
         super().broadcast(buffer, root, phases)
 
     def close(self) -> None:
-        CLOSED.append(self.context.epoch)
+        CLOSED.append(self.context.generation)
         super().close()
 
 
@@ -99,10 +99,10 @@ def get_stuck(waiting: bool) -> Any:
     else:
         engine.flush()
     assert STUCK.wait(PATIENCE)
-    before = epoch()
+    before = generation()
     engine.post("stuck", b"", to=[1])
     until = time.monotonic() + PATIENCE
-    while epoch() == before:  # rank 0's submission before it learns of the abort is aborted as well
+    while generation() == before:  # rank 0's submission before it learns of the abort is aborted as well
         assert time.monotonic() < until
         time.sleep(0.01)
     if not waiting:
@@ -112,8 +112,8 @@ def get_stuck(waiting: bool) -> Any:
     return None
 
 
-def epoch() -> int:
-    return EngineProbe(context.engine()).locked.state.sets[0].epoch
+def generation() -> int:
+    return EngineProbe(context.engine()).locked.state.sets[0].generation
 
 
 def stuck() -> int:
@@ -121,7 +121,7 @@ def stuck() -> int:
 
 
 def release() -> tuple[int, int, bool, list[int]]:
-    """Let the stuck thread return; report its leftovers after the next epoch began."""
+    """Let the stuck thread return; report its leftovers after the next generation began."""
     RELEASED.set()
     THREADS[0].join(PATIENCE)
     for thread in threading.enumerate():
@@ -141,7 +141,7 @@ def end() -> tuple[tuple[int, list[str]], tuple[int, list[str]]]:
 
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["executor", "user"])
-def test_the_next_epoch_works_while_a_thread_is_stuck(two: Ranks, waiting: bool) -> None:
+def test_the_next_generation_works_while_a_thread_is_stuck(two: Ranks, waiting: bool) -> None:
     first, second = two.outcomes(get_stuck, waiting)
     assert first is None
     assert isinstance(second, AbortedError)

@@ -76,10 +76,10 @@ def reduce_large_ones_until_it_fails() -> AbortedError | None:
     """Return the error by which one was lost, or nothing where the one lost for others had just been completed."""
     x = np.ones(1 << 22, np.float32)
     engine = context.engine()
-    generation = engine.generation
+    incarnation = engine.incarnation
     hvd.allreduce(x, "large", op=hvd.Sum)
     engine.post("waiting", b"")
-    while engine.generation == generation:
+    while engine.incarnation == incarnation:
         try:
             hvd.allreduce(x, "large", op=hvd.Sum)
         except AbortedError as error:
@@ -97,8 +97,8 @@ def recall(name: str) -> object:
     return memory[name]
 
 
-def epochs() -> dict[int, int]:
-    return {id: group.epoch for id, group in EngineProbe(context.engine()).locked.state.sets.items()}
+def generations() -> dict[int, int]:
+    return {id: group.generation for id, group in EngineProbe(context.engine()).locked.state.sets.items()}
 
 
 def add(ranks: list[int]) -> int | None:
@@ -168,12 +168,12 @@ def init() -> None:
 def test_between_collectives(three: Ranks) -> None:
     three.run(keep, "model", [1, 2, 3])
     assert three.run(total) == [3.0] * 3
-    before = three.run(epochs)
+    before = three.run(generations)
     kill(three)
     three.coordinator.respawn(PATIENCE)
     assert three.run(total) == [3.0] * 3
     assert three.run(recall, "model") == [[1, 2, 3]] * 3
-    after = three.run(epochs)
+    after = three.run(generations)
     assert all(new[0] > old[0] for new, old in zip(after, before, strict=True))
 
 
@@ -211,12 +211,12 @@ def test_in_the_middle_of_a_transfer_between_sockets(two: Ranks) -> None:
 
 def test_several_times_in_a_row(three: Ranks) -> None:
     three.run(keep, "x", 1)
-    before = three.coordinator.generation
+    before = three.coordinator.incarnation
     for _ in range(3):
         kill(three)
         three.coordinator.respawn(PATIENCE)
     assert three.run(total) == [3.0] * 3
-    assert three.coordinator.generation == before + 3
+    assert three.coordinator.incarnation == before + 3
     kill(three)
     three.coordinator.respawn(PATIENCE)
     assert three.run(total) == [3.0] * 3

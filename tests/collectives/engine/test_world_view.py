@@ -6,9 +6,9 @@ from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.protocol import messages as m
 
 
-def world(epoch: int, *ranks: int) -> m.World:
+def world(generation: int, *ranks: int) -> m.World:
     members = tuple(m.Member(rank, "host", 100 + rank) for rank in ranks)
-    return m.World((0, 1, 2), members, (), epoch)
+    return m.World((0, 1, 2), members, (), generation)
 
 
 def test_members_that_came_after_the_last_news_live() -> None:

@@ -115,12 +115,12 @@ def test_with_a_coordinator() -> None:
         client._connection._endpoint._sock.shutdown(socket.SHUT_RDWR)
         lost.get(timeout=GONE)
         assert not recovery.run().replaced
-        assert (coordinator.pid, client.generation, recovery.ending) == (first, 0, "")
+        assert (coordinator.pid, client.incarnation, recovery.ending) == (first, 0, "")
         client.flush()
         os.kill(first, signal.SIGKILL)
         lost.get(timeout=GONE)
         assert recovery.run().replaced
-        assert (client.generation, recovery.ending) == (1, "killed by SIGKILL")
+        assert (client.incarnation, recovery.ending) == (1, "killed by SIGKILL")
         client.flush()
 
 
@@ -165,5 +165,5 @@ def test_the_wait_for_a_successor_ends_with_it() -> None:
         killed = KilledSuccessor(coordinator)
         os.kill(coordinator.pid, signal.SIGKILL)
         recovered = ClientRecovery(killed, client, reconnect_within=PATIENCE).run()
-        assert (recovered.replaced, killed.respawns, client.generation) == (True, 2, 2)
+        assert (recovered.replaced, killed.respawns, client.incarnation) == (True, 2, 2)
         client.flush()

@@ -104,9 +104,9 @@ def test_one_that_loses_its_connection_again_and_again_does_not_come_back(
     for _ in range(RESTARTS):
         assert waiting._may_return()
         waiting.now += 1.0
-        waiting._go_on(endpoint, m.Welcome(0, 0, generation=0))
+        waiting._go_on(endpoint, m.Welcome(0, 0, incarnation=0))
     assert not waiting._may_return()
     waiting.now += RESTART_WINDOW
     assert waiting._may_return()
-    waiting._go_on(endpoint, m.Welcome(0, 0, generation=1))  # a successor
+    waiting._go_on(endpoint, m.Welcome(0, 0, incarnation=1))  # a successor
     assert waiting._may_return()

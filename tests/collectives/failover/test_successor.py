@@ -20,25 +20,25 @@ from hvdlab.collectives.coordinator.events import (
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.failover.successor import EPOCHS
+from hvdlab.collectives.failover.successor import GENERATIONS
 from hvdlab.collectives.protocol import messages as m
 
 M = TypeVar("M", bound=m.Message)
 
 
-def world(*ranks: int, epoch: int = 7) -> m.KnownSet:
+def world(*ranks: int, generation: int = 7) -> m.KnownSet:
     """Return the world of these ranks, with the processes that :func:`hello` gives them."""
-    return m.KnownSet(0, epoch, ranks, tuple(1000 + rank for rank in ranks))
+    return m.KnownSet(0, generation, ranks, tuple(1000 + rank for rank in ranks))
 
 
 WORLD = world(0, 1, 2)
 
 
 class Successor:
-    """State of a coordinator of generation 1, and its messages to each peer (a rank's is 10 + its number)."""
+    """State of a coordinator of incarnation 1, and its messages to each peer (a rank's is 10 + its number)."""
 
     def __init__(self, size: int | None = 3, *, tracked: bool = False) -> None:
-        self.state = CoordinatorState(CoordinatorOptions(size=size, generation=1))
+        self.state = CoordinatorState(CoordinatorOptions(size=size, incarnation=1))
         self.tracked = tracked
         self.said: dict[int, list[m.Message]] = {}
         self.now = 0.0
@@ -50,8 +50,8 @@ class Successor:
                     self.said.setdefault(peer, []).append(effect.message)
         self.state.validate_state()
 
-    def connect(self, rank: int, generation: int = 0, pid: int | None = None) -> None:
-        self(PeerConnected(10 + rank, hello(rank, tracked=self.tracked, generation=generation, pid=pid)))
+    def connect(self, rank: int, incarnation: int = 0, pid: int | None = None) -> None:
+        self(PeerConnected(10 + rank, hello(rank, tracked=self.tracked, incarnation=incarnation, pid=pid)))
 
     def comes(self, rank: int, *sets: m.KnownSet, alive: Iterable[int] = (0, 1, 2), **fields: object) -> None:
         self.connect(rank)
@@ -61,7 +61,7 @@ class Successor:
         self(Received(10 + rank, message))  # type: ignore[arg-type]  # ranks send the messages of ranks
 
     def client(self, *messages: m.Message) -> None:
-        self(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client", generation=0)))
+        self(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client", incarnation=0)))
         for message in messages:
             self(Received(CLIENT, message))  # type: ignore[arg-type]  # clients send the messages of clients
 
@@ -96,15 +96,15 @@ def test_the_world_is_there_again_when_all_have_come() -> None:
     successor.comes(1)
     configure = successor.last(10, m.Configure)
     assert [member.rank for member in configure.members] == [0, 1, 2]
-    assert configure.epoch > EPOCHS
+    assert configure.generation > GENERATIONS
     assert not successor.last(10, m.World).restoring
-    assert successor.last(10, m.Welcome).generation == 1
+    assert successor.last(10, m.Welcome).incarnation == 1
 
 
-def test_epochs_go_on_above_all_that_were() -> None:
+def test_generations_go_on_above_all_that_were() -> None:
     successor = Successor(1)
-    successor.comes(0, world(0, epoch=5 * EPOCHS), alive=[0])
-    assert successor.last(10, m.Configure).epoch > 5 * EPOCHS
+    successor.comes(0, world(0, generation=5 * GENERATIONS), alive=[0])
+    assert successor.last(10, m.Configure).generation > 5 * GENERATIONS
 
 
 def test_who_does_not_come_in_time_is_dead() -> None:
@@ -129,15 +129,15 @@ def test_who_was_declared_dead_does_not_get_in_again() -> None:
     successor.connect(2)
     assert "gone on without it" in successor.last(12, m.Refused).reason
     successor.said.clear()
-    successor.connect(2, generation=-1, pid=4711)
+    successor.connect(2, incarnation=-1, pid=4711)
     assert successor.configured() == (0, 1, 2)
 
 
 def test_who_is_lost_by_this_coordinator_does_not_get_in_again() -> None:
     successor = Successor(1)
-    successor.comes(0, world(0, epoch=1), alive=[0])
+    successor.comes(0, world(0, generation=1), alive=[0])
     successor(PeerLost(10, "cut off"))
-    successor.connect(0, generation=1)
+    successor.connect(0, incarnation=1)
     assert "gone on without it" in successor.last(10, m.Refused).reason
 
 
@@ -208,7 +208,7 @@ def test_one_in_the_place_of_a_rank_that_was_to_be_let_go_stays() -> None:
     successor = Successor(None)
     successor.client(m.Recall((0, 1), members(0, 1), released=(1,)))
     successor.comes(0, alive=[0, 1])
-    successor.connect(1, generation=-1, pid=4711)
+    successor.connect(1, incarnation=-1, pid=4711)
     assert successor.configured() == (0, 1)
     assert successor.count(11, m.Leave) == 0
 
@@ -244,7 +244,7 @@ def test_a_pools_world_waits_for_its_client() -> None:
 def test_a_pool_without_ranks() -> None:
     successor = Successor(None)
     successor.client(m.Recall((0,)))
-    successor.connect(0, generation=-1)
+    successor.connect(0, incarnation=-1)
     assert successor.configured() == (0,)
 
 
@@ -252,7 +252,7 @@ def test_ranks_that_were_still_starting_are_not_dead() -> None:
     successor = Successor(2)
     successor.comes(0, alive=[])
     assert successor.state.membership.deaths == {}
-    successor.connect(1, generation=-1)
+    successor.connect(1, incarnation=-1)
     assert successor.configured() == (0, 1)
 
 
@@ -281,17 +281,17 @@ def test_a_newcomer_under_an_old_number_is_no_member() -> None:
     pair = m.KnownSet(4, 3, (0, 2))
     successor.comes(0, WORLD, pair)
     successor.comes(1)
-    successor.connect(2, generation=-1, pid=4711)
+    successor.connect(2, incarnation=-1, pid=4711)
     assert successor.configured(4) == (0,)
     assert successor.configured() == (0, 1, 2)
 
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_newcomer_under_an_old_number_that_knew_a_coordinator_comes_last(elastic: bool) -> None:
-    """It came to a coordinator that died before it had restored the world, so it comes with a generation, like those that trained."""
+    """It came to a coordinator that died before it had restored the world, so it comes with an incarnation, like those that trained."""
     successor = Successor()
-    successor.state = CoordinatorState(CoordinatorOptions(size=3, generation=2, by_seniority=True))
-    successor.connect(0, generation=1, pid=4711)
+    successor.state = CoordinatorState(CoordinatorOptions(size=3, incarnation=2, by_seniority=True))
+    successor.connect(0, incarnation=1, pid=4711)
     successor.says(0, m.Resume((), (0, 1, 2)))
     for rank in (1, 2):
         successor.comes(rank, elastic=elastic)
@@ -304,7 +304,7 @@ def test_a_newcomer_under_an_old_number_that_knew_a_coordinator_comes_last(elast
 
 def test_a_member_that_has_not_heard_of_its_world_keeps_its_place() -> None:
     successor = Successor()
-    successor.state = CoordinatorState(CoordinatorOptions(size=3, generation=1, by_seniority=True))
+    successor.state = CoordinatorState(CoordinatorOptions(size=3, incarnation=1, by_seniority=True))
     successor.connect(1)
     successor.says(1, m.Resume((), (0, 1, 2)))
     for rank in (0, 2):
@@ -314,7 +314,7 @@ def test_a_member_that_has_not_heard_of_its_world_keeps_its_place() -> None:
 
 def test_one_whose_number_another_process_had_meanwhile_has_fallen_behind() -> None:
     successor = Successor()
-    successor.comes(1, world(0, 1, 2, epoch=5), elastic=True)
+    successor.comes(1, world(0, 1, 2, generation=5), elastic=True)
     newest = m.KnownSet(0, 7, (0, 1, 2), (1000, 4711, 1002))
     for rank in (0, 2):
         successor.comes(rank, newest, elastic=True)
@@ -378,8 +378,8 @@ def test_cells_go_on_and_ends_count_even_if_the_client_has_not_heard_of_them() -
     successor.client(recall)  # over a connection that it gave up, which is read after all
     assert [successor.state.cells.is_running(rank) for rank in range(3)] == active
     definition = m.Definition(1, signature("loss"), "cell [7] line 4")
-    epoch = successor.state.sets.world.epoch
-    successor.says(0, m.Announce(0, epoch, (1,), (definition,)))
+    generation = successor.state.sets.world.generation
+    successor.says(0, m.Announce(0, generation, (1,), (definition,)))
     abort = successor.last(10, m.Abort)
     assert (abort.kind, abort.ranks) == (CauseKind.CELL_FAILED, (1,))
     assert "ZeroDivisionError" in abort.text
@@ -432,7 +432,7 @@ def test_ranks_without_a_place_are_told_to_leave() -> None:
 @pytest.mark.parametrize("by_seniority", [True, False])
 def test_the_positions_of_ranks_outlive_the_coordinator(by_seniority: bool) -> None:
     new = Successor()
-    new.state = CoordinatorState(CoordinatorOptions(size=3, generation=1, by_seniority=by_seniority))
+    new.state = CoordinatorState(CoordinatorOptions(size=3, incarnation=1, by_seniority=by_seniority))
     known = world(2, 0, 1), m.KnownSet(3, 8, (2, 0))
     for rank in range(3):
         new.comes(rank, *(known if rank != 1 else known[:1]))

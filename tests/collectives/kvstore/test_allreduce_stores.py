@@ -533,8 +533,8 @@ def test_a_dead_worker_ends_what_waits_for_it_by_name(own_ranks: Ranks) -> None:
 STORES: list[Any] = []
 
 
-def _epoch() -> int:
-    return EngineProbe(context.engine()).locked.state.sets[0].epoch
+def _generation() -> int:
+    return EngineProbe(context.engine()).locked.state.sets[0].generation
 
 
 def interrupted_round() -> None:
@@ -544,8 +544,8 @@ def interrupted_round() -> None:
     store.set_optimizer("sgd")
     store.init("w", np.zeros(3, np.float32))
     if store.rank == 1:
-        before, until = _epoch(), time.monotonic() + PATIENCE
-        while _epoch() == before:  # a push before it learns of the end of the round would end with it
+        before, until = _generation(), time.monotonic() + PATIENCE
+        while _generation() == before:  # a push before it learns of the end of the round would end with it
             assert time.monotonic() < until
             time.sleep(0.01)
         return

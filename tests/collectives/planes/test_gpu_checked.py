@@ -156,12 +156,12 @@ def interrupted_total(rank: int) -> str:
     return ""
 
 
-def end_epoch() -> None:
-    context.engine().withdraw("the epoch ends", 0)
+def end_generation() -> None:
+    context.engine().withdraw("the generation ends", 0)
 
 
 def next_total() -> float:
-    """Run a collective in the epoch after the one that ends."""
+    """Run a collective in the generation after the one that ends."""
     while True:
         try:
             return total()
@@ -277,7 +277,7 @@ def test_a_group_of_gpus_that_failed_is_not_checked_again(three: Ranks, tmp_path
     three.run(join, "xyz", timeout=PATIENCE)
     three.run(break_check, 1, "raises")
     assert three.run(total, timeout=PATIENCE) == [3.0] * 3
-    three.run(end_epoch, ranks=[2])
+    three.run(end_generation, ranks=[2])
     three.catch_up()
     assert three.run(next_total) == [3.0] * 3
     assert len(list(tmp_path.glob("nccl-*"))) == 1, "communicators"

@@ -46,11 +46,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
         yield found
 
 
-def connected(members: int, epoch: int = 0) -> list[NcclPlane]:
+def connected(members: int, generation: int = 0) -> list[NcclPlane]:
     """Return members that have joined, each from a thread of its own."""
     store = Store()
     ranks, hosts = tuple(range(members)), ("here",) * members
-    made = [NcclPlane(PlaneContext(0, epoch, i, members, ranks, hosts, store)) for i in ranks]
+    made = [NcclPlane(PlaneContext(0, generation, i, members, ranks, hosts, store)) for i in ranks]
     with ThreadPoolExecutor(members) as pool:
         for plane in made:
             plane.connect(PATIENCE)
@@ -237,7 +237,7 @@ def test_an_abort_ends_a_wait_and_a_new_group_works_in_the_same_process(
     for plane in two:
         plane.close()
     tensors = [on_gpu(gpu, 1.0), on_gpu(gpu, 2.0)]
-    anew = connected(2, epoch=1)
+    anew = connected(2, generation=1)
     completions = [begun(plane, tensor) for plane, tensor in zip(anew, tensors, strict=True)]
     assert [outcome(one) for one in completions] == [None, None]
     assert [value_of(one) for one in tensors] == [6.0, 6.0]

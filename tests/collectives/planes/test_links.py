@@ -110,25 +110,25 @@ def test_instances_of_a_partitioned_gpu_have_another_name_for_the_library(
     assert links_between(MINE, [SECOND], [1]) == {NVLINK: (1,)}
 
 
-def test_links_are_those_of_one_epoch() -> None:
+def test_links_are_those_of_one_generation() -> None:
     state = RankState(0)
     members = tuple(m.Member(rank, "host", 1) for rank in (0, 1))
-    for epoch in (1, 2):
-        state.handle(m.Configure(0, epoch, members, "shm", {}, device_planes={"cuda": "cuda/ipc"}), 0)
+    for generation in (1, 2):
+        state.handle(m.Configure(0, generation, members, "shm", {}, device_planes={"cuda": "cuda/ipc"}), 0)
         assert state.sets[0].links == {}
         group = state.set_in(0, 1)
-        assert (group is not None) == (epoch == 1), "a plane of the last epoch was late"
+        assert (group is not None) == (generation == 1), "a plane of the last generation was late"
         if group is not None:
             group.links = {NVLINK: (1,)}
     assert state.set_in(7, 1) is None
     assert list(state.sets) == [0]
 
 
-def test_the_size_of_chunks_is_that_of_one_epoch() -> None:
+def test_the_size_of_chunks_is_that_of_one_generation() -> None:
     state = RankState(0)
     members = tuple(m.Member(rank, "host", 1) for rank in (0, 1))
-    for epoch in (1, 2):
-        state.handle(m.Configure(0, epoch, members, "shm", {}), 0)
+    for generation in (1, 2):
+        state.handle(m.Configure(0, generation, members, "shm", {}), 0)
         assert state.sets[0].chunk_bytes == 0
         state.sets[0].chunk_bytes = 1 << 20
 

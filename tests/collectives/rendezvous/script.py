@@ -82,15 +82,15 @@ def coordinator_dies() -> None:
         while not all(path.exists() for path in left):
             time.sleep(0.001)
         os.kill(coordinator(), signal.SIGKILL)
-    lost, found, generations = 0, 0.0, 0.0
-    while generations < engine.size:  # ranks of one host need no coordinator to agree
+    lost, found, incarnations = 0, 0.0, 0.0
+    while incarnations < engine.size:  # ranks of one host need no coordinator to agree
         try:
-            given = np.array([1.0, float(engine.generation)])
-            found, generations = map(float, hvd.allreduce(given, op=hvd.Sum))
+            given = np.array([1.0, float(engine.incarnation)])
+            found, incarnations = map(float, hvd.allreduce(given, op=hvd.Sum))
         except AbortedError:
             lost += 1
     left[engine.rank].unlink()
-    os.write(1, f"{found} {engine.generation} {lost < 2}\n".encode())
+    os.write(1, f"{found} {engine.incarnation} {lost < 2}\n".encode())
 
 
 def coordinator() -> int:

@@ -273,7 +273,7 @@ def test_aborts_and_losses_are_in_the_trace() -> None:
     converter.feed(1, dropped=7, refused=1)
     events = converter.close()
     (abort,) = named(events, "ABORT")
-    assert abort["args"] == {"process_set": 0, "epoch": 3, "why": "rank 2 died"}
+    assert abort["args"] == {"process_set": 0, "generation": 3, "why": "rank 2 died"}
     assert [event["args"] for event in named(events, "RECORDS_LOST")] == [
         {"records": 5, "in_all": 5},
         {"records": 2, "in_all": 7},

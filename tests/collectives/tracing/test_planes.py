@@ -8,8 +8,8 @@ from hvdlab.collectives.tracing.recording import Planes, Recording
 START = 7_000_000_000
 
 
-def configured(process_set: int, epoch: int, plane: str, size: int = 2) -> Members:
-    return Members(process_set, epoch, size, START, plane)
+def configured(process_set: int, generation: int, plane: str, size: int = 2) -> Members:
+    return Members(process_set, generation, size, START, plane)
 
 
 def test_each_process_set_has_the_plane_that_was_configured_last() -> None:
@@ -32,7 +32,7 @@ def test_a_set_that_is_gone_or_goes_on_without_a_rank_has_none_there() -> None:
     assert [planes.of(rank) for rank in (0, 1)] == [{0: "shm"}] * 2
 
 
-def test_of_a_rank_that_has_not_told_of_the_worlds_new_epoch_the_old_plane_is_known() -> None:
+def test_of_a_rank_that_has_not_told_of_the_worlds_new_generation_the_old_plane_is_known() -> None:
     planes = Planes()
     for rank in (0, 1):
         planes.update(rank, [configured(0, 1, "shm")])

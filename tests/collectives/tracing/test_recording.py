@@ -58,8 +58,8 @@ def fed(*batches: tuple[int, list[Event]], clock: int = 1) -> Recording:
     return recording
 
 
-def world(size: int, epoch: int = 1) -> Members:
-    return Members(0, epoch, size, START)
+def world(size: int, generation: int = 1) -> Members:
+    return Members(0, generation, size, START)
 
 
 def test_the_rank_that_came_last_and_by_how_much() -> None:
@@ -100,7 +100,7 @@ def test_nobody_is_the_last_before_all_have_come() -> None:
     assert [one.times_last for one in summarize(recording)] == [0, 0]
 
 
-def test_equal_numbers_of_another_epoch_are_other_operations() -> None:
+def test_equal_numbers_of_another_generation_are_other_operations() -> None:
     def rank(number: int) -> list[Event]:
         return [
             world(2, 1),

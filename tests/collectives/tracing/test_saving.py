@@ -92,7 +92,7 @@ def test_who_comes_in_another_order_is_in_the_same_operations() -> None:
 
 
 def test_a_number_that_is_used_again_is_another_operation() -> None:
-    """As after a coordinator's end, if its successor's news of the epoch are lost."""
+    """As after a coordinator's end, if its successor's news of the generation are lost."""
     events: dict[int, list[Event]] = {rank: [Members(0, 1, 2, START)] for rank in (0, 1)}
     for rank in (0, 1):
         events[rank] += [one("a", 1, START + rank), one("b", 1, START + 5 + rank)]

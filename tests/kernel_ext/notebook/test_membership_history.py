@@ -12,9 +12,11 @@ from hvdlab.kernel_ext.notebook import membership_history as module
 from hvdlab.kernel_ext.notebook.membership_history import ALL, MembershipChange, MembershipHistory
 
 
-def world(epoch: int, *ranks: int, waiting: tuple[int, ...] = (), formed: tuple[int, ...] = ()) -> Membership:
+def world(
+    generation: int, *ranks: int, waiting: tuple[int, ...] = (), formed: tuple[int, ...] = ()
+) -> Membership:
     members = tuple(Member(rank, "here", 10 + rank, "", (), "", 0.0) for rank in ranks)
-    return Membership(ranks, members, (), epoch, waiting, formed)
+    return Membership(ranks, members, (), generation, waiting, formed)
 
 
 def told(history: MembershipHistory) -> list[tuple[int, str, str]]:

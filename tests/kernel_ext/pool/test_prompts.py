@@ -60,12 +60,12 @@ def test_a_coordinator_that_dies_meanwhile_changes_nothing(start_pool: StartPool
     pool.run("from hvdlab.collectives import context\ncontext.init()")
 
     def kill() -> str:
-        before = pool.client.generation
+        before = pool.client.incarnation
         renewed = threading.Event()
         pool.client.on_reconnected(lambda membership: renewed.set())
         os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         assert renewed.wait(LONG)
-        assert pool.client.generation == before + 1
+        assert pool.client.incarnation == before + 1
         return "all: yes"
 
     user = User(kill, after(0, "all: yes"))

@@ -186,7 +186,7 @@ def test_only_the_connection_to_the_coordinator_is_lost(start_pool: StartPool) -
     PoolProbe(watched.pool).recovery.await_recovered(30)
     (said,) = [*out.notes, *watched.pool.news()]
     assert said.startswith("the connection to the coordinator was lost (")
-    assert (watched.coordinator, watched.pool.client.generation) == (before, 0)
+    assert (watched.coordinator, watched.pool.client.incarnation) == (before, 0)
     watched.check()
 
 

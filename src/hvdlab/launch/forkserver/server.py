@@ -409,7 +409,7 @@ START_WITHIN = 20.0
 START_TRIES = 3
 """How many successors are tried if they fail to come up."""
 UNKNOWN = 16
-"""How many generations a coordinator may be ahead of what is known here: its notebook may have replaced it."""
+"""How many incarnations a coordinator may be ahead of what is known here: its notebook may have replaced it."""
 
 
 class DetachedSupervisor:
@@ -445,7 +445,9 @@ class DetachedSupervisor:
         """
         pid = server_of(self._directory, ANSWER_WITHIN)
         if not self._learn() and self._launch is not None:
-            self._launch = msgspec.structs.replace(self._launch, generation=self._launch.generation + UNKNOWN)
+            self._launch = msgspec.structs.replace(
+                self._launch, incarnation=self._launch.incarnation + UNKNOWN
+            )
         if pid:
             self._watch(pid)
         elif self._known >= 0 and not readable(self._known, 0):
@@ -464,7 +466,7 @@ class DetachedSupervisor:
             launch = msgspec.structs.replace(self._launch, size=ranks)
             # A failed attempt uses its number up: ranks may have met that coordinator, and would take another one of the
             # same number for it.
-            self._launch = msgspec.structs.replace(launch, generation=launch.generation + 1)
+            self._launch = msgspec.structs.replace(launch, incarnation=launch.incarnation + 1)
             try:
                 self._successor = CoordinatorProcess.succeed(launch, self._listeners, START_WITHIN)
             except StartError as error:

@@ -64,14 +64,14 @@ class CallRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallHistoryMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Mail between ranks: the last calls of a group in one epoch; with ``asks``, a request for these.
+    """Mail between ranks: the last calls of a group in one generation; with ``asks``, a request for these.
 
-    ``first`` is how many calls of this epoch came before ``calls``. ``number`` is the asking rank's count of its requests; the answer
+    ``first`` is how many calls of this generation came before ``calls``. ``number`` is the asking rank's count of its requests; the answer
     has the same.
     """
 
     group: str
-    epoch: int
+    generation: int
     first: int = 0
     calls: tuple[CallRecord, ...] = ()
     asks: bool = False
@@ -182,18 +182,18 @@ def _alike(some: Sequence[CallRecord], others: Sequence[CallRecord]) -> int:
 
 
 class _Record:
-    """The last calls of one group in its present epoch, and the count of all."""
+    """The last calls of one group in its present generation, and the count of all."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch, self.count = epoch, 0
+    def __init__(self, generation: int) -> None:
+        self.generation, self.count = generation, 0
         self.calls: deque[CallRecord] = deque(maxlen=KEPT)
 
 
 class CallSource(Protocol):
     """A group that remembers its calls by itself."""
 
-    def calls_of(self, group: str, epoch: int) -> CallHistoryMessage:
-        """Return the last calls of the group in an epoch. Any thread; must not block."""
+    def calls_of(self, group: str, generation: int) -> CallHistoryMessage:
+        """Return the last calls of the group in a generation. Any thread; must not block."""
         ...
 
 
@@ -207,7 +207,7 @@ class Histories:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
-        #: The calls of each group's present epoch; with the following, guarded by the condition.
+        #: The calls of each group's present generation; with the following, guarded by the condition.
         self._records: dict[str, _Record] = {}
         #: Where the calls of groups are that remember them by themselves.
         self._sources: dict[str, CallSource] = {}
@@ -217,12 +217,12 @@ class Histories:
         self._answers: dict[int, dict[int, CallHistoryMessage]] = {}
         engine.on_mail(_TOPIC, self._on_mail)
 
-    def add(self, group: str, epoch: int, call: CallRecord) -> None:
-        """Record a call that was submitted in this epoch of the group's process set."""
+    def add(self, group: str, generation: int, call: CallRecord) -> None:
+        """Record a call that was submitted in this generation of the group's process set."""
         with self._changed:
             record = self._records.get(group)
-            if record is None or record.epoch != epoch:
-                record = self._records[group] = _Record(epoch)
+            if record is None or record.generation != generation:
+                record = self._records[group] = _Record(generation)
             record.count += 1
             record.calls.append(call)
 
@@ -237,30 +237,30 @@ class Histories:
             self._records.pop(group, None)
             self._sources.pop(group, None)
 
-    def explain(self, group: str, epoch: int, missing: Sequence[int]) -> str:
-        """Ask the missing ranks for their calls in this epoch, and return which rank, of these or this one, has skipped calls.
+    def explain(self, group: str, generation: int, missing: Sequence[int]) -> str:
+        """Ask the missing ranks for their calls in this generation, and return which rank, of these or this one, has skipped calls.
 
         Returns:
             A sentence; empty if no rank has, as far as the ranks answer within :data:`PATIENCE`.
         """
-        own = self._said(group, epoch)
+        own = self._said(group, generation)
         others = [rank for rank in missing if rank != self._engine.rank and rank in self._engine.living]
         if not own.calls or not others:
             return ""
-        for rank, said in sorted(self._ask(group, epoch, others).items()):
+        for rank, said in sorted(self._ask(group, generation, others).items()):
             found = find_shift(own, said) or find_drift(own, said)
             if found is not None:
                 return found.sentence(rank, self._engine.rank)
         return ""
 
-    def _ask(self, group: str, epoch: int, others: Sequence[int]) -> dict[int, CallHistoryMessage]:
+    def _ask(self, group: str, generation: int, others: Sequence[int]) -> dict[int, CallHistoryMessage]:
         deadline, answers = Deadline(PATIENCE), dict[int, CallHistoryMessage]()
         with self._changed:
             self._number += 1
             number = self._number
             self._answers[number] = answers
             try:
-                question = CallHistoryMessage(group, epoch, asks=True, number=number)
+                question = CallHistoryMessage(group, generation, asks=True, number=number)
                 self._engine.post(_TOPIC, msgspec.msgpack.encode(question), others)
                 while not answers.keys() >= set(others) and not deadline.expired:
                     self._changed.wait(deadline.remaining())
@@ -268,21 +268,23 @@ class Histories:
                 del self._answers[number]
         return answers
 
-    def _said(self, group: str, epoch: int) -> CallHistoryMessage:
+    def _said(self, group: str, generation: int) -> CallHistoryMessage:
         with self._changed:
             source = self._sources.get(group)
             if source is not None:
-                return source.calls_of(group, epoch)
+                return source.calls_of(group, generation)
             record = self._records.get(group)
-            if record is None or record.epoch != epoch:
-                return CallHistoryMessage(group, epoch)
-            return CallHistoryMessage(group, epoch, record.count - len(record.calls), tuple(record.calls))
+            if record is None or record.generation != generation:
+                return CallHistoryMessage(group, generation)
+            return CallHistoryMessage(
+                group, generation, record.count - len(record.calls), tuple(record.calls)
+            )
 
     def _on_mail(self, sender: int, body: bytes) -> None:
         """Handle another rank's request for calls, or its answer. Control thread."""
         said = msgspec.msgpack.decode(body, type=CallHistoryMessage)
         if said.asks:
-            answer = msgspec.structs.replace(self._said(said.group, said.epoch), number=said.number)
+            answer = msgspec.structs.replace(self._said(said.group, said.generation), number=said.number)
             self._engine.post(_TOPIC, msgspec.msgpack.encode(answer), [sender])
             return
         with self._changed:

@@ -108,7 +108,7 @@ def renamed(error: Exception, operation: str, why: str = "", about: str = "") ->
         cause = error.cause
         if why:
             cause = dataclasses.replace(cause, text=f"{cause.text}; {why}")
-        return AbortedError(pending, cause, error.process_set, error.epoch)
+        return AbortedError(pending, cause, error.process_set, error.generation)
     if type(error) is MismatchError:
         mismatch = MismatchError(operation, error.process_set, error.groups).because_of(error.decision)
         if why:

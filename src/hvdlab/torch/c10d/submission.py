@@ -115,9 +115,9 @@ class Calls:
         self._labels: dict[tuple[str, str], str] = {}
         self.process_set = world.process_set(members)
         self.name_in_core = world.name_in_core(name, self.members)
-        #: The processes that are the group's ranks, and the last epoch of the world in which they were found
+        #: The processes that are the group's ranks, and the last generation of the world in which they were found
         #: to be.
-        self._epoch, self._processes = self._present()
+        self._generation, self._processes = self._present()
         # The store's space, which each init_process_group draws again, is part of the name: the calls of a group that is made again
         # are not compared with those of the former one.
         space = world.store.space if world.store is not None else ""
@@ -144,15 +144,15 @@ class Calls:
         return name_of_group(self.name, self.description, self.members)
 
     def _present(self) -> tuple[int, tuple[object, ...]]:
-        """Return the world's epoch, and the processes that are the group's ranks in this epoch."""
-        epoch, processes = self.engine.processes()
-        return epoch, tuple(process for process in processes if process[0] in self.members)
+        """Return the world's generation, and the processes that are the group's ranks in this generation."""
+        generation, processes = self.engine.processes()
+        return generation, tuple(process for process in processes if process[0] in self.members)
 
     def has_its_ranks(self) -> bool:
         """Return whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
-        epoch, processes = self._present()
+        generation, processes = self._present()
         if processes == self._processes:
-            self._epoch = epoch
+            self._generation = generation
             return True
         return False
 
@@ -160,7 +160,7 @@ class Calls:
         """Raise ``InvalidRequestError`` if the group was destroyed, or has lost ranks."""
         if self.closed:
             raise InvalidRequestError(f"{operation}: process group {self.name} was destroyed.")
-        if self.engine.epoch() != self._epoch and not self.has_its_ranks():
+        if self.engine.generation() != self._generation and not self.has_its_ranks():
             raise InvalidRequestError(
                 f"{operation}: {self} has lost ranks since it was made. "
                 'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
@@ -230,10 +230,10 @@ class Calls:
         site = call_site(2)
         self.begin(work, submission, name or self.name_in_core, site, at_once=at_once)
         if name is None and work.handles:  # a collective, which all members call in one order
-            epoch = work.handles[0].epoch
+            generation = work.handles[0].generation
             call = CallRecord(self.sequence, operation, site + part.about, self.world.steps.taken)
-            self.world.histories.add(self.name_in_mail, epoch, call)
-            work.explain = functools.partial(self.explain, epoch)
+            self.world.histories.add(self.name_in_mail, generation, call)
+            work.explain = functools.partial(self.explain, generation)
         return work
 
     def begin(
@@ -317,7 +317,7 @@ class Calls:
         bucket = self._buckets.text_of(tensors[0] if one else None, caller)
         return ModelPart(bucket, f", {bucket}") if bucket else WHOLE
 
-    def explain(self, epoch: int, error: HvdlabError) -> str:
+    def explain(self, generation: int, error: HvdlabError) -> str:
         """Return a sentence on the rank that has skipped an earlier call, if this can be why an operation failed; otherwise empty."""
         if isinstance(error, AbortedError) and error.cause.kind in _MAY_BE_SHIFTED:
             asked = error.pending.missing
@@ -325,7 +325,7 @@ class Calls:
             asked = self.members
         else:
             return ""
-        return self.world.histories.explain(self.name_in_mail, epoch, asked)
+        return self.world.histories.explain(self.name_in_mail, generation, asked)
 
 
 def _caller() -> FrameType | None:

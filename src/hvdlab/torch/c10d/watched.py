@@ -4,12 +4,12 @@ Nothing is agreed before an operation. A rank records its launches in a ring, an
 is late, or that torch's backend has failed, it reports to the lowest living rank of the group, the *comparer*. That rank asks the others for their
 rings and sends all of them its verdict. The control threads do that, so no rank's user has to be free for it.
 
-* The ranks have launched different operations: the comparer has the coordinator end the epoch of the group's process set.
+* The ranks have launched different operations: the comparer has the coordinator end the generation of the group's process set.
 * Some have not launched it: those that have now wait for them in the core, by a barrier that stands for the launch (its *stand-in*). The core
   ends this wait as it ends any other: the missing rank comes, fails, ends its cell, dies, or is interrupted; and it reports the stall.
 * All have launched it: it is slow.
 
-The end of an epoch ends the inner group on each rank. Once all ranks have reported that, they make the next one. All decisions are made on
+The end of a generation ends the inner group on each rank. Once all ranks have reported that, they make the next one. All decisions are made on
 the control thread, between two messages of the coordinator.
 """
 
@@ -146,7 +146,7 @@ class LaunchWatch:
 
     def _on_abort(self, message: Abort) -> None:
         for group in list(self._groups.values()):
-            group.epoch_ended(message)
+            group.generation_ended(message)
 
     def _on_world(self) -> None:
         for group in list(self._groups.values()):
@@ -199,7 +199,9 @@ class WatchedGroup(HvdlabProcessGroup):
         #: At the comparer: inquiries by generation, channel and number, and the ranks that can make a generation's inner group.
         self._inquiries: dict[tuple[int, str, int], Inquiry] = {}
         self._ended_on: dict[int, set[int]] = {}
-        self._generation = Generation(-1)  # until the ranks have met; ends of epochs before that move it on
+        self._generation = Generation(
+            -1
+        )  # until the ranks have met; ends of generations before that move it on
         self._watch = context.companion(LaunchWatch)
         self._watch.add(self._name_in_mail, self)
         world.histories.attach(self._name_in_mail, self)
@@ -207,7 +209,7 @@ class WatchedGroup(HvdlabProcessGroup):
         self._begin_first()
 
     def _begin_first(self) -> None:
-        """Make the first inner group: its number is that of the epoch in which the ranks meet, so that it is equal on all."""
+        """Make the first inner group: its number is that of the generation in which the ranks meet, so that it is equal on all."""
         request = Request(OpKind.BARRIER, f"{self._calls.name_in_core}.watched", process_set=self.process_set)
         request.site = "dist.new_group"
         handle = self._engine.submit(request)
@@ -215,15 +217,15 @@ class WatchedGroup(HvdlabProcessGroup):
         begun = threading.Event()
 
         def begin() -> None:
-            # An end of this very epoch may have been handled between: then the ranks make the inner group of the next one.
-            if self._generation.number < handle.epoch:
-                self._generation = Generation(handle.epoch)
+            # An end of this very generation may have been handled between: then the ranks make the inner group of the next one.
+            if self._generation.number < handle.generation:
+                self._generation = Generation(handle.generation)
             begun.set()
 
         self._engine.call_on_control(begin)
         begun.wait()
         generation = self._generation
-        if generation.number == handle.epoch:
+        if generation.number == handle.generation:
             self._make(generation)
         self._ready("dist.new_group")
 
@@ -271,12 +273,12 @@ class WatchedGroup(HvdlabProcessGroup):
                 )
             return generation
 
-    def epoch_ended(self, message: Abort) -> None:
-        """End the inner group with its epoch, and report to the comparer that the next one can be made. Control thread."""
+    def generation_ended(self, message: Abort) -> None:
+        """End the inner group with its generation, and report to the comparer that the next one can be made. Control thread."""
         old = self._generation
-        if message.process_set != self.process_set or message.epoch < old.number or self._calls.closed:
+        if message.process_set != self.process_set or message.generation < old.number or self._calls.closed:
             return
-        new = Generation(message.epoch + 1)
+        new = Generation(message.generation + 1)
         self._end_generation(old, message, new)
         if self._calls.has_its_ranks():
             self._send(InnerEnded(self._name_in_mail, new.number), [self._comparer(self._members)])
@@ -414,7 +416,7 @@ class WatchedGroup(HvdlabProcessGroup):
             work.begun(begun, args[0] if args else [])
         # After torch's call: a launch that it refuses was never in flight.
         generation.flying.append(work)
-        # The control thread stores the end of the epoch before it searches the launches in flight: either it has found this one, or this
+        # The control thread stores the end of the generation before it searches the launches in flight: either it has found this one, or this
         # thread sees the end.
         if generation.ended is not None:
             work.end_failed()
@@ -598,7 +600,7 @@ class WatchedGroup(HvdlabProcessGroup):
         verdict = inquiry.verdict()
         stand_in = bool(verdict.missing) or inquiry.stood_in
         mail = LaunchVerdict.of(self._name_in_mail, *key, verdict, stand_in=stand_in)
-        # Before the end of the epoch, on the same connection: it reaches each rank before that.
+        # Before the end of the generation, on the same connection: it reaches each rank before that.
         self._send(mail, [rank for rank in inquiry.members if rank in self._engine.living])
         if verdict.parties:
             text = f"the ranks disagreed about launch {inquiry.number} of {self._calls}"
@@ -609,7 +611,7 @@ class WatchedGroup(HvdlabProcessGroup):
         verdict = generation.verdicts[channel, number] = mail.verdict()
         generation.judged.add((channel, number))
         if verdict.parties:
-            return  # the end of the epoch follows
+            return  # the end of the generation follows
         if mail.stand_in:
             generation.wanted[channel] = max(number, generation.wanted.get(channel, 0))
             if generation.counts.get(channel, 0) >= number:
@@ -656,7 +658,7 @@ class WatchedGroup(HvdlabProcessGroup):
             self._report_blocked(work, handle)
 
     def _all_launched(self, generation: Generation, channel: str, number: int) -> None:
-        """End the epoch if torch's backend has failed a launch that all ranks have made: no rank explains that."""
+        """End the generation if torch's backend has failed a launch that all ranks have made: no rank explains that."""
         if generation is not self._generation:
             return
         for work in generation.flying:
@@ -692,10 +694,10 @@ class WatchedGroup(HvdlabProcessGroup):
         """Keep an error that native code gets, which keeps its text alone."""
         self._engine.sent_through_native.append(error.with_traceback(None))
 
-    def calls_of(self, group: str, epoch: int) -> CallHistoryMessage:
+    def calls_of(self, group: str, generation: int) -> CallHistoryMessage:
         """Return the last collectives of an inner group, for the search for a skipped call. Any thread."""
-        report = self._ring.report(epoch, COLLECTIVES, self._members)
-        return CallHistoryMessage(group, epoch, report.first, report.launches)
+        report = self._ring.report(generation, COLLECTIVES, self._members)
+        return CallHistoryMessage(group, generation, report.first, report.launches)
 
     def error_of(self, work: WatchedWork) -> Exception:
         """Return the error with which a work of an inner group that has ended ends. May ask other ranks; not on the control thread."""

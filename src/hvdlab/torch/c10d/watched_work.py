@@ -54,7 +54,7 @@ class Generation:
     """One inner group of a watched group, from the end of the one before to its own.
 
     Attributes:
-        number: The epoch of the process set in which it begins; equal on all ranks.
+        number: The generation of the process set in which it begins; equal on all ranks.
         inner: The inner group, once it is made.
         lock, begun: Whether a thread makes it, or has, and the lock around that.
         made: Set once it is made, could not be made, or has ended.
@@ -65,7 +65,7 @@ class Generation:
         stand_ins: The stand-ins' handles, by channel and number.
         verdicts: The last verdict on each launch.
         judged: Launches with a verdict since they were reported last, by channel and number.
-        ended: The end of its epoch, once it has ended.
+        ended: The end of its generation, once it has ended.
     """
 
     def __init__(self, number: int) -> None:
@@ -211,7 +211,7 @@ class WatchedWork(dist.Work):
         try:
             if not self._over.wait(seconds):
                 self._group.give_up(self, seconds)
-                self._over.wait()  # for the end of the epoch, for which give_up() has asked
+                self._over.wait()  # for the end of the generation, for which give_up() has asked
         except KeyboardInterrupt:
             self._group.withdraw_interrupted()
             raise

@@ -55,12 +55,12 @@ class _AddedSet:
         handle: The handle of the request that adds it.
         processes: The processes of its ranks when it was requested. A set loses a rank that dies, and does not get the rank's
             successor.
-        epoch: The world's epoch when ``processes`` was last compared with the present processes.
+        generation: The world's generation when ``processes`` was last compared with the present processes.
     """
 
     handle: Handle
     processes: tuple[object, ...]
-    epoch: int
+    generation: int
 
 
 class C10dWorld:
@@ -136,7 +136,9 @@ class C10dWorld:
                 self._let_others_ask(ranks)
             try:
                 return self._register(ranks).wait().process_set
-            except AbortedError:  # the epoch ended for another reason, such as an interrupt of another rank
+            except (
+                AbortedError
+            ):  # the generation ended for another reason, such as an interrupt of another rank
                 if attempt == _ATTEMPTS - 1:
                     raise
         raise AssertionError
@@ -178,25 +180,25 @@ class C10dWorld:
             if added is None or (added.handle.done() and not self._is_there(ranks, added)):
                 name = f"process_set.add.{','.join(map(str, ranks))}"
                 request = Request(OpKind.ADD_PROCESS_SET, name, ranks=ranks, site="dist.new_group")
-                epoch, processes = self._processes(ranks)
-                added = self._sets[ranks] = _AddedSet(self.engine.submit(request), processes, epoch)
+                generation, processes = self._processes(ranks)
+                added = self._sets[ranks] = _AddedSet(self.engine.submit(request), processes, generation)
             return added.handle
 
     def _processes(self, ranks: tuple[int, ...]) -> tuple[int, tuple[object, ...]]:
-        """Return the world's epoch, and the processes that are these ranks in this epoch."""
-        epoch, processes = self.engine.processes()
-        return epoch, tuple(process for process in processes if process[0] in ranks)
+        """Return the world's generation, and the processes that are these ranks in this generation."""
+        generation, processes = self.engine.processes()
+        return generation, tuple(process for process in processes if process[0] in ranks)
 
     def _is_there(self, ranks: tuple[int, ...], added: _AddedSet) -> bool:
         """Return whether a set was added and its ranks are still the same processes. All ranks of the world come to the same answer."""
         result, _ = added.handle.outcome()
         if result is None or not self.engine.knows_process_set(result.process_set):
             return False
-        if added.epoch != self.engine.epoch():
-            epoch, processes = self._processes(ranks)
+        if added.generation != self.engine.generation():
+            generation, processes = self._processes(ranks)
             if processes != added.processes:
                 return False
-            added.epoch = epoch
+            added.generation = generation
         return True
 
     def _is_added(self, ranks: tuple[int, ...]) -> bool:

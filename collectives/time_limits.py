@@ -5,6 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Clock of seconds from a fixed moment, such as ``time.monotonic``; tests pass one that they set themselves."""
+
+    def __call__(self) -> float: ...
 
 
 class Deadline:
@@ -17,7 +24,7 @@ class Deadline:
 
     __slots__ = ("_clock", "_when", "seconds")
 
-    def __init__(self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float | None, *, clock: Clock = time.monotonic) -> None:
         self.seconds = seconds
         self._clock = clock
         #: The end in the clock's seconds, or ``None``.
@@ -120,7 +127,7 @@ class RestartLimit:
         most: int = RESTARTS,
         window: float = RESTART_WINDOW,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.most = most
         self._window = window

@@ -17,6 +17,7 @@ from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello
 from hvdlab.collectives.system import peer_credentials
 from hvdlab.collectives.text import visible
+from hvdlab.collectives.time_limits import Clock
 
 SHAKING, STRANGER, OPEN, CLOSING = range(4)
 
@@ -338,7 +339,7 @@ class RejectionLog:
         self,
         log: Callable[[str], None],
         call_at: Callable[[float, Callable[[], None]], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._log, self._call_at, self._clock = log, call_at, clock
         #: Lines that were logged in this minute.

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives.failures import Failures
+from hvdlab.collectives.time_limits import Clock
 from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone
@@ -198,7 +199,7 @@ class StripSink(OutputSink):
         self,
         ranks: Sequence[int],
         strip: Strip,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         *,
         elastic: bool = False,
     ) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.time_limits import Clock
 from hvdlab.kernel_ext.notebook.cells.results import label_html
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
 from hvdlab.kernel_ext.wire.cells import Display
@@ -121,7 +122,7 @@ class NotebookScreen:
         publisher: OutputChannel,
         ranks: Sequence[int],
         cell: str,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         *,
         plain: bool = False,
         known: DisplayIds | None = None,

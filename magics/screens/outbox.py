@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from hvdlab.collectives.time_limits import Clock
 from hvdlab.magics.screens.publishers import OutputChannel
 
 MESSAGE_CHARACTERS = 256 * 1024
@@ -36,7 +37,7 @@ class PacedOutbox:
     server accepts, may lines of stdout overtake lines of stderr.
     """
 
-    def __init__(self, publisher: OutputChannel, clock: Callable[[], float]) -> None:
+    def __init__(self, publisher: OutputChannel, clock: Clock) -> None:
         self._publisher, self._clock = publisher, clock
         self._limiter = RateLimiter(clock())
         self._waiting: deque[_Message] = deque()

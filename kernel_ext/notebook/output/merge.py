@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -27,6 +27,7 @@ from typing import Protocol
 import msgspec
 
 from hvdlab.collectives.errors import compact_ranks
+from hvdlab.collectives.time_limits import Clock
 from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
@@ -726,9 +727,7 @@ class MergingSink(OutputSink):
         clock: ``time.monotonic``.
     """
 
-    def __init__(
-        self, merger: LineMerger, screen: Screen, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, merger: LineMerger, screen: Screen, clock: Clock = time.monotonic) -> None:
         self._merger, self._screen, self._clock = merger, screen, clock
         self._within_line = (
             False  # the last text on stdout has no end of its line: that of a rank which is alone

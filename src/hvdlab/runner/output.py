@@ -10,6 +10,7 @@ from typing import IO, Any, Protocol, TextIO
 
 from hvdlab.collectives.errors import InvalidRequestError, call_name, format_ranks
 from hvdlab.collectives.text import visible, visible_coloured
+from hvdlab.collectives.time_limits import Clock
 from hvdlab.collectives.types import OpKind, Stall
 from hvdlab.launch.host_agent.rank_process import STDERR, STDOUT
 from hvdlab.launch.processes import OutputTail
@@ -95,7 +96,7 @@ class ConsoleSink:
         *,
         plain: bool = False,
         timestamp: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._writers = {STDOUT: out, STDERR: err}
         self._plain, self._timestamp, self._clock = plain, timestamp, clock
@@ -196,7 +197,7 @@ class LineAssembler:
         self,
         emit: Callable[[bytes, bool], None],
         redraw: float = REDRAW_PLAIN,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._emit, self._redraw, self._clock = emit, redraw, clock
         #: Text without a line's end so far, and when a passing state was shown last, by the clock.

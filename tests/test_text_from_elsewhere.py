@@ -121,11 +121,15 @@ def refusal(name: str, directory: Path) -> str:
     return str(caught.value)
 
 
+class NoScheduler:
+    """Scheduler whose calls never come."""
+
+    def call_at(self, when: float, call: Callable[[], None]) -> None: ...
+
+
 def turned_away(name: str, directory: Path) -> str:
     lines: list[str] = []
-    RejectionLog(lines.append, lambda when, call: None).add(
-        f"connection 3 is closed: invalid tag {name!s}" * 9000
-    )
+    RejectionLog(lines.append, NoScheduler()).add(f"connection 3 is closed: invalid tag {name!s}" * 9000)
     (line,) = lines
     assert len(line) <= 300
     return line

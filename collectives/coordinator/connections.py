@@ -11,7 +11,7 @@ from collections.abc import Callable
 from hvdlab.collectives.coordinator.event_history import LaggingSubscriber
 from hvdlab.collectives.coordinator.events import Event, PeerLost
 from hvdlab.collectives.coordinator.options import ServerOptions
-from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
+from hvdlab.collectives.event_loop import NEVER, READ, WRITE, CallScheduler, EventLoop
 from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello
@@ -24,10 +24,6 @@ SHAKING, STRANGER, OPEN, CLOSING = range(4)
 
 EVERYTHING = -1
 """For :attr:`Connection.members_sent`: each message to it carries all descriptions of members."""
-
-
-NEVER = float("inf")
-"""Time of a check that is not due: later than any other."""
 
 
 MOST_STRANGERS = 256
@@ -51,10 +47,10 @@ MINUTE = 60.0
 
 
 class Connections:
-    """Accepted sockets, with the poller and the timeouts that watch them.
+    """Accepted sockets, with the event loop and the timeouts that watch them.
 
     Attributes:
-        poller: Its targets are connections, or functions to call.
+        loop: Its targets are connections, or functions to call.
         listeners: Sockets that accept connections.
         open: Connections that were introduced, by peer.
         lost: Events about connections that ended while the server sent to them.
@@ -64,7 +60,7 @@ class Connections:
     """
 
     def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
-        self.poller: Poller[Connection | Callable[[], None]] = Poller()
+        self.loop: EventLoop[Connection | Callable[[], None]] = EventLoop()
         self.listeners: list[socket.socket] = []
         self.open: dict[int, Connection] = {}
         self.lost: list[Event] = []
@@ -74,12 +70,10 @@ class Connections:
         self._options = options
         #: Called with a warning for the operator.
         self._log = log
-        self.rejections = RejectionLog(log, self.call_at)
+        self.rejections = RejectionLog(log, self.loop)
         self._transient: dict[Connection, None] = {}  # neither introduced yet nor quite closed
         #: Number of the next connection.
         self._next_peer = 1
-        #: Calls of :meth:`call_at`, with their times.
-        self._calls: list[tuple[float, Callable[[], None]]] = []
 
     @property
     def idle(self) -> bool:
@@ -94,7 +88,7 @@ class Connections:
         connection = Connection(sock, self._next_peer, deadline)
         self._next_peer += 1
         self._set_deadline(connection, deadline)
-        self.poller.register(connection, READ, connection)
+        self.loop.register(connection, READ, connection)
 
     def has_place_for_stranger(self) -> bool:
         """Return whether one more connection over the network can be accepted; the oldest that has had its time ends for it.
@@ -134,7 +128,7 @@ class Connections:
         connection.phase = CLOSING
         self._transient.pop(connection, None)
         # Before the close: the next accepted socket can get the same descriptor.
-        self.poller.unregister(connection)
+        self.loop.unregister(connection)
         connection.endpoint.close()
 
     def close_oldest_stranger(self) -> bool:
@@ -168,11 +162,11 @@ class Connections:
             return
         connection.phase = CLOSING
         self._set_deadline(connection, time.monotonic() + self._options.hello_timeout)
-        self.poller.modify(connection, WRITE)
+        self.loop.modify(connection, WRITE)
 
     def close(self) -> None:
         """Close every socket, after one attempt to send its backlog."""
-        for target in self.poller:
+        for target in self.loop:
             if isinstance(target, Connection):
                 with contextlib.suppress(ConnectionLost):
                     target.endpoint.flush()
@@ -181,7 +175,7 @@ class Connections:
             listener.close()
         self.open.clear()
         self._transient.clear()
-        self.poller.close()
+        self.loop.close()
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -199,7 +193,7 @@ class Connections:
             return
         if not connection.writing:
             connection.writing = True
-            self.poller.modify(connection, READ | WRITE)
+            self.loop.modify(connection, READ | WRITE)
         if connection.endpoint.backlog > self._options.backlog_limit and connection.phase == OPEN:
             # Into ``lost``, not the present events: the state is in the middle of handling those.
             self._log(f"{connection.name} is dropped: it does not read what it is sent")
@@ -217,33 +211,16 @@ class Connections:
             self.close_now(connection)
         elif connection.writing:
             connection.writing = False
-            self.poller.modify(connection, READ)
+            self.loop.modify(connection, READ)
 
     # -- time -----------------------------------------------------------------------------------------------------
-
-    def call_at(self, when: float, call: Callable[[], None]) -> None:
-        """Schedule a call by :meth:`check_timeouts` at ``when`` (``time.monotonic()``)."""
-        self._calls.append((when, call))
-        self.schedule_check(when)
 
     def schedule_check(self, when: float) -> None:
         """Schedule :meth:`check_timeouts` for ``when`` (``time.monotonic()``) at the latest."""
         self.next_check = min(self.next_check, when)
 
-    def _call_due(self, now: float) -> float:
-        # Removed before they are made: a call can schedule itself again.
-        due = [call for when, call in self._calls if now >= when]
-        self._calls = [(when, call) for when, call in self._calls if now < when]
-        for call in due:
-            call()
-        return min([when for when, _ in self._calls], default=NEVER)
-
     def check_timeouts(self, now: float) -> None:
-        """Close connections that are late, make the calls that are due, and set :attr:`next_check`."""
-        self.next_check = min(self._close_late(now), self._call_due(now))
-
-    def _close_late(self, now: float) -> float:
-        """Close connections that did not introduce themselves, or did not read their backlog, in time."""
+        """Close connections that did not introduce themselves, or did not read their backlog, in time; set :attr:`next_check`."""
         upcoming = NEVER
         for connection in list(self._transient):
             if now < connection.deadline:
@@ -254,7 +231,7 @@ class Connections:
                     f"{connection.name} is closed: no Hello within {self._options.hello_timeout:g} s"
                 )
             self.close_now(connection)
-        return upcoming
+        self.next_check = upcoming
 
 
 class Connection:
@@ -331,17 +308,17 @@ class RejectionLog:
 
     Args:
         log: Called with a line for the operator.
-        call_at: ``call_at(when, call)`` schedules a call.
+        scheduler: Calls at the end of each minute.
         clock: Returns the time, in seconds.
     """
 
     def __init__(
         self,
         log: Callable[[str], None],
-        call_at: Callable[[float, Callable[[], None]], None],
+        scheduler: CallScheduler,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._log, self._call_at, self._clock = log, call_at, clock
+        self._log, self._scheduler, self._clock = log, scheduler, clock
         #: Lines that were logged in this minute.
         self._logged = 0
         #: Rejections that were only counted in this minute.
@@ -353,7 +330,7 @@ class RejectionLog:
         """Log the rejection of a connection, or only count it after the first ones of a minute."""
         text = visible(text, LONGEST_REJECTION)
         if self._logged == 0:
-            self._call_at(self._clock() + MINUTE, self._minute_over)
+            self._scheduler.call_at(self._clock() + MINUTE, self._minute_over)
         if self._logged < LOGGED_PER_MINUTE:
             self._logged += 1
             self._log(text)

@@ -17,11 +17,12 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
-from hvdlab.collectives.coordinator.connections import NEVER, Connection, Connections
+from hvdlab.collectives.coordinator.connections import Connection, Connections
 from hvdlab.collectives.coordinator.events import Event, Received
 from hvdlab.collectives.coordinator.membership import MembershipTable
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.event_loop import NEVER
 from hvdlab.collectives.protocol.codec import encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.messages import Ping, RankLost

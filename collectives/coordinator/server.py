@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from hvdlab.collectives.coordinator.connections import (
     CLOSING,
     EVERYTHING,
-    NEVER,
     OPEN,
     SHAKING,
     Connection,
@@ -38,9 +37,9 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.liveness import Liveness
 from hvdlab.collectives.coordinator.options import ServerOptions
-from hvdlab.collectives.coordinator.poller import READ, WRITE
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.event_loop import NEVER, READ, WRITE
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
@@ -116,8 +115,8 @@ class CoordinatorServer:
         self.connections = Connections(options, log)
         #: Detection of dead peers; it reads from all that are introduced.
         self._liveness = Liveness(self.connections, self.state, options, log)
-        #: The poller of the connections, which watches the listeners as well.
-        self._poller = self.connections.poller
+        #: The loop of the connections, which watches the listeners as well.
+        self._loop = self.connections.loop
         self._log, self._note = log, note
         self._memory = memory
         #: Descriptions of members that were sent to any rank; each connection has the number of the last one that it got.
@@ -141,7 +140,7 @@ class CoordinatorServer:
         self._watch(sock, context)
 
     def _watch(self, listener: socket.socket, context: ssl.SSLContext | None) -> None:
-        self._poller.register(listener, READ, lambda: self._accept(listener, context))
+        self._loop.register(listener, READ, lambda: self._accept(listener, context))
 
     def stop_at_end_of(self, descriptor: int, *, linger: bool = False) -> None:
         """Stop once this descriptor reports end of file: the starter has ended.
@@ -150,15 +149,15 @@ class CoordinatorServer:
             descriptor: The starter's lifeline, or its process descriptor.
             linger: Whether to serve until no rank or client is connected.
         """
-        self._poller.register(descriptor, READ, lambda: self._read_lifeline(descriptor, linger))
+        self._loop.register(descriptor, READ, lambda: self._read_lifeline(descriptor, linger))
 
     def stop_when_readable(self, descriptor: int) -> None:
         """Stop once this descriptor is readable (a process descriptor, a signal's wake-up)."""
-        self._poller.register(descriptor, READ, self.stop)
+        self._loop.register(descriptor, READ, self.stop)
 
     def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
         """Call this when a descriptor is readable. It must not block."""
-        self._poller.register(descriptor, READ, callback)
+        self._loop.register(descriptor, READ, callback)
 
     def stop(self) -> None:
         """Leave :meth:`serve` after the present batch of events."""
@@ -174,7 +173,7 @@ class CoordinatorServer:
             self.stop()
         self.alone = True
         self.on_alone()
-        self._poller.unregister(descriptor)
+        self._loop.unregister(descriptor)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -192,13 +191,13 @@ class CoordinatorServer:
 
     def timeout(self) -> float | None:
         """Return the seconds until the next deadline, or ``None`` for never."""
-        due = min(self._due, self.connections.next_check)
+        due = min(self._due, self.connections.next_check, self._loop.next_call)
         return None if due == NEVER else max(0.0, due - time.monotonic())
 
     def serve_once(self, timeout: float | None) -> None:
         """Wait at most ``timeout`` seconds for descriptors, and handle a batch of events."""
         connections = self.connections
-        ready = self._poller.wait(timeout)
+        ready = self._loop.wait(timeout)
         now = time.monotonic()
         events: list[Event] = []
         later: list[Connection] = []
@@ -221,6 +220,7 @@ class CoordinatorServer:
         if now >= connections.next_check:
             connections.check_timeouts(now)
             self._liveness.check(now, events)
+        self._loop.call_due(now)
         if now >= self._due:
             events.append(Tick())
         # Perhaps the pings of the check were too much for a peer that does not read.
@@ -275,8 +275,8 @@ class CoordinatorServer:
     def _accept_later(self, listener: socket.socket, context: ssl.SSLContext | None, reason: str) -> None:
         """Stop watching the listener for a while, since it would be readable all the time; newcomers wait at it."""
         self.connections.rejections.add(f"new connections have to wait: {reason}")
-        self._poller.unregister(listener)
-        self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
+        self._loop.unregister(listener)
+        self._loop.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
 
     def _read_stranger(self, connection: Connection, events: list[Event]) -> None:
         try:

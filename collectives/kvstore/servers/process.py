@@ -30,8 +30,8 @@ import numpy as np
 
 from hvdlab.collectives.client import CoordinatorAddress
 from hvdlab.collectives.coordinator.connections import RejectionLog
-from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
 from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.event_loop import READ, WRITE, EventLoop, WakeUp
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
@@ -134,11 +134,11 @@ class _Connection:
 class JobObserver:
     """Connection of the server to the coordinator, which reports which ranks have died, and when the job is over."""
 
-    def __init__(self, launch: ServerLaunch, news: deque[Event | None], wake: int) -> None:
+    def __init__(self, launch: ServerLaunch, news: deque[Event | None], wakeup: WakeUp) -> None:
         self._coordinator = CoordinatorAddress(
             launch.coordinator, launch.coordinator_token, launch.coordinator_certificate or None, "observer"
         )
-        self._reattach, self._events, self._wake = launch.reattach, news, wake
+        self._reattach, self._events, self._wakeup = launch.reattach, news, wakeup
         #: Process ids of members, by rank.
         self._known: dict[int, int] = {}
         #: The coordinator's incarnation; -1 before the first connection.
@@ -205,10 +205,9 @@ class JobObserver:
         self._known = members
 
     def _notify(self, news: Event | None) -> None:
-        # Before the byte: the loop reads the queue once the pipe has woken it.
+        # Before the wake-up: the loop reads the queue once it is awake.
         self._events.append(news)
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop is about to wake
-            os.write(self._wake, b"\0")
+        self._wakeup.wake()
 
 
 class ParameterServer:
@@ -221,7 +220,7 @@ class ParameterServer:
     def __init__(self, launch: ServerLaunch) -> None:
         self._launch = launch
         self._state = ParameterServerState(_import_optimizers(launch))
-        self._poller: Poller[_Connection | socket.socket | int] = Poller()
+        self._loop: EventLoop[_Connection | socket.socket | WakeUp] = EventLoop()
         self._connections: dict[int, _Connection] = {}
         #: Answers of this step by connection, sent together: one system call, and one wake-up of the worker, for all of them.
         self._answers: dict[int, list[bytes]] = {}
@@ -229,15 +228,11 @@ class ParameterServer:
         self._numbers = 0
         #: For the TLS listener; None without one.
         self._context: ssl.SSLContext | None = None
-        #: Pipe by which the thread of :class:`JobObserver` and SIGTERM wake the loop.
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
+        #: Wakes the loop, for the thread of :class:`JobObserver` and SIGTERM.
+        self._wakeup = WakeUp()
         #: Events of the job; None when it is over.
         self._events: deque[Event | None] = deque()
-        #: Calls that are due at a time.
-        self._later: list[tuple[float, Any]] = []
-        self._rejections = RejectionLog(_log, lambda when, call: self._later.append((when, call)))
+        self._rejections = RejectionLog(_log, self._loop)
         #: Listeners at which the server accepts nothing for a while, or until a connection ends.
         self._waiting: list[socket.socket] = []
         #: The loop ends after this step; the job is over as well.
@@ -246,8 +241,8 @@ class ParameterServer:
     def serve(self) -> bool:
         """Run until the job is over, or SIGTERM comes. Returns whether the job is over."""
         self._listen()
-        JobObserver(self._launch, self._events, self._wake_writer).start()
-        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+        JobObserver(self._launch, self._events, self._wakeup).start()
+        signal.set_wakeup_fd(self._wakeup.writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
         with contextlib.suppress(
             BrokenPipeError
@@ -268,28 +263,28 @@ class ParameterServer:
         launch = self._launch
         local = socket.socket(fileno=launch.listener)
         local.setblocking(False)
-        self._poller.register(local, READ, local)
+        self._loop.register(local, READ, local)
         if launch.tls_listener >= 0:
             self._context = server_context(Path(launch.directory), launch.certificate, launch.key)
             remote = socket.socket(fileno=launch.tls_listener)
             remote.setblocking(False)
-            self._poller.register(remote, READ, remote)
-        self._poller.register(self._wake_reader, READ, self._wake_reader)
+            self._loop.register(remote, READ, remote)
+        self._loop.register(self._wakeup, READ, self._wakeup)
 
     def _step(self) -> None:
         now = time.monotonic()
         due = min(
             [
                 self._state.next_tick(),
-                *(when for when, _ in self._later),
+                self._loop.next_call,
                 *(c.deadline for c in self._connections.values() if not c.open),
             ]
         )
-        for target, events in self._poller.wait(None if due == math.inf else max(0.0, due - now)):
+        for target, events in self._loop.wait(None if due == math.inf else max(0.0, due - now)):
             if isinstance(target, socket.socket):
                 self._accept(target)
-            elif isinstance(target, int):
-                os.read(target, 4096)
+            elif isinstance(target, WakeUp):
+                target.drain()
             else:
                 self._serve(target, events)
                 self._send_answers()
@@ -309,10 +304,7 @@ class ParameterServer:
         for connection in list(self._connections.values()):
             if not connection.open and connection.deadline <= now:
                 self._reject(connection, f"it did not introduce itself within {INTRODUCE_WITHIN:g} s")
-        calls = [call for when, call in self._later if when <= now]
-        self._later = [(when, call) for when, call in self._later if when > now]
-        for call in calls:
-            call()
+        self._loop.call_due(now)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -342,7 +334,7 @@ class ParameterServer:
         self._numbers += 1
         connection = _Connection(sock, self._numbers)
         self._connections[connection.number] = connection
-        self._poller.register(connection, READ, connection)
+        self._loop.register(connection, READ, connection)
 
     def _has_room_for_stranger(self) -> bool:
         """Return whether one more connection without a token may stay; the oldest that has had its time ends for it."""
@@ -369,14 +361,14 @@ class ParameterServer:
     def _accept_later(self, listener: socket.socket, reason: str) -> None:
         """Let newcomers wait at the listener for a while, or until a connection ends: it would be readable all the time."""
         self._rejections.add(f"new connections have to wait: {reason}")
-        self._poller.unregister(listener)
+        self._loop.unregister(listener)
         self._waiting.append(listener)
-        self._later.append((time.monotonic() + _ACCEPT_AGAIN_SECONDS, self._accept_again))
+        self._loop.call_at(time.monotonic() + _ACCEPT_AGAIN_SECONDS, self._accept_again)
 
     def _accept_again(self) -> None:
         while self._waiting:
             listener = self._waiting.pop()
-            self._poller.register(listener, READ, listener)
+            self._loop.register(listener, READ, listener)
 
     def _serve(self, connection: _Connection, events: int) -> None:
         if connection.endpoint.closed:
@@ -385,7 +377,7 @@ class ParameterServer:
             if connection.shaking and not self._handshake_done(connection):
                 return
             if events & WRITE and connection.endpoint.flush():
-                self._poller.modify(connection, READ)
+                self._loop.modify(connection, READ)
             for payload in connection.endpoint.receive():
                 if connection.open:
                     self._receive(connection, m.decode_from_worker(payload))
@@ -403,12 +395,12 @@ class ParameterServer:
         try:
             connection.sock.do_handshake()
         except ssl.SSLWantReadError:
-            self._poller.modify(connection, READ)
+            self._loop.modify(connection, READ)
             return False
         except ssl.SSLWantWriteError:
-            self._poller.modify(connection, READ | WRITE)
+            self._loop.modify(connection, READ | WRITE)
             return False
-        self._poller.modify(connection, READ)
+        self._loop.modify(connection, READ)
         connection.shaking = False
         return True
 
@@ -452,7 +444,7 @@ class ParameterServer:
     def _drop(self, connection: _Connection) -> None:
         if connection.endpoint.closed:
             return
-        self._poller.unregister(connection)
+        self._loop.unregister(connection)
         connection.endpoint.close()
         del self._connections[connection.number]
         self._accept_again()
@@ -495,7 +487,7 @@ class ParameterServer:
     def _send(self, connection: _Connection, frames: bytes, descriptor: int = -1) -> None:
         try:
             if frames and not connection.endpoint.send_frame(frames, descriptor):
-                self._poller.modify(connection, READ | WRITE)
+                self._loop.modify(connection, READ | WRITE)
         except ConnectionLost:
             return  # reading finds its end, too
 

@@ -19,7 +19,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     yield server
     for connection in list(server._transient):
         server.close_now(connection)
-    server.poller.close()
+    server.loop.close()
 
 
 @pytest.fixture

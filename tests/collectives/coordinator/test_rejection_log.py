@@ -29,7 +29,7 @@ class Clock:
 def test_the_first_ones_are_told_each_and_the_others_counted() -> None:
     lines: list[str] = []
     clock = Clock()
-    rejections = RejectionLog(lines.append, clock.call_at, lambda: clock.now)
+    rejections = RejectionLog(lines.append, clock, lambda: clock.now)
     for number in range(1000):
         rejections.add(f"connection {number} is closed")
     assert lines == [f"connection {number} is closed" for number in range(LOGGED_PER_MINUTE)]
@@ -44,7 +44,7 @@ def test_the_first_ones_are_told_each_and_the_others_counted() -> None:
 def test_an_attack_that_goes_on_costs_a_few_lines_a_minute() -> None:
     lines: list[str] = []
     clock = Clock()
-    rejections = RejectionLog(lines.append, clock.call_at, lambda: clock.now)
+    rejections = RejectionLog(lines.append, clock, lambda: clock.now)
     for _ in range(10):
         for _ in range(600):
             rejections.add("no Hello")
@@ -55,7 +55,7 @@ def test_an_attack_that_goes_on_costs_a_few_lines_a_minute() -> None:
 def test_the_last_ones_are_told_and_nothing_is_called_for_ever() -> None:
     lines: list[str] = []
     clock = Clock()
-    rejections = RejectionLog(lines.append, clock.call_at, lambda: clock.now)
+    rejections = RejectionLog(lines.append, clock, lambda: clock.now)
     for _ in range(LOGGED_PER_MINUTE + 1):
         rejections.add("the token is wrong")
     clock.pass_(MINUTE)

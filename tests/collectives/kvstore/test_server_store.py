@@ -21,6 +21,7 @@ import pytest
 
 from hvdlab import kvstore
 from hvdlab.collectives import context
+from hvdlab.collectives.event_loop import WakeUp
 from hvdlab.collectives.kvstore import server_store
 from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.messages import VERSION, Attach, encode
@@ -617,16 +618,14 @@ def test_a_process_that_becomes_a_server_after_the_end_does_not_wait(own_ranks: 
 
 
 def test_the_end_of_the_job_is_reported_also_if_the_wake_up_pipe_is_full() -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    wakeup = WakeUp()
     with contextlib.suppress(BlockingIOError):
         while True:
-            os.write(writer, bytes(4096))
+            os.write(wakeup.writer, bytes(4096))
     events: deque[Any] = deque()
     launch = SimpleNamespace(coordinator="", coordinator_token="", coordinator_certificate="", reattach=1.0)
     try:
-        JobObserver(cast(Any, launch), events, writer)._notify(None)
+        JobObserver(cast(Any, launch), events, wakeup)._notify(None)
     finally:
-        os.close(reader)
-        os.close(writer)
+        wakeup.close()
     assert list(events) == [None]

@@ -122,7 +122,7 @@ class Connections:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def close_now(self, connection: Connection) -> None:
-        """Close a connection now. Without effect if it is closed already: results of the poller's last wait can still name it."""
+        """Close a connection now. Without effect if it is closed already: results of the loop's last wait can still name it."""
         if connection.endpoint.closed:
             return
         connection.phase = CLOSING

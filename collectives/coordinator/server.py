@@ -1,4 +1,4 @@
-"""Server: the shell around the coordinator's state, with sockets, clock and one poller.
+"""Server: the shell around the coordinator's state, with sockets, clock and one event loop.
 
 The server waits for all descriptors in one call, until the next deadline. So the coordinator of an idle job wakes up for heartbeats
 only.

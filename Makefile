@@ -48,10 +48,10 @@ lint: $(INSTALLED) ## ruff, and the imports between rooms
 	$(BIN)/lint-imports
 
 quick: $(INSTALLED) ## linters, mypy and the unit tests of what differs from main, in under two minutes
-	@$(BIN)/python tests/quick.py
+	@$(BIN)/python tests/support/quick.py
 
 house: $(INSTALLED) ## figures of the tree's text: modules, circles of imports, names with several meanings, prose
-	@$(BIN)/python tests/house.py
+	@$(BIN)/python tests/support/house.py
 
 types: $(INSTALLED) ## mypy and pyright, side by side
 	@$(MAKE) --no-print-directory --jobs=2 mypy pyright
@@ -64,7 +64,7 @@ unit: $(INSTALLED) house ## all tests but the long ones; PYTEST_ARGS goes to pyt
 	$(BIN)/python -m pytest -m "alone and not soak" --junitxml out/junit-alone.xml $(PYTEST_ARGS)
 
 timings: $(INSTALLED) ## commit how long each group of tests took in the last run here: it orders the first run of a clean clone
-	$(BIN)/python tests/scheduling.py
+	$(BIN)/python tests/support/scheduling.py
 
 unit-root: $(INSTALLED) ## those of the tests that ordinary users can't run
 	$(BIN)/python -m pytest -m "root and not soak and not alone" -n $(WORKERS) --junitxml out/junit-root.xml $(PYTEST_ARGS)
@@ -85,7 +85,7 @@ audit: ## known vulnerabilities of the versions in constraints.txt and the lock 
 	cd labextension && npm audit --package-lock-only --audit-level high --omit dev
 
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
-	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/collectives tests/multihost tests/chaos tests/conformance tests/kernel_ext tests/magics tests/examples tests/widgets tests/labextension tests/torch/test_habits.py $(PYTEST_ARGS)
+	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/unit/collectives tests/integration/collectives tests/system/hosts tests/chaos tests/conformance tests/integration/kernel_ext tests/unit/kernel_ext tests/system/spmd tests/unit/magics tests/system/magics tests/integration/magics tests/system/examples tests/unit/widgets tests/integration/widgets tests/system/labextension tests/integration/torch/test_habits.py $(PYTEST_ARGS)
 
 chaos: $(INSTALLED) ## a thousand faults on real pools, and a thousand changes of elastic training: an hour and a half
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md
@@ -129,16 +129,16 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 	$(PYTHON) -m venv out/numpy
 	out/numpy/bin/python -m pip install --quiet numpy==1.23.5 'pandas>=2.2,<2.3' msgspec 'ipyparallel>=9' mpi4py mpich cryptography \
 		hypothesis pytest pytest-timeout pytest-xdist --editable .
-	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/tracing tests/collectives/reduce tests/collectives/protocol \
-		tests/bindings/test_numpy_collectives.py $(PYTEST_ARGS)
-	out/numpy/bin/python -m pytest -m "not soak" tests/conformance/test_planes.py tests/conformance/test_adasum.py \
+	out/numpy/bin/python -m pytest -m "not soak" tests/unit/collectives/tracing tests/integration/collectives/tracing tests/unit/collectives/reduce tests/unit/collectives/protocol tests/integration/collectives/protocol \
+		tests/integration/bindings/test_numpy_collectives.py $(PYTEST_ARGS)
+	out/numpy/bin/python -m pytest -m "not soak" tests/conformance/planes/test_planes.py tests/conformance/planes/test_adasum.py \
 		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)
-	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/engine tests/collectives/coordinator tests/collectives/rendezvous \
+	out/numpy/bin/python -m pytest -m "not soak" tests/integration/collectives/engine tests/unit/collectives/engine tests/unit/collectives/coordinator tests/integration/collectives/coordinator tests/integration/collectives/rendezvous \
 		-k "not gloo and not test_tls and not tls and not two_hosts" $(PYTEST_ARGS)
 
 # The first of these that runs, also those of pyenv that are not chosen.
 NEWEST = $(shell for name in python3.15 python3.14 python3.13 python3.12; do for python in "$$name" "$$HOME"/.pyenv/versions/*/bin/"$$name"; do "$$python" -c "" 2>/dev/null && echo "$$python" && exit; done; done)
-NEWEST_TESTS := tests/collectives/tracing tests/collectives/reduce tests/collectives/protocol tests/collectives/elastic tests/collectives/failover
+NEWEST_TESTS := tests/unit/collectives
 
 test-newest: ## unit tests of the core on the newest Python that is here, without torch, in an environment of its own
 	@python="$(NEWEST)"; if [ -z "$$python" ]; then echo "=== test-newest was left out: there is no Python 3.12 or newer." >&2; exit 0; fi; set -ex; \
@@ -152,8 +152,8 @@ torch-next: ## the process groups on the newest torch that pip finds, with its i
 	grep -vE '^(torch|triton|nvidia-|cuda-)' constraints.txt > out/torch-next/constraints.txt
 	out/torch-next/bin/python -m pip install --quiet --constraint out/torch-next/constraints.txt torch --editable . \
 		pytest pytest-timeout pytest-xdist hypothesis greenlet cryptography
-	out/torch-next/bin/python -m pytest -m "not soak" tests/torch/test_c10d_reconfigure.py tests/torch/test_c10d_watched.py \
-		tests/torch/test_c10d.py $(PYTEST_ARGS)
+	out/torch-next/bin/python -m pytest -m "not soak" tests/integration/torch/test_c10d_reconfigure.py tests/integration/torch/test_c10d_watched.py \
+		tests/integration/torch/test_c10d.py $(PYTEST_ARGS)
 
 test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itself where there is no GPU, in an environment of its own
 	$(PYTHON) -m venv out/gpu
@@ -167,9 +167,9 @@ mxnet: ## key-value stores beside real MXNet, in an environment of its own: it n
 	$(PYTHON) -m venv out/mxnet
 	out/mxnet/bin/python -m pip install --quiet $(CHECKED) --requirement requirements/mxnet.txt
 	out/mxnet/bin/python -m pip install --quiet $(OURSELVES)
-	out/mxnet/bin/python -m pytest tests/beside_mxnet $(PYTEST_ARGS)
+	out/mxnet/bin/python -m pytest tests/engines/mxnet $(PYTEST_ARGS)
 	out/mxnet/bin/python -m pytest tests/conformance/bindings -k mxnet $(PYTEST_ARGS)
-	out/mxnet/bin/python -m pytest tests/test_docstrings.py -k "example and mxnet" $(PYTEST_ARGS)
+	out/mxnet/bin/python -m pytest tests/system/repository/test_docstrings.py -k "example and mxnet" $(PYTEST_ARGS)
 
 # pyspark comes as source: what builds it is installed first, checked as well.
 engines: ## ranks in the tasks of a real Spark, the actors of a real Ray, on the workers of a real Dask and in the jobs of a real Slurm, and over a real sshd, and Accelerate, Lightning and transformers on ranks, in an environment of its own, which has pandas 2; Spark needs Java 17
@@ -180,13 +180,13 @@ engines: ## ranks in the tasks of a real Spark, the actors of a real Ray, on the
 	out/engines/bin/python -m pip install --quiet $(CHECKED) --no-build-isolation --requirement requirements/engines.txt
 	out/engines/bin/python -m pip install --quiet $(OURSELVES)
 	out/engines/bin/python -m pytest tests/conformance/launchers -k "slurm or dask or ray or spark" $(PYTEST_ARGS)
-	out/engines/bin/python -m pytest tests/beside_spark $(PYTEST_ARGS)
-	out/engines/bin/python -m pytest tests/beside_ray $(PYTEST_ARGS)
-	out/engines/bin/python -m pytest tests/beside_dask $(PYTEST_ARGS)
-	out/engines/bin/python -m pytest tests/beside_slurm $(PYTEST_ARGS)
-	out/engines/bin/python -m pytest tests/beside_sshd $(PYTEST_ARGS)
-	out/engines/bin/python -m pytest tests/beside_trainers $(PYTEST_ARGS)
-	out/engines/bin/python -m pytest tests/test_docstrings.py -k "example and (hvdlab.ray or hvdlab.spark)" $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/engines/spark $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/engines/ray $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/engines/dask $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/engines/slurm $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/engines/sshd $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/engines/trainers $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/system/repository/test_docstrings.py -k "example and (hvdlab.ray or hvdlab.spark)" $(PYTEST_ARGS)
 
 COMPILE := out/lock/bin/uv pip compile --no-config --quiet --no-annotate --custom-compile-command "make lock"
 # Ray and Spark have an environment of their own: Spark is not ready for pandas 3.

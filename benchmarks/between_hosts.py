@@ -2,7 +2,7 @@
 
     python benchmarks/between_hosts.py --rate 200M --delay 0.001 --json benchmarks/results/between_hosts.json
 
-The hosts are network namespaces on this machine (``tests/hosts.py``; needs root), their cables carry ``--rate`` bits per
+The hosts are network namespaces on this machine (``tests/support/network/namespaces.py``; needs root), their cables carry ``--rate`` bits per
 second and delay each frame: so slow that the machine's cores are not the limit. Both worlds are there at the same
 time and take turns. A figure is the median over the rounds of the slowest rank's time for one negotiated allreduce.
 """
@@ -22,9 +22,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import hvdlab.numpy as hvd
-from hosts import Network, SlowLink, slow_missing
 from hvdlab.collectives import context
-from ranks_on_hosts import PORT, RanksOnHosts
+from support.network.namespaces import Network, SlowLink, slow_missing
+from support.ranks.on_hosts import PORT, RanksOnHosts
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 

@@ -53,8 +53,8 @@ from chaos.faults import (
 from chaos.figures import Outcome, markdown, rows, story, table
 from chaos.partitions import Partitions
 from chaos.scarcity import little_shared_memory
-from hosts import missing
-from real_gpu import why_no_gpu
+from support.network.namespaces import missing
+from support.real_gpu import why_no_gpu
 
 EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES, *WRAPPED)
 

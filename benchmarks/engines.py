@@ -159,7 +159,7 @@ def ray_part(rounds: int) -> dict[str, Times]:
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    from ray_cluster import started
+    from support.clusters.ray import started
 
     scaling = ray.train.ScalingConfig(num_workers=RANKS, placement_strategy="SPREAD")
     starts: Times = {"hvdlab": [], "TorchTrainer": []}
@@ -203,7 +203,7 @@ def spark_part(rounds: int) -> dict[str, Times]:
     from pyspark.ml.torch.distributor import TorchDistributor
     from pyspark.sql import SparkSession
 
-    from beside_spark.spark_cluster import SparkCluster
+    from engines.spark.spark_cluster import SparkCluster
 
     starts: Times = {"hvdlab": [], "TorchDistributor": []}
     cells: Times = {"hvdlab": []}
@@ -267,7 +267,7 @@ PARTS: dict[str, Callable[[int], dict[str, Times]]] = {
 
 
 def under_ray(directory: Path, rounds: int) -> Times | str:
-    from ray_cluster import started
+    from support.clusters.ray import started
 
     cluster = started(1, num_cpus=8, object_store_memory=100 << 20)
     try:
@@ -277,8 +277,8 @@ def under_ray(directory: Path, rounds: int) -> Times | str:
 
 
 def under_slurm(directory: Path, rounds: int) -> Times | str:
-    from debian_packages import Unavailable
-    from slurm_cluster import SlurmCluster
+    from support.clusters.debian_packages import Unavailable
+    from support.clusters.slurm import SlurmCluster
 
     try:
         cluster = SlurmCluster.made(directory)
@@ -290,9 +290,9 @@ def under_slurm(directory: Path, rounds: int) -> Times | str:
 
 
 def under_ssh(directory: Path, rounds: int) -> Times | str:
-    import hosts
-    from debian_packages import Unavailable
-    from sshd_server import serving
+    from support.clusters.debian_packages import Unavailable
+    from support.clusters.sshd import serving
+    from support.network import namespaces as hosts
 
     if reason := hosts.missing():
         return str(reason)
@@ -313,7 +313,7 @@ def under_ssh(directory: Path, rounds: int) -> Times | str:
 
 
 def under_spark(directory: Path, rounds: int) -> Times | str:
-    from beside_spark.spark_cluster import SparkCluster
+    from engines.spark.spark_cluster import SparkCluster
 
     with SparkCluster(directory) as cluster:
         return in_turns("spark", rounds, environment=cluster.environment)

@@ -30,7 +30,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 from hvdlab.collectives.system import HOST_VARIABLE
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 HOSTS = "aabb"
 COLUMNS = 2

@@ -13,7 +13,7 @@ busy when those come that the next forward pass needs first. Three ways to make 
 
 A figure is the median over the rounds of the slowest rank's time for a step. ``first back`` is when the first layer's
 gradient is there after a backward pass, by when all are: a share that depends less on the machine's other load. All
-three must end with the same weights, to the bit. The hosts are network namespaces on this machine (``tests/hosts.py``),
+three must end with the same weights, to the bit. The hosts are network namespaces on this machine (``tests/support/network/namespaces.py``),
 so the ranks share its cores.
 """
 
@@ -33,11 +33,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import hvdlab.numpy as hvd
-from hosts import Network, SlowLink, slow_missing
 from hvdlab import kvstore
 from hvdlab.collectives import context
-from ranks import Ranks
-from ranks_on_hosts import PORT, RanksOnHosts
+from support.network.namespaces import Network, SlowLink, slow_missing
+from support.ranks.on_hosts import PORT, RanksOnHosts
+from support.ranks.resident import Ranks
 
 WIDTHS = (256,) * 8 + (1024, 1024, 1024, 1024, 16)
 BATCH = 256

@@ -5,7 +5,7 @@ network.
     python benchmarks/scale.py --write                       # 8 to 4,096: the table and plot of docs/design/scale.md
     python benchmarks/scale.py --watched --write             # the same sizes with one watched group: the second table
 
-The model is ``tests/timed_job.py``: nothing is timed, so that the figures are the same on every machine, busy or not. 4,096 ranks take half
+The model is ``tests/support/simulation/timed_job.py``: nothing is timed, so that the figures are the same on every machine, busy or not. 4,096 ranks take half
 a minute of a core, 16,384 two and a half minutes and some gigabytes; those are only simulated if they are asked for. With ``--write``, figures
 of the sizes that are not asked for stay.
 """
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from pages import write
 
-from timed_job import Network, Passage, TimedJob, Traffic, memory_of_root
+from support.simulation.timed_job import Network, Passage, TimedJob, Traffic, memory_of_root
 
 SIZES = (8, 64, 128, 1024, 4096)
 RESULT, WATCHED, PAGE, PLOT = (
@@ -71,7 +71,7 @@ def traffic(name: str, counted: Traffic) -> dict[str, int]:
 
 def simulate_watched(size: int) -> dict[str, Any]:
     """Return the figures of one size with one watched group of all ranks."""
-    from timed_watch import TimedWatches  # imports torch
+    from support.timed_watch import TimedWatches  # imports torch
 
     job = TimedWatches(size)
     job.form()

@@ -13,7 +13,7 @@ ended by Ctrl-C or SIGTERM keeps its finished schedules. A seed is played once; 
 A *schedule* is one job from its start to its end. The state machines are those of every job: the coordinator, the ranks, and for
 ``elastic`` also the launcher, its table of hosts, and the loop around elastic training. A seed chooses the order in which messages
 arrive, and which processes, hosts, connections and coordinators fail when. Each schedule ends with all faults mended, and must then
-work and end in order; invariants are checked all along (``tests/joint_elastic.py``, ``tests/joint_schedules.py``).
+work and end in order; invariants are checked all along (``tests/support/simulation/joint_elastic.py``, ``tests/support/simulation/joint_schedules.py``).
 
 * **Simulated hours** are the hours that the clocks of the jobs have passed. A clock moves on only while a part waits for its time.
 * A **step** is one event of the simulated network or of a rank: a message is sent or read, a connection ends, an operation runs.
@@ -30,7 +30,7 @@ work and end in order; invariants are checked all along (``tests/joint_elastic.p
   Numbers that only count (process ids, generations, tickets, orders, seconds) are left out: otherwise each state would be distinct.
   Distinct states are counted by 64-bit hashes in a HyperLogLog sketch of 16,384 registers, whose standard error is 0.8 %. Sketches
   of several pieces unite without a loss, so a state that two pieces reach counts once.
-* A **fault** is a schedule that ended with an error. Its seed plays it again, step by step: ``python tests/joint_elastic.py --seed N``.
+* A **fault** is a schedule that ended with an error. Its seed plays it again, step by step: ``python tests/support/simulation/joint_elastic.py --seed N``.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ from pages import write
 
 from hvdlab.collectives.coordinator.process_sets import ProcessSetState
 from hvdlab.collectives.engine.process_set_view import SetState
-from joint_elastic import ElasticSchedule
-from joint_ranks import SimRank
-from joint_schedules import Schedule
-from joint_simulation import Simulation
+from support.simulation.joint_elastic import ElasticSchedule
+from support.simulation.joint_ranks import SimRank
+from support.simulation.joint_schedules import Schedule
+from support.simulation.joint_simulation import Simulation
 
 PLACE = "simulated-hours"
 """Name of the table on the page, and of the benchmark."""

@@ -42,7 +42,7 @@ from watching_cost import interval
 from chaos import census
 from chaos.strangers import STRANGERS
 from hvdlab.kernel_ext.notebook.pool import Pool
-from listening import listeners
+from support.network.listening import listeners
 
 BEGIN = """
 import os, time, numpy as np, hvdlab.numpy as hvd

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import read_events, save_recording
-from perfetto_ui import perfetto_ui  # from tests
-from timeline_traces import steps
+from support.jupyter.perfetto_ui import perfetto_ui  # from tests
+from support.timeline_traces import steps
 
 LAYERS = 40  # spans of a rank in one step
 LOAD_MS = 600_000  # limit for the UI to load a trace of a million spans, in ms

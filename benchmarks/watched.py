@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from bare_kernel import BareKernel, bare_kernel
 
-from lab_page import LabPage, lab_page
+from support.jupyter.lab_page import LabPage, lab_page
 
 WAIT_MS = 600_000  # limit of each wait for the page, in ms
 LOAD, INIT, VIEW, MEASURE = range(4)

@@ -36,7 +36,7 @@ from bare_kernel import prefer
 from watched import LATENCY, MEASURE, SOAK, WAIT_MS, wait_for, watched, watched_unseen
 from watching_cost import cost
 
-from lab_page import LabPage
+from support.jupyter.lab_page import LabPage
 
 # Looks in every frame whether the pixel in the middle of the next probe's waiting has got another colour than an empty lane.
 LOOK = """() => {

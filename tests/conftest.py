@@ -26,9 +26,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
-import forked_workers
-import scheduling
-import shared_memory
+from support import scheduling, shared_memory
+from support.ranks import forked as forked_workers
 
 GRACE = 3.0
 """Seconds that threads and processes get to finish what the test has already asked them to."""
@@ -72,7 +71,9 @@ def _children() -> set[int]:
     A browser that tests share starts and ends processes when it likes: they are not counted.
     """
     found: set[int] = set()
-    browser = chromium.shared_processes() if (chromium := sys.modules.get("chromium")) else set()
+    browser = (
+        chromium.shared_processes() if (chromium := sys.modules.get("support.jupyter.chromium")) else set()
+    )
     todo = [os.getpid()]
     while todo:
         tasks = f"/proc/{todo.pop()}/task"

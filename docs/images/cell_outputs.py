@@ -18,7 +18,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
-from lab_page import LabPage, lab_page  # beside the tests
+from support.jupyter.lab_page import LabPage, lab_page  # beside the tests
 
 LOAD = "%load_ext hvdlab"
 PROGRESS = """\

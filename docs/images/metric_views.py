@@ -16,7 +16,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
-from lab_page import lab_page  # beside the tests
+from support.jupyter.lab_page import lab_page  # beside the tests
 
 MODEL = """\
 %%hvd_run

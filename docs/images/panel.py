@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE.parents[1] / "tests"))
 from nbformat.v4 import new_code_cell, new_notebook
 from PIL import Image
 
-from lab_page import LabPage, lab_page  # beside the tests
+from support.jupyter.lab_page import LabPage, lab_page  # beside the tests
 
 PREPARE = """\
 %%hvd_run -np 4

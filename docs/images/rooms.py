@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
-from house import House  # beside the tests
+from support.house import House  # beside the tests
 
 PICTURE = HERE / "rooms.svg"
 WIDTH, HEIGHT = 150, 46

@@ -26,8 +26,8 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
-from patience import PATIENCE
-from pool_probe import PoolProbe
+from support.patience import PATIENCE
+from support.pool_probe import PoolProbe
 
 if TYPE_CHECKING:
     from chaos.views import OpenViews

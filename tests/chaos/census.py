@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import shared_memory as shared
+from support import shared_memory as shared
 
 MARK = "HVDLAB_CHAOS"
 """Variable by which everything that a campaign started is found again, whoever its parent is by now."""

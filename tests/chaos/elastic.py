@@ -29,7 +29,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.output.error_report import report
-from pool_probe import PoolProbe
+from support.pool_probe import PoolProbe
 
 LEAST, MOST = 2, 5
 """Ranks that the training must have, and may have."""

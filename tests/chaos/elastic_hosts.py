@@ -23,8 +23,8 @@ from typing import Any, Self
 from chaos.campaign import HANG, Mailbox
 from chaos.figures import Outcome
 from chaos.membership import Change, MembershipCampaign, Teller, wrong_results
-from hosts import Network
-from remote_shell import RemoteShell
+from support.network.namespaces import Network
+from support.network.remote_shell import RemoteShell
 
 HOSTS, SLOTS = 4, 2
 """Hosts, the first of which stays, and how many ranks the others have; the first has one."""

@@ -18,10 +18,10 @@ import numpy as np
 import hvdlab.numpy as hvd
 from chaos.figures import Outcome
 from chaos.victim import digest
-from hosts import Network
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
-from ranks_on_hosts import RanksOnHosts
+from support.network.namespaces import Network
+from support.ranks.on_hosts import RanksOnHosts
 
 HOSTS, PER_HOST = 3, 2
 PING_AFTER, DEAD_AFTER = 0.5, 3.0

@@ -13,7 +13,7 @@ import psutil
 from chaos import census
 from chaos.pieces import Pieces
 from chaos.strangers import visit
-from pool_probe import PoolProbe
+from support.pool_probe import PoolProbe
 
 PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "controller": "hvd-controller"}
 

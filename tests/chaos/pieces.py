@@ -14,7 +14,7 @@ from chaos.figures import Outcome
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.error_report import report
-from pool_probe import PoolProbe
+from support.pool_probe import PoolProbe
 
 FOREVER = 10**9  # more steps than any trial lasts: only the fault ends the training
 

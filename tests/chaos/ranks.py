@@ -9,9 +9,9 @@ import time
 
 from chaos.faults import STALL
 from chaos.pieces import Pieces, names
-from forked_ranks import allow_files
 from hvdlab.collectives.errors import StartError
-from pool_probe import PoolProbe
+from support.pool_probe import PoolProbe
+from support.ranks.fork_server import allow_files
 
 
 class Ranks(Pieces):

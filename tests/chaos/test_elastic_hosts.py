@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import hosts
 from chaos.elastic_hosts import CHANGES, DEAD_AFTER, ElasticHosts, RanksOfHosts
 from chaos.figures import rows, table
-from patience import HOUR
+from support.network import namespaces as hosts
+from support.patience import HOUR
 
 BRIEF = ("join", "kill", "leave", "kill_while_joining")
 """Plays of the normal run: those that need no heartbeat, which a busy machine may miss."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import hosts
 from chaos.partitions import KINDS, Partitions
+from support.network import namespaces as hosts
 
 pytestmark = [pytest.mark.root, pytest.mark.soak, pytest.mark.timeout(900)]
 

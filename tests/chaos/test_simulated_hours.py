@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from joint_simulation import Simulation
+from support.simulation.joint_simulation import Simulation
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hvdlab.collectives.planes.gpu import gpu_plane
-from real_gpu import why_no_gpu
+from support.real_gpu import why_no_gpu
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hvdlab.runner.check_gpus import ANSWER_WITHIN
-from ranks import Ranks
-from real_gpu import why_no_gpu
+from support.ranks.resident import Ranks
+from support.real_gpu import why_no_gpu
 
 SIZE = 2
 COUNT_GPUS = "from hvdlab.collectives.planes.gpu import gpu_plane; print(gpu_plane.gpus().count())"

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance import test_failures as failures
-from conformance.conftest import group, matrix  # noqa: F401  # fixtures
-from conformance.failures import WAITING
-from conformance.harness import LIGHT, PlaneUnderTest, WorkerGroup
-from conformance.matrix import Matrix
-from conformance.test_planes import *
+from conformance.planes import test_failures as failures
+from conformance.planes.conftest import group, matrix  # noqa: F401  # fixtures
+from conformance.planes.failures import WAITING
+from conformance.planes.harness import LIGHT, PlaneUnderTest, WorkerGroup
+from conformance.planes.matrix import Matrix
+from conformance.planes.test_planes import *
 
 
 def plane(name: str, sizes: tuple[int, ...], **options: str) -> PlaneUnderTest:
@@ -19,7 +19,7 @@ def plane(name: str, sizes: tuple[int, ...], **options: str) -> PlaneUnderTest:
         name,
         "hvdlab.collectives.planes.gpu.ipc_plane:CudaPlane",
         sizes=sizes,
-        actor="conformance.cuda_actor:real_actor",
+        actor="conformance.planes.cuda_actor:real_actor",
         lacks=frozenset({"messages"}),
         options=options,
         launcher=LIGHT,

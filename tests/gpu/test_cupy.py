@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 SIZE = 3
 TYPES = ("float16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64")

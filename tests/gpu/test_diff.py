@@ -8,7 +8,7 @@ import torch
 from hvdlab.bindings.framework_hooks import torch as hooks
 from hvdlab.collectives import fingerprint
 from hvdlab.kernel_ext.rank.compare import ComparedValue
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "uint8", "complex64", "float8_e4m3fn"]
 

@@ -14,7 +14,7 @@ from hvdlab.collectives.planes.gpu.device import KernelLaunch
 from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.reduce.fold import make_fold
 from hvdlab.collectives.types import DType, ReduceOp
-from real_gpu import why_no_gpu
+from support.real_gpu import why_no_gpu
 
 COUNT = 40_003
 

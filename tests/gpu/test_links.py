@@ -6,7 +6,7 @@ import pytest
 
 from hvdlab.collectives.planes.gpu.gpu_plane import gpus, links_between
 from hvdlab.collectives.planes.links import NVLINK, PCIE, SAME_GPU
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def other_gpus() -> int:

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-import forked_workers
-from conformance import test_failures as failures
-from conformance.conftest import group, matrix  # noqa: F401  # fixtures
-from conformance.harness import PlaneUnderTest, WorkerGroup
-from conformance.matrix import Matrix
-from conformance.test_planes import *
+from conformance.planes import test_failures as failures
+from conformance.planes.conftest import group, matrix  # noqa: F401  # fixtures
+from conformance.planes.harness import PlaneUnderTest, WorkerGroup
+from conformance.planes.matrix import Matrix
+from conformance.planes.test_planes import *
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.types import DType
-from interrupting import press_ctrl_c, when_this_thread_waits
-from patience import PATIENCE
-from ranks import Process, Ranks
+from support.interrupting import press_ctrl_c, when_this_thread_waits
+from support.patience import PATIENCE
+from support.ranks import forked as forked_workers
+from support.ranks.resident import Process, Ranks
 
 SIZE = 3
 THIS_MACHINE = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -31,7 +31,7 @@ def apart(size: int, path: str, environment: Mapping[str, str]) -> Sequence[Proc
     """Start the members, each as a host of its own for NCCL."""
     return [
         forked_workers.fork(
-            "conformance.worker",
+            "conformance.planes.worker",
             ["--socket", path, "--index", str(i), "--size", str(size)],
             {**environment, **THIS_MACHINE, "NCCL_HOSTID": f"member-{i}"},
             modules=forked_workers.LIGHT,
@@ -44,7 +44,7 @@ NCCL = PlaneUnderTest(
     "nccl",
     "hvdlab.collectives.planes.gpu.nccl_plane:NcclPlane",
     sizes=(1, SIZE),
-    actor="conformance.cuda_actor:real_nccl_actor",
+    actor="conformance.planes.cuda_actor:real_nccl_actor",
     lacks=frozenset({"messages"}),
     launcher=apart,
     every=4,
@@ -101,12 +101,12 @@ def test_survivors_of_a_killed_member_go_on(mortal_group: WorkerGroup, what: str
 
 def test_halves_are_rounded_once(group: WorkerGroup) -> None:  # noqa: F811
     for dtype in (DType.F16, DType.BF16):
-        same(group.run("conformance.rounding_cases:sums", dtype=dtype, counts=[40, 3, 5000]))
+        same(group.run("conformance.planes.rounding_cases:sums", dtype=dtype, counts=[40, 3, 5000]))
 
 
 def test_a_tensor_of_several_blocks_comes_out_right(group: WorkerGroup) -> None:  # noqa: F811
     counts = [(1 << 25) + 12_345]  # 64 MiB, and a bit
-    same(group.run("conformance.cases:allreduce", counts=counts, dtype=DType.F16, in_place=True))
+    same(group.run("conformance.planes.cases:allreduce", counts=counts, dtype=DType.F16, in_place=True))
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
-from interrupting import press_ctrl_c, when_this_thread_waits
-from patience import PATIENCE
-from ranks import Ranks
+from support.interrupting import press_ctrl_c, when_this_thread_waits
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks
 
 SIZE = 8
 GPU = torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""Checks of the docstrings of all public names, as ``python tests/docstrings.py`` prints them; ``examples`` runs their examples.
+"""Checks of the docstrings of all public names, as ``python tests/support/docstrings.py`` prints them; ``examples`` runs their examples.
 
 The pages of ``docs/reference/api`` say which names are public. A docstring describes each parameter, the returned value, the
 exceptions that the function itself raises, and, for a collective, whether its buffers are valid after a failure.
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference" / "api"
 
 ELSEWHERE = ("cuda", "dask", "distributed", "fsspec", "mxnet", "py4j", "pyarrow", "pyspark", "ray")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROOMS = ("collectives", "kernel_ext", "magics", "widgets")
 PACKAGE = "hvdlab"
 SMALL = 120

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-import shared_memory
-from our_processes import our_processes
-from patience import PATIENCE
+from support import shared_memory
+from support.our_processes import our_processes
+from support.patience import PATIENCE
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from patience import PATIENCE
+from support.patience import PATIENCE
 
-KEEPER = Path(__file__).parent / "kernel_ext" / "pool" / "keeper.py"
+KEEPER = Path(__file__).parents[1] / "integration/kernel_ext/pool/keeper.py"
 
 
 def keeper(*words: str, **variables: str) -> subprocess.Popen[str]:

@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduling import Timings, group_of
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where the other modules of tests are, for this program
 
-ROOT = Path(__file__).parents[1]
+
+from support.scheduling import Timings, group_of
+
+ROOT = Path(__file__).parents[2]
 BUDGET = 60.0
 """Seconds of tests, by their last run, on two workers: half of the two minutes that all of `make quick` has."""
 UNKNOWN = 3.0

@@ -20,13 +20,13 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = ("browser", "tensorflow")
+TOGETHER = ("system/browser", "integration/tensorflow")
 """Folders that are a group each: several browsers at once would leave nothing of two cores for what they look at, and TensorFlow
 costs seconds of CPU for each process that imports it."""
 
 RESIDENT = {
-    "conformance": re.compile(r"\[([a-z-]+-\d+)"),
-    "torch": re.compile(r"\[(\d+)"),
+    "conformance/planes": re.compile(r"\[([a-z-]+-\d+)"),
+    "integration/torch": re.compile(r"\[(\d+)"),
 }
 """By folder, the part of a test's name that says which resident processes it shares with tests of other modules."""
 
@@ -44,7 +44,7 @@ WORTH_A_LINE = 1.0
 
 
 def module_of(name: str) -> str:
-    """Return the module of a test within ``tests``, as in ``kernel_ext/pool/test_keep``."""
+    """Return the module of a test within ``tests``, as in ``integration/kernel_ext/pool/test_keep``."""
     return name.partition("::")[0].removeprefix("tests/").removesuffix(".py")
 
 
@@ -159,4 +159,4 @@ def commit_timings(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    print(f"{commit_timings(Path(__file__).parents[1])} groups in {COMMITTED}")
+    print(f"{commit_timings(Path(__file__).parents[2])} groups in {COMMITTED}")

@@ -35,7 +35,7 @@ from hvdlab.torch.c10d.launch_ring import (
 )
 from hvdlab.torch.c10d.watched import WatchedGroup
 from hvdlab.torch.c10d.watched_work import Generation, WatchedWork
-from timed_job import HEAD, Coming, Network, TimedJob, TimedRank, Traffic
+from support.simulation.timed_job import HEAD, Coming, Network, TimedJob, TimedRank, Traffic
 
 INSPECTION = 0.12e-6
 """Seconds of the coordinator for one connection that its liveness check inspects: measured on a slow core."""

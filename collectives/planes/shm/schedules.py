@@ -18,7 +18,7 @@ A member runs ``ahead`` steps before it first waits. No member counts how far ot
   is the same bound; after that wait a member knows that all others have left the earlier operation.
 
 Every operation therefore waits for *all* members in each of its steps, even where it needs one member's data only.
-``tests/collectives/planes/test_shm_schedules.py`` replays these sequences under random schedules.
+``tests/unit/collectives/planes/test_shm_schedules.py`` replays these sequences under random schedules.
 
 Below are the operations that are driven in this order: the two ways in which large buffers are reduced, and exchanges, in which
 members read from the slots of others. With two members each reads the other's chunk and adds it to its own input, straight into

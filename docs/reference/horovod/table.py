@@ -394,7 +394,7 @@ made by `make tables` from the code; a test compares the two. Whether [attribute
 on a page of its own.
 
 The names of `horovod.tensorflow` and `horovod.keras` are not in it: each of them but the package `horovod.tensorflow.data` is there, with the same arguments in the same
-order, which `tests/tensorflow/test_names.py` checks. Those of [`horovod.ray`](../how-to/ray.md) and [`horovod.spark`](../how-to/spark.md) are on these pages.
+order, which `tests/integration/tensorflow/test_names.py` checks. Those of [`horovod.ray`](../how-to/ray.md) and [`horovod.spark`](../how-to/spark.md) are on these pages.
 """
 
 

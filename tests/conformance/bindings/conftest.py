@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.bindings.harness import BINDINGS, SIZES, binding
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 START_WITHIN = 120.0
 """Seconds: some frameworks take long to import where much else runs."""

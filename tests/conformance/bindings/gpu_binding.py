@@ -12,11 +12,13 @@ from hvdlab.collectives.types import DType
 
 
 class GpuArraysUnderTest(NumpyUnderTest):
-    module = "fake_gpu_arrays"
+    module = "support.fakes.gpu_arrays"
 
     @property
     def arrays(self) -> Any:
-        import fake_gpu_arrays  # only in ranks: it gives its process a simulated GPU
+        from support.fakes import (
+            gpu_arrays as fake_gpu_arrays,  # only in ranks: it gives its process a simulated GPU
+        )
 
         return fake_gpu_arrays
 

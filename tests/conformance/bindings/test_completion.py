@@ -11,7 +11,7 @@ from conformance.bindings.harness import Problems, binding
 from conformance.bindings.test_arguments import ones, works
 from conformance.bindings.test_failures import _needs_handles, after
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
-from interrupting import press_ctrl_c, when_this_thread_waits
+from support.interrupting import press_ctrl_c, when_this_thread_waits
 
 LARGE = 1 << 16
 """Elements of a tensor that does not travel with its announcement."""

@@ -16,8 +16,8 @@ from hvdlab.bindings.handles import FAILURES
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, DuplicateNameError, MismatchError
 from hvdlab.collectives.types import DType
-from interrupting import press_ctrl_c, when_this_thread_waits
-from patience import PATIENCE
+from support.interrupting import press_ctrl_c, when_this_thread_waits
+from support.patience import PATIENCE
 
 MISMATCHES = ("shape", "dtype", "operator", "root", "row", "kind", "group", "in place", "async")
 

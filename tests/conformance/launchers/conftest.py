@@ -12,9 +12,9 @@ import pytest
 from conformance.launchers.programs import ProgramRanks
 from conformance.launchers.sites import PLACES, PRESENT, Site, temporary_directory
 from hvdlab.kernel_ext.notebook.pool import Pool
-from leaks import nothing_of_ours_left
-from patience import PATIENCE
-from started_ranks import StartedRanks
+from support.leaks import nothing_of_ours_left
+from support.patience import PATIENCE
+from support.ranks.started import StartedRanks
 
 
 @pytest.fixture(scope="session", params=PRESENT)

@@ -13,7 +13,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.launch.options import parse
 from hvdlab.launch.starter import Ended, LaunchRequest, Program, Started, Starter, Waiting
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class ProgramRanks:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import loopback_hosts
 from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.launch import mpi
 from hvdlab.launch.starter import Launcher
-from popen_launcher import offer
+from support.fakes.popen_launcher import offer
+from support.network import loopback as loopback_hosts
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _popen(directory: Path) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def _slurm(directory: Path) -> Iterator[Site]:
-    from slurm_cluster import running
+    from support.clusters.slurm import running
 
     options = {"nodes": "2", "slots": "4", "args": "--ntasks-per-node=2"}
     with running(directory):
@@ -105,7 +105,7 @@ def _slurm(directory: Path) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def _dask(directory: Path) -> Iterator[Site]:
-    from dask_cluster import running
+    from support.clusters.dask import running
 
     no_room = "no room for it within 2 s: 1 ranks need as many slots; 2 workers have 4, of which 0 are free"
     with running(workers=2, threads=2) as cluster, pytest.MonkeyPatch.context() as patch:
@@ -115,7 +115,7 @@ def _dask(directory: Path) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def _ray(directory: Path) -> Iterator[Site]:
-    from ray_cluster import connected
+    from support.clusters.ray import connected
 
     with (
         connected(2, num_cpus=2, object_store_memory=100 << 20) as cluster,
@@ -134,7 +134,7 @@ def _ray(directory: Path) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def _spark(directory: Path) -> Iterator[Site]:
-    from local_spark import context
+    from support.clusters.spark import context
 
     with context(slots=3):
         yield Site("spark", most=3, no_room="3 task slots for 4 ranks", engine=True, logs=True)

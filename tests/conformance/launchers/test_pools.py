@@ -8,7 +8,7 @@ from conformance.launchers.sites import Site
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.launch.starter import Capability
-from patience import PATIENCE, eventually
+from support.patience import PATIENCE, eventually
 
 # Ray leaves files and sockets to the collector.
 pytestmark = pytest.mark.filterwarnings(

@@ -13,7 +13,7 @@ from conformance.launchers.sites import Site
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.starter import Capability
 from hvdlab.runner.cli import main
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 # Ray leaves files and sockets to the collector.
 pytestmark = pytest.mark.filterwarnings(

@@ -11,7 +11,7 @@ from conformance.launchers.sites import Site
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.options import parse
 from hvdlab.launch.starter import Capability
-from started_ranks import StartedRanks
+from support.ranks.started import StartedRanks
 
 # Ray leaves files and sockets to the collector.
 pytestmark = pytest.mark.filterwarnings(

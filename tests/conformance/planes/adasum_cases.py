@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from conformance import inputs
-from conformance.actor import CollectiveActor
+from conformance.planes import inputs
+from conformance.planes.actor import CollectiveActor
 from hvdlab.collectives.types import DType, ReduceOp
 
 Wide = npt.NDArray[np.float64]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conformance import inputs
-from conformance.actor import CollectiveActor
+from conformance.planes import inputs
+from conformance.planes.actor import CollectiveActor
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.types import DType, ReduceOp
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from conformance.harness import PlaneUnderTest, WorkerGroup
-from conformance.matrix import Matrix, make_usable
-from conformance.planes_under_test import PLANES
+from conformance.planes.harness import PlaneUnderTest, WorkerGroup
+from conformance.planes.matrix import Matrix, make_usable
+from conformance.planes.planes_under_test import PLANES
 
 
 def _params(planes: Iterable[PlaneUnderTest], fits: Callable[[PlaneUnderTest, int], bool]) -> list[Any]:

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-import fake_cuda
-import fake_nccl
-from conformance.actor import Array, CollectiveActor, PlaneActor
+from conformance.planes.actor import Array, CollectiveActor, PlaneActor
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.gpu import gpu_plane
@@ -24,6 +22,8 @@ from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.gpu.staged_plane import StagedPlane
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.types import DType, ReduceOp
+from support.fakes import cuda as fake_cuda
+from support.fakes import nccl as fake_nccl
 
 
 def fake_actor(target: str, context: PlaneContext) -> CollectiveActor:

@@ -1,4 +1,4 @@
-"""The engine with tensors on a fake device, whose plane ends operations later; see ``fake_device.py``."""
+"""The engine with tensors on a fake device, whose plane ends operations later; see ``support/fakes/device.py``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import fake_device
-from conformance.actor import Array, CollectiveActor
-from conformance.engine_actor import EngineActor
+from conformance.planes.actor import Array, CollectiveActor
+from conformance.planes.engine_actor import EngineActor
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.types import OpKind, ReduceOp
+from support.fakes import device as fake_device
 
 
 def device_actor(target: str, context: PlaneContext) -> CollectiveActor:

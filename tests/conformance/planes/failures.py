@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from conformance import cases
-from conformance.actor import CollectiveActor
+from conformance.planes import cases
+from conformance.planes.actor import CollectiveActor
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 from hvdlab.collectives.types import DType, ReduceOp

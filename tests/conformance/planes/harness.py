@@ -2,14 +2,14 @@
 
 How to add a plane
 ------------------
-1. Add a :class:`PlaneUnderTest` to ``PLANES`` in ``conformance/planes_under_test.py``: the plane's class as
+1. Add a :class:`PlaneUnderTest` to ``PLANES`` in ``conformance/planes/planes_under_test.py``: the plane's class as
    ``module:Class``, the group sizes to test, and, if the processes can't simply be spawned (MPI), a launcher.
 2. No more: the tests of this directory are parametrised over ``PLANES``. A plane whose ``unavailable()`` gives
    a reason is skipped with it. Operations that a plane can't do by its nature are listed in ``lacks``.
 
 How it works
 ------------
-:class:`WorkerGroup` starts ``conformance/worker.py`` once per member; each connects to the group's Unix socket and
+:class:`WorkerGroup` starts ``conformance/planes/worker.py`` once per member; each connects to the group's Unix socket and
 sends its index. ``group.configure()`` begins a generation: every worker gets a ``PlaneContext`` (with a fresh memfd if the
 plane needs one, and a key-value store served by the parent) and connects a new plane. ``group.run("module:function",
 **params)`` calls ``function(actor, **params)`` in all workers at once and returns the results by index; an exception
@@ -37,12 +37,12 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-import forked_workers
-from conformance.store import StoreServer
-from ranks import Process
+from conformance.planes.store import StoreServer
+from support.ranks import forked as forked_workers
+from support.ranks.resident import Process
 
-TESTS = Path(__file__).resolve().parent.parent
-WORKER = TESTS / "conformance" / "worker.py"
+TESTS = Path(__file__).resolve().parents[2]
+WORKER = TESTS / "conformance/planes/worker.py"
 CALL_TIMEOUT = 60.0  # seconds after which the group is killed as hung
 CONFIGURE_TIMEOUT = 60.0
 """Seconds for connecting; the first time every worker imports what its plane stands on."""
@@ -61,7 +61,7 @@ def fork_with(modules: tuple[str, ...]) -> Launcher:
     def launch(size: int, path: str, environment: Mapping[str, str]) -> Sequence[Process]:
         return [
             forked_workers.fork(
-                "conformance.worker",
+                "conformance.planes.worker",
                 ["--socket", path, "--index", str(i), "--size", str(size)],
                 environment,
                 modules=modules,
@@ -108,7 +108,7 @@ class PlaneUnderTest:
         environment: Extra variables of the workers.
         actor: ``module:function`` that makes the actor from ``target`` and the context, for targets that are no plane.
         service: Starts what a group of this size needs beside its workers.
-        every: Of the cases of a test (:mod:`conformance.matrix`) only every so-manieth runs at each size: the sums of their
+        every: Of the cases of a test (:mod:`conformance.planes.matrix`) only every so-manieth runs at each size: the sums of their
             parameters' positions are dealt out to the sizes in turn. So each case runs at some size, and each value of
             each parameter (operation, dtype, …) at each size where it meets enough values of another one. Tests with
             fewer cases than this run in full.
@@ -129,7 +129,7 @@ class PlaneUnderTest:
     environment: Mapping[str, str] = field(default_factory=dict)
     library: bool = False
     missing: Callable[[], str | None] | None = None
-    actor: str = "conformance.actor:plane_actor"
+    actor: str = "conformance.planes.actor:plane_actor"
     service: Callable[[int], Service] | None = None
     every: int = 1
     normally: int = 1

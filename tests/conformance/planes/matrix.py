@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import effort
-from conformance.harness import PlaneUnderTest, WorkerGroup, WorkersHung
+from conformance.planes.harness import PlaneUnderTest, WorkerGroup, WorkersHung
 from hvdlab.collectives.types import DType, ReduceOp
+from support import effort
 
 
 class Matrix:

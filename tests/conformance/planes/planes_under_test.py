@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance.engine_actor import Coordination
-from conformance.harness import LIGHT, WORKER, PlaneUnderTest
+from conformance.planes.engine_actor import Coordination
+from conformance.planes.harness import LIGHT, WORKER, PlaneUnderTest
 from hvdlab.collectives.planes.shm.layout import layout_from
 
 CHUNK = 4096
@@ -44,7 +44,7 @@ def negotiated(name: str, target: str, *, lacks: frozenset[str] = frozenset(), *
     return PlaneUnderTest(
         f"engine-{name}",
         target,
-        actor="conformance.engine_actor:engine_actor",
+        actor="conformance.planes.engine_actor:engine_actor",
         service=Coordination,
         lacks=lacks | {"ragged", "abort"},
         **{"every": 4, **how},
@@ -87,7 +87,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest(
         "cuda",
         "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
-        actor="conformance.cuda_actor:fake_actor",
+        actor="conformance.planes.cuda_actor:fake_actor",
         lacks=frozenset({"messages"}),
         launcher=LIGHT,
         every=3,
@@ -95,7 +95,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest(
         "cuda-each",
         "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
-        actor="conformance.cuda_actor:fake_actor",
+        actor="conformance.planes.cuda_actor:fake_actor",
         lacks=frozenset({"messages"}),
         options={"workers": "all"},
         launcher=LIGHT,
@@ -105,7 +105,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         "cuda-nccl",
         "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
         sizes=(1, 3),
-        actor="conformance.cuda_actor:fake_nccl_actor",
+        actor="conformance.planes.cuda_actor:fake_nccl_actor",
         lacks=frozenset({"messages"}),
         launcher=LIGHT,
         every=12,
@@ -113,7 +113,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest(
         "cuda-staged",
         "hvdlab.collectives.planes.shm:ShmPlane",  # by which its data goes
-        actor="conformance.cuda_actor:fake_staged_actor",
+        actor="conformance.planes.cuda_actor:fake_staged_actor",
         lacks=frozenset({"messages"}),
         options={"chunk_bytes": str(CHUNK)},
         launcher=LIGHT,
@@ -146,7 +146,7 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest(
         "engine-device",
         "hvdlab.collectives.planes.shm:ShmPlane",
-        actor="conformance.device_actor:device_actor",
+        actor="conformance.planes.device_actor:device_actor",
         service=Coordination,
         lacks=frozenset({"ragged", "abort"}),
         launcher=LIGHT,

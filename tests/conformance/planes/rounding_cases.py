@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from conformance import inputs
-from conformance.actor import CollectiveActor
+from conformance.planes import inputs
+from conformance.planes.actor import CollectiveActor
 from hvdlab.collectives.types import DType, ReduceOp
 
 BITS = {DType.F16: 10, DType.BF16: 7}

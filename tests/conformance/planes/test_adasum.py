@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import effort
-from conformance.harness import WorkerGroup
-from conformance.matrix import Matrix
-from conformance.planes_under_test import CHUNK
-from conformance.test_planes import same
+from conformance.planes.harness import WorkerGroup
+from conformance.planes.matrix import Matrix
+from conformance.planes.planes_under_test import CHUNK
+from conformance.planes.test_planes import same
 from hvdlab.collectives.types import DType
+from support import effort
 
 FLOATING = [DType.F32, DType.F64, DType.F16, DType.BF16]
 COUNTS = [[1], [2], [1001], [3 * CHUNK + 1], [5, 3, 0, 2000]]
@@ -22,7 +22,11 @@ def test_adasum_is_the_published_formula(group: WorkerGroup, matrix: Matrix) -> 
     def case(kind: tuple[DType, list[int]]) -> None:
         dtype, counts = kind
         for in_place in (False, True):
-            same(group.run("conformance.adasum_cases:formula", counts=counts, dtype=dtype, in_place=in_place))
+            same(
+                group.run(
+                    "conformance.planes.adasum_cases:formula", counts=counts, dtype=dtype, in_place=in_place
+                )
+            )
 
     soak = effort.examples(1) > 1
     matrix.run(case, kind=[(d, c) for d in FLOATING for c in COUNTS if soak or _everyday(d, c)])
@@ -33,7 +37,7 @@ def test_adasum_scales_before_and_after(group: WorkerGroup, matrix: Matrix) -> N
         for counts in ([7], [CHUNK, 9]):
             same(
                 group.run(
-                    "conformance.adasum_cases:formula",
+                    "conformance.planes.adasum_cases:formula",
                     counts=counts,
                     dtype=dtype,
                     prescale=0.5,
@@ -48,6 +52,6 @@ def test_adasum_adds_what_is_orthogonal_and_averages_what_is_equal(
     group: WorkerGroup, matrix: Matrix
 ) -> None:
     def case(count: int) -> None:
-        same(group.run("conformance.adasum_cases:properties", count=count))
+        same(group.run("conformance.planes.adasum_cases:properties", count=count))
 
     matrix.run(case, count=[1, CHUNK])

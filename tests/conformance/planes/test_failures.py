@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from conformance.conftest import ABORTABLE, skip_unless_available
-from conformance.failures import WAITING
-from conformance.harness import Died, WorkerGroup
-from conformance.matrix import Matrix
-from conformance.planes_under_test import CHUNK
+from conformance.planes.conftest import ABORTABLE, skip_unless_available
+from conformance.planes.failures import WAITING
+from conformance.planes.harness import Died, WorkerGroup
+from conformance.planes.matrix import Matrix
+from conformance.planes.planes_under_test import CHUNK
 from hvdlab.collectives.types import DType
 
 
 def works(group: WorkerGroup) -> None:
-    checksums = group.run("conformance.cases:allreduce", counts=[CHUNK], dtype=DType.F32)
+    checksums = group.run("conformance.planes.cases:allreduce", counts=[CHUNK], dtype=DType.F32)
     assert len(set(checksums)) == 1
 
 
@@ -30,7 +30,7 @@ def test_abort_ends_a_wait(group: WorkerGroup, matrix: Matrix) -> None:
 
     def case(what: str, count: int) -> None:
         outcomes = group.outcomes(
-            "conformance.failures:abort_while_waiting", only=early, what=what, count=count
+            "conformance.planes.failures:abort_while_waiting", only=early, what=what, count=count
         )
         assert outcomes == [None] * len(early)
         group.configure()
@@ -46,8 +46,8 @@ def test_abort_ends_the_wait_for_a_message(group: WorkerGroup) -> None:
         pytest.skip("there is no other member")
     early = list(range(group.size - 1))
     for count in (30, 5 * CHUNK):
-        group.run("conformance.cases:messages", count=count, dtype=DType.F32)
-        outcomes = group.outcomes("conformance.failures:abort_a_message", only=early, count=count)
+        group.run("conformance.planes.cases:messages", count=count, dtype=DType.F32)
+        outcomes = group.outcomes("conformance.planes.failures:abort_a_message", only=early, count=count)
         assert outcomes == [None] * len(early)
         group.configure()
         works(group)
@@ -58,7 +58,7 @@ def test_abort_ends_whatever_runs(group: WorkerGroup, matrix: Matrix) -> None:
     skip_unless_available(group.plane, "abort")
 
     def case(seed: int) -> None:
-        group.run("conformance.failures:abort_at_random", seed=seed)
+        group.run("conformance.planes.failures:abort_at_random", seed=seed)
         group.configure()
         works(group)
 
@@ -67,7 +67,7 @@ def test_abort_ends_whatever_runs(group: WorkerGroup, matrix: Matrix) -> None:
 
 def test_nothing_starts_after_an_abort(group: WorkerGroup) -> None:
     skip_unless_available(group.plane, "abort")
-    group.run("conformance.failures:abort_first")
+    group.run("conformance.planes.failures:abort_first")
     group.configure()
     works(group)
 
@@ -77,7 +77,7 @@ def test_survivors_of_a_killed_member_go_on(mortal_group: WorkerGroup, what: str
     group = mortal_group
     victim = group.size // 2
     outcomes = group.outcomes(
-        "conformance.failures:outlive",
+        "conformance.planes.failures:outlive",
         victim=victim,
         victim_pid=group.pid(victim),
         what=what,

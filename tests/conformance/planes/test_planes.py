@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from conformance.cases import even_split
-from conformance.conftest import skip_unless_available
-from conformance.harness import WorkerGroup
-from conformance.matrix import Matrix
-from conformance.planes_under_test import CHUNK
+from conformance.planes.cases import even_split
+from conformance.planes.conftest import skip_unless_available
+from conformance.planes.harness import WorkerGroup
+from conformance.planes.matrix import Matrix
+from conformance.planes.planes_under_test import CHUNK
 from hvdlab.collectives.types import DType, ReduceOp
 
 REDUCIBLE = [d for d in DType if d is not DType.BOOL]
@@ -32,7 +32,11 @@ def test_allreduce_sums_any_size(group: WorkerGroup, matrix: Matrix) -> None:
         for in_place in IN_PLACE:
             same(
                 group.run(
-                    "conformance.cases:allreduce", counts=[count], dtype=dtype, in_place=in_place, seed=count
+                    "conformance.planes.cases:allreduce",
+                    counts=[count],
+                    dtype=dtype,
+                    in_place=in_place,
+                    seed=count,
                 )
             )
 
@@ -45,7 +49,11 @@ def test_allreduce_reduces_every_type(group: WorkerGroup, matrix: Matrix) -> Non
             for in_place in IN_PLACE:
                 same(
                     group.run(
-                        "conformance.cases:allreduce", counts=[count], dtype=dtype, op=op, in_place=in_place
+                        "conformance.planes.cases:allreduce",
+                        counts=[count],
+                        dtype=dtype,
+                        op=op,
+                        in_place=in_place,
                     )
                 )
 
@@ -55,7 +63,7 @@ def test_allreduce_reduces_every_type(group: WorkerGroup, matrix: Matrix) -> Non
 def test_allreduce_of_bool_is_and_or(group: WorkerGroup, matrix: Matrix) -> None:
     def case(op: ReduceOp) -> None:
         for count in (1, 1001, 3 * CHUNK + 1):
-            same(group.run("conformance.cases:allreduce", counts=[count], dtype=DType.BOOL, op=op))
+            same(group.run("conformance.planes.cases:allreduce", counts=[count], dtype=DType.BOOL, op=op))
 
     matrix.run(case, op=[ReduceOp.MIN, ReduceOp.MAX])
 
@@ -65,7 +73,7 @@ def test_allreduce_scales_before_and_after(group: WorkerGroup, matrix: Matrix) -
         for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
             for in_place in IN_PLACE:
                 same(group.run(
-                    "conformance.cases:allreduce", counts=counts, dtype=dtype, op=op, prescale=scales[0],
+                    "conformance.planes.cases:allreduce", counts=counts, dtype=dtype, op=op, prescale=scales[0],
                     postscale=scales[1], in_place=in_place,
                 ))  # fmt: skip
 
@@ -77,7 +85,7 @@ def test_allreduce_averages(group: WorkerGroup, matrix: Matrix) -> None:
         for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
             for in_place in IN_PLACE:
                 same(group.run(
-                    "conformance.cases:allreduce", counts=counts, dtype=dtype, op=ReduceOp.AVERAGE,
+                    "conformance.planes.cases:allreduce", counts=counts, dtype=dtype, op=ReduceOp.AVERAGE,
                     prescale=scales[0], postscale=scales[1], in_place=in_place,
                 ))  # fmt: skip
 
@@ -87,7 +95,7 @@ def test_allreduce_averages(group: WorkerGroup, matrix: Matrix) -> None:
 def test_averages_of_integers_do_not_overflow(group: WorkerGroup, matrix: Matrix) -> None:
     def case(dtype: DType) -> None:
         for count in (6, 3 * CHUNK + 1):
-            same(group.run("conformance.cases:extremes", dtype=dtype, count=count))
+            same(group.run("conformance.planes.cases:extremes", dtype=dtype, count=count))
 
     matrix.run(case, dtype=INTEGERS)
 
@@ -95,14 +103,16 @@ def test_averages_of_integers_do_not_overflow(group: WorkerGroup, matrix: Matrix
 def test_allreduce_takes_fused_lists(group: WorkerGroup, matrix: Matrix) -> None:
     def case(dtype: DType, counts: list[int]) -> None:
         for in_place in IN_PLACE:
-            same(group.run("conformance.cases:allreduce", counts=counts, dtype=dtype, in_place=in_place))
+            same(
+                group.run("conformance.planes.cases:allreduce", counts=counts, dtype=dtype, in_place=in_place)
+            )
 
     matrix.run(case, dtype=[DType.F32, DType.U8, DType.F16, DType.I64], counts=FUSED)
 
 
 def test_halves_accumulate_wide_and_keep_special_values(group: WorkerGroup, matrix: Matrix) -> None:
     def case(dtype: DType) -> None:
-        same(group.run("conformance.cases:halves", dtype=dtype))
+        same(group.run("conformance.planes.cases:halves", dtype=dtype))
 
     matrix.run(case, dtype=[DType.F16, DType.BF16])
 
@@ -118,7 +128,7 @@ def test_allgather_concatenates(group: WorkerGroup, matrix: Matrix) -> None:
             [2 * CHUNK + i for i in range(n)],
             [0] * (n - 1) + [5 * CHUNK],
         ):
-            same(group.run("conformance.cases:allgather", counts=counts, dtype=dtype))
+            same(group.run("conformance.planes.cases:allgather", counts=counts, dtype=dtype))
 
     matrix.run(case, dtype=list(DType))
 
@@ -126,7 +136,7 @@ def test_allgather_concatenates(group: WorkerGroup, matrix: Matrix) -> None:
 def test_broadcast_from_every_root(group: WorkerGroup, matrix: Matrix) -> None:
     def case(count: int) -> None:
         for root in range(group.size):
-            same(group.run("conformance.cases:broadcast", count=count, dtype=DType.F32, root=root))
+            same(group.run("conformance.planes.cases:broadcast", count=count, dtype=DType.F32, root=root))
 
     matrix.run(case, count=COUNTS)
 
@@ -134,7 +144,9 @@ def test_broadcast_from_every_root(group: WorkerGroup, matrix: Matrix) -> None:
 def test_broadcast_moves_every_type(group: WorkerGroup, matrix: Matrix) -> None:
     def case(dtype: DType) -> None:
         for count in (1, 3 * CHUNK + 1):
-            same(group.run("conformance.cases:broadcast", count=count, dtype=dtype, root=group.size - 1))
+            same(
+                group.run("conformance.planes.cases:broadcast", count=count, dtype=dtype, root=group.size - 1)
+            )
 
     matrix.run(case, dtype=list(DType))
 
@@ -146,7 +158,7 @@ def test_reducescatter_leaves_each_its_slice(group: WorkerGroup, matrix: Matrix)
 
     def case(dtype: DType, op: ReduceOp) -> None:
         for counts in even if "ragged" in group.plane.lacks else even + ragged:
-            group.run("conformance.cases:reducescatter", counts=counts, dtype=dtype, op=op)
+            group.run("conformance.planes.cases:reducescatter", counts=counts, dtype=dtype, op=op)
 
     matrix.run(case, dtype=REDUCIBLE, op=OPS)
 
@@ -156,7 +168,7 @@ def test_reducescatter_scales(group: WorkerGroup, matrix: Matrix) -> None:
 
     def case(dtype: DType, scales: tuple[float, float]) -> None:
         group.run(
-            "conformance.cases:reducescatter",
+            "conformance.planes.cases:reducescatter",
             counts=counts,
             dtype=dtype,
             prescale=scales[0],
@@ -177,7 +189,7 @@ def test_alltoall_transposes(group: WorkerGroup, matrix: Matrix) -> None:
             [[CHUNK * (i == 0) + j for j in range(n)] for i in range(n)],
             [[5 * CHUNK * (i == n - 1 and j == 0) for j in range(n)] for i in range(n)],
         ):
-            group.run("conformance.cases:alltoall", table=table, dtype=dtype)
+            group.run("conformance.planes.cases:alltoall", table=table, dtype=dtype)
 
     matrix.run(case, dtype=list(DType))
 
@@ -186,20 +198,22 @@ def test_messages_of_each_member_to_each_other(group: WorkerGroup, matrix: Matri
     skip_unless_available(group.plane, "messages")
 
     def case(dtype: DType, count: int) -> None:
-        group.run("conformance.cases:messages", count=count, dtype=dtype, seed=count)
-        same(group.run("conformance.cases:mixture", seed=count, rounds=3))  # they disturb no other tests
+        group.run("conformance.planes.cases:messages", count=count, dtype=dtype, seed=count)
+        same(
+            group.run("conformance.planes.cases:mixture", seed=count, rounds=3)
+        )  # they disturb no other tests
 
     matrix.run(case, dtype=[DType.F32, DType.BF16, DType.BOOL], count=[0, 1, 1001, 13 * CHUNK + 1])
 
 
 def test_barrier_returns(group: WorkerGroup) -> None:
     for _ in range(3):
-        group.run("conformance.cases:barrier")
+        group.run("conformance.planes.cases:barrier")
 
 
 def test_operations_follow_each_other_without_a_pause(group: WorkerGroup, matrix: Matrix) -> None:
     def case(seed: int) -> None:
-        same(group.run("conformance.cases:mixture", seed=seed, rounds=60))
+        same(group.run("conformance.planes.cases:mixture", seed=seed, rounds=60))
 
     matrix.run(case, seed=range(4))
 
@@ -207,4 +221,4 @@ def test_operations_follow_each_other_without_a_pause(group: WorkerGroup, matrix
 def test_a_generation_follows_a_generation(group: WorkerGroup) -> None:
     for _ in range(3):
         group.configure()
-        same(group.run("conformance.cases:allreduce", counts=[100], dtype=DType.F32))
+        same(group.run("conformance.planes.cases:allreduce", counts=[100], dtype=DType.F32))

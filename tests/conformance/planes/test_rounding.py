@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from conformance import inputs, rounding_cases
-from conformance.actor import PlaneActor, plane_actor
-from conformance.harness import WorkerGroup
-from conformance.planes_under_test import PLANES, shm_memory
+from conformance.planes import inputs, rounding_cases
+from conformance.planes.actor import PlaneActor, plane_actor
+from conformance.planes.harness import WorkerGroup
+from conformance.planes.planes_under_test import PLANES, shm_memory
 from hvdlab.collectives.engine.operations import run_small
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.base import KeyValue, PlaneContext
@@ -108,7 +108,7 @@ def test_eight_members_round_once_with_mpi() -> None:
     try:
         group.configure()
         for dtype in HALVES:
-            checksums = group.run("conformance.rounding_cases:sums", dtype=dtype, counts=COUNTS)
+            checksums = group.run("conformance.planes.rounding_cases:sums", dtype=dtype, counts=COUNTS)
             assert len(set(checksums)) == 1
     finally:
         group.close()

@@ -1,4 +1,4 @@
-"""A resident member of a conformance group; any launcher may start it. See ``conformance/harness.py``."""
+"""A resident member of a conformance group; any launcher may start it. See ``conformance/planes/harness.py``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from conformance.actor import CollectiveActor
-from conformance.store import StoreClient
+from conformance.planes.actor import CollectiveActor
+from conformance.planes.store import StoreClient
 from hvdlab.collectives.planes.base import PlaneContext
 
 INDEX_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dask_cluster import running
-from leaks import nothing_of_ours_left
+from support.clusters.dask import running
+from support.leaks import nothing_of_ours_left
 
 collect_ignore_glob = [] if importlib.util.find_spec("distributed") else ["test_*.py"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from notebook_in_kernel import run_notebook
+from support.jupyter.notebook_in_kernel import run_notebook
 
 
 def test_the_notebook(cluster: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.launch.dask import DaskLauncher
-from patience import PATIENCE, eventually
+from support.patience import PATIENCE, eventually
 
 SUM = """\
 import os

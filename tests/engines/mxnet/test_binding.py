@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, MismatchError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from beside_mxnet import store_scripts
-from beside_mxnet.real_servers import played_by_mxnet
+from engines.mxnet import store_scripts
+from engines.mxnet.real_servers import played_by_mxnet
 from hvdlab import kvstore
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 @dataclass(frozen=True)

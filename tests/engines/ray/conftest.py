@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from leaks import nothing_of_ours_left
-from ray_cluster import connected
+from support.clusters.ray import connected
+from support.leaks import nothing_of_ours_left
 
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
 

@@ -20,7 +20,7 @@ from hvdlab.ray.elastic import RayHostDiscovery
 from hvdlab.ray.strategy import create_placement_group
 from hvdlab.runner.cli import main
 from hvdlab.runner.run_function import RankFailedError
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 NODES, CPUS = 2, 3
 """The cluster, and what each of its nodes claims to have."""

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-EXAMPLE = Path(__file__).parents[2] / "examples/ray_executor.py"
+EXAMPLE = Path(__file__).parents[3] / "examples/ray_executor.py"
 
 
 def test_the_example(

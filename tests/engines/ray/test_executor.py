@@ -22,7 +22,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.ray import BaseHorovodWorker, RayExecutor
 from hvdlab.ray.strategy import create_placement_group
 from hvdlab.runner.run_function import RankFailedError
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 # Ray leaves files and sockets to the collector.
 pytestmark = pytest.mark.filterwarnings(

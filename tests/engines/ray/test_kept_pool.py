@@ -22,12 +22,12 @@ from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.launch.tenancy import LeaseRefused
 from hvdlab.ray.pool_actor import NAMESPACE
 from hvdlab.ray.strategy import create_placement_group
-from live_kernel import LiveKernel
-from our_processes import our_processes
-from patience import PATIENCE
-from pool_keeper import keeper, kill
-from pool_probe import PoolProbe
-from pool_recorder import Recorder
+from support.jupyter.live_kernel import LiveKernel
+from support.our_processes import our_processes
+from support.patience import PATIENCE
+from support.pool_keeper import keeper, kill
+from support.pool_probe import PoolProbe
+from support.pool_recorder import Recorder
 
 SECRET = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(2), op=hvd.Sum).tolist())"
 NODES, CPUS = 2, 3

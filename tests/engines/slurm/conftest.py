@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import shared_memory
-from patience import PATIENCE, eventually
-from slurm_cluster import SlurmCluster, running
+from support import shared_memory
+from support.clusters.slurm import SlurmCluster, running
+from support.patience import PATIENCE, eventually
 
 collect_ignore_glob = [] if any("beside_slurm" in word for word in sys.argv) else ["test_*.py"]
 

@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from patience import eventually
-from slurm_cluster import SlurmCluster
+from support.clusters.slurm import SlurmCluster
+from support.patience import eventually
 
 PROGRAM = """\
 import json, os

@@ -10,8 +10,8 @@ import pytest
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import PATIENCE, eventually
-from slurm_cluster import CPUS, NODES, SlurmCluster
+from support.clusters.slurm import CPUS, NODES, SlurmCluster
+from support.patience import PATIENCE, eventually
 
 FULL = len(NODES) * CPUS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from notebook_in_kernel import run_notebook
-from slurm_cluster import SlurmCluster
+from support.clusters.slurm import SlurmCluster
+from support.jupyter.notebook_in_kernel import run_notebook
 
 
 def test_the_notebook(slurm: SlurmCluster, tmp_path: Path) -> None:

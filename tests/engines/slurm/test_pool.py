@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import PATIENCE
-from pool_probe import PoolProbe
-from slurm_cluster import SlurmCluster
+from support.clusters.slurm import SlurmCluster
+from support.patience import PATIENCE
+from support.pool_probe import PoolProbe
 
 WHERE = "import os; os.environ['SLURMD_NODENAME'], os.environ['SLURM_JOB_ID']"
 SUM = """\

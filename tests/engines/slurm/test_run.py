@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from patience import PATIENCE, eventually
-from slurm_cluster import CPUS, NODES, SlurmCluster
+from support.clusters.slurm import CPUS, NODES, SlurmCluster
+from support.patience import PATIENCE, eventually
 
 RUN = (sys.executable, "-m", "hvdlab", "run", "--launcher", "slurm")
 SPREAD = ("--launcher-option", "args=--ntasks-per-node=2", "--launcher-option", "nodes=2")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from leaks import nothing_of_ours_left
-from local_spark import context
+from support.clusters.spark import context
+from support.leaks import nothing_of_ours_left
 
 collect_ignore_glob = [] if importlib.util.find_spec("pyspark") else ["test_*.py"]
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import psutil
 
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 WORKERS = 2
 _HERE = "127.0.0.1"

@@ -14,7 +14,7 @@ import pytest
 import hvdlab.spark
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner.run_function import RankFailedError
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 SETTINGS = {"start_timeout": 4 * PATIENCE, "elastic_timeout": 4 * PATIENCE}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from beside_spark.parquet import InThisProcess, NotToBeUsed, read, write
+from engines.spark.parquet import InThisProcess, NotToBeUsed, read, write
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.spark.common.backend import LocalBackend
 from hvdlab.spark.common.store import LocalStore

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from beside_spark.parquet import InThisProcess, NotToBeUsed, read, write
+from engines.spark.parquet import InThisProcess, NotToBeUsed, read, write
 from hvdlab.spark.common.backend import LocalBackend
 from hvdlab.spark.common.store import LocalStore
 

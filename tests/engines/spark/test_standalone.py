@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from beside_spark.spark_cluster import SparkCluster
-from notebook_in_kernel import run_notebook
-from patience import PATIENCE
+from engines.spark.spark_cluster import SparkCluster
+from support.jupyter.notebook_in_kernel import run_notebook
+from support.patience import PATIENCE
 
 DRIVER = Path(__file__).with_name("on_executors.py")
 

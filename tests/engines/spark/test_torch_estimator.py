@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from beside_spark.parquet import WEIGHTS, NotToBeUsed, write
+from engines.spark.parquet import WEIGHTS, NotToBeUsed, write
 from hvdlab.runner.run_function import RankFailedError
 from hvdlab.spark.common.backend import LocalBackend
 from hvdlab.spark.common.store import LocalStore

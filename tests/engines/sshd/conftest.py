@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import hosts
-from debian_packages import Unavailable
-from hosts import Network
-from sshd_server import serving
+from support.clusters.debian_packages import Unavailable
+from support.clusters.sshd import serving
+from support.network import namespaces as hosts
+from support.network.namespaces import Network
 
 collect_ignore_glob = [] if any("beside_sshd" in word for word in sys.argv) else ["test_*.py"]
 
-CACHE = Path(__file__).parents[2] / "out/engines/sshd"
+CACHE = Path(__file__).parents[3] / "out/engines/sshd"
 
 
 @pytest.fixture(scope="session")

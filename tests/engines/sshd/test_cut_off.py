@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hosts import Network, Process
-from patience import PATIENCE
+from support.network.namespaces import Network, Process
+from support.patience import PATIENCE
 
 SCRIPT = """\
 import os, sys

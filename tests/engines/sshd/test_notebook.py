@@ -6,9 +6,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from hosts import Network
-from notebook_in_kernel import command
-from patience import PATIENCE
+from support.jupyter.notebook_in_kernel import command
+from support.network.namespaces import Network
+from support.patience import PATIENCE
 
 
 def test_the_notebook(network: Network, ssh: str, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hosts import Network
-from patience import PATIENCE
+from support.network.namespaces import Network
+from support.patience import PATIENCE
 
-SCRIPT = str(Path(__file__).parents[1] / "multihost/ssh_pool.py")
+SCRIPT = str(Path(__file__).parents[2] / "system/hosts/ssh_pool.py")
 LACKING = """\
 import sys
 from hvdlab.collectives.errors import StartError

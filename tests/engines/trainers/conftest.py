@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_*.py"]
 
 SIZE = 2
 _SETTINGS = {
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     "HVDLAB_PRELOAD": "beside_trainers.trainings,torch._dynamo,transformers,accelerate",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",

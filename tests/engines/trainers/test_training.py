@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from beside_trainers.trainings import LIBRARIES
+from engines.trainers.trainings import LIBRARIES
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import PATIENCE
-from pool_recorder import Recorder
+from support.patience import PATIENCE
+from support.pool_recorder import Recorder
 
 GROUP = "import torch.distributed as dist; dist.init_process_group('hvdlab')"
 TRAINED = "trainings.difference(trainings.LIBRARIES[{!r}](trainings.Rows()))"
@@ -65,9 +65,9 @@ def test_a_training_is_interrupted_and_the_next_one_is_good(pool: Pool, library:
 
 @libraries
 def test_a_script_under_hvdlab_run(library: str, tmp_path: Path) -> None:
-    script = ["-m", "beside_trainers.trainings", library]
+    script = ["-m", "engines.trainers.trainings", library]
     command = [sys.executable, "-m", "hvdlab", "run", "-np", "2", sys.executable, *script]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

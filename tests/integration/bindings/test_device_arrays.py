@@ -11,19 +11,19 @@ import numpy as np
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
-two = resident_ranks(2, imports=["fake_gpu_arrays"])
+two = resident_ranks(2, imports=["support.fakes.gpu_arrays"])
 
 
-staging = resident_ranks(2, imports=["fake_gpu_arrays"], env={"HVDLAB_CUDA": "0"})
+staging = resident_ranks(2, imports=["support.fakes.gpu_arrays"], env={"HVDLAB_CUDA": "0"})
 
 
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
 def arrays() -> Any:
-    import fake_gpu_arrays
+    from support.fakes import gpu_arrays as fake_gpu_arrays
 
     return fake_gpu_arrays
 

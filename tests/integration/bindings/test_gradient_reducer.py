@@ -8,7 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fake_framework import FakeGradients, Parameter
 from hvdlab.bindings import gradient_reducer
 from hvdlab.bindings.compression import Compressor, NoneCompressor
 from hvdlab.bindings.gradient_hooks import bucketed
@@ -18,7 +17,8 @@ from hvdlab.collectives.errors import DuplicateNameError, MismatchError
 from hvdlab.collectives.process_sets import global_process_set
 from hvdlab.collectives.types import ReduceOp
 from hvdlab.numpy.adapter import BINDING, Array
-from ranks import Ranks, resident_ranks
+from support.fakes.framework import FakeGradients, Parameter
+from support.ranks.resident import Ranks, resident_ranks
 
 Reducer = GradientReducer[Parameter, Array]
 

@@ -11,7 +11,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError, UnsupportedError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

@@ -12,7 +12,7 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 COUNTS = (3, 1_000, 70_000, 200_000)
 

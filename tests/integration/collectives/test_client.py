@@ -21,7 +21,7 @@ from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.time_limits import Deadline
-from patience import GONE, PATIENCE
+from support.patience import GONE, PATIENCE
 
 M = TypeVar("M", bound=m.Message)
 

@@ -20,7 +20,7 @@ from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.variables import read_variables
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 NETWORK = "10.8.0.0/24"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import ordinary_user
 from hvdlab.collectives import system
+from support import ordinary_user
 
 
 @pytest.fixture

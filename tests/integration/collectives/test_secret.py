@@ -14,7 +14,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.settings import Settings
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
 two = resident_ranks(2)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError
-from ranks import RankFailed, Ranks
+from support.engine_probe import EngineProbe
+from support.ranks.resident import RankFailed, Ranks
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.variables import VARIABLES, EnvironmentVariable, Reader, read_variables
-from page_scripts import load_script
+from support.page_scripts import load_script
 
-SCRIPT = Path(__file__).parents[2] / "docs/reference/settings_table.py"
+SCRIPT = Path(__file__).parents[3] / "docs/reference/settings_table.py"
 settings_table = load_script(SCRIPT, "settings_table")
 LAUNCH = {field.name: field for field in msgspec.structs.fields(CoordinatorLaunch)}
 SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}

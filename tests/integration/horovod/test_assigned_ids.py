@@ -12,7 +12,7 @@ import torch
 import hvdlab.numpy as hvd_numpy
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
 three = resident_ranks(3, imports=["hvdlab.torch"])
 

@@ -13,11 +13,11 @@ import torch
 
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import InvalidRequestError
-from page_scripts import load_script
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.page_scripts import load_script
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "attributes.py"
+SCRIPT = Path(__file__).parents[3] / "docs" / "reference" / "horovod" / "attributes.py"
 
 attributes = load_script(SCRIPT, "horovod_attributes")
 

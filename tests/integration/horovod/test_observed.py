@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
 ones = torch.ones
 model = torch.nn.Linear(2, 1)

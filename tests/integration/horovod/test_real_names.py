@@ -17,9 +17,9 @@ import pytest
 
 from hvdlab.collectives.variables import VARIABLES
 from hvdlab.runner.flags import FLAGS
-from patience import PATIENCE
+from support.patience import PATIENCE
 
-REAL = json.loads((Path(__file__).parents[1] / "data" / "real_names.json").read_text())
+REAL = json.loads((Path(__file__).parents[2] / "data" / "real_names.json").read_text())
 NEEDS = {
     "horovod.mxnet": "mxnet",
     "horovod.ray": "ray",
@@ -311,7 +311,7 @@ def test_attributes_of_optimizers_are_there() -> None:
 
 def test_variables_are_settings_or_of_horovods_build() -> None:
     known = {variable.name for variable in VARIABLES}
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "horovod.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "horovod.md").read_text()
     unknown = [
         name
         for name in REAL["variables"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.horovod.conftest import Run
+from tests.integration.horovod.conftest import Run
 
 from hvdlab.horovod import environment
 from hvdlab.horovod.import_hook import SHIM

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import hvdlab.torch as hvd
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 RANKS = [[0, 2], [1, 3], [0, 1, 2, 3], [0], [0, 1]]
 

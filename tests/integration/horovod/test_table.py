@@ -17,9 +17,9 @@ import hvdlab.torch as hvd
 from hvdlab.data import AsyncDataLoaderMixin
 from hvdlab.horovod.common.basics import HorovodBasics
 from hvdlab.horovod.common.exceptions import HorovodVersionMismatchError
-from page_scripts import load_script
+from support.page_scripts import load_script
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "table.py"
+SCRIPT = Path(__file__).parents[3] / "docs" / "reference" / "horovod" / "table.py"
 
 table = load_script(SCRIPT, "horovod_table")
 

@@ -24,7 +24,7 @@ from hvdlab.bindings.framework_hooks import (
 )
 from hvdlab.kernel_ext.rank.object_tree import leaves_of
 
-ROOMS = Path(__file__).parents[2]
+ROOMS = Path(__file__).parents[3]
 NAMES = re.compile(r"\b(torch|tensorflow|jax|jaxlib|cupy)\b")
 """pandas and numpy are also what tables are given in, and what is computed with."""
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from forked_ranks import PATIENCE, ForkedRanks, loaded
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver.children import ChildTable
 from hvdlab.launch.forkserver.client import ForkServer
+from support.ranks.fork_server import PATIENCE, ForkedRanks, loaded
 
 STARTS_PROCESSES = """
 import subprocess

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.errors import StartError
 from hvdlab.launch.forkserver import client
 from hvdlab.launch.forkserver.children import ChildPipes
 from hvdlab.launch.forkserver.messages import Fork, Forked, ForkFailed, FromServer, Signal
 from hvdlab.launch.processes import describe, detail, readable, start_time
+from support.ranks.fork_server import ForkedRanks, living, loaded
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Signal
-from patience import PATIENCE
+from support.patience import PATIENCE
+from support.ranks.fork_server import ForkedRanks, living, loaded
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_place_where_none_can_wait_is_told(ranks: ForkedRanks) -> None:
 OWNER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from forked_ranks import ForkedRanks
+from support.ranks.fork_server import ForkedRanks
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.time_limits import Deadline
 ranks = ForkedRanks()
@@ -125,7 +125,7 @@ input()
 
 def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself(door: str) -> None:
     """The ranks' coordinator goes with its owner here, so they leave by themselves; the fork server stays."""
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, tests, door], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from effort import examples
-from forked_ranks import ForkedRanks, allow_files, loaded
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver import children
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed, ReportEngine, Signal, ToServer
-from patience import PATIENCE
-from protocol_fuzz import make, run
+from support.effort import examples
+from support.fuzz.protocol import make, run
+from support.patience import PATIENCE
+from support.ranks.fork_server import ForkedRanks, allow_files, loaded
 
 NO_RANK = Fork.of(5, os.environ, "/", ())
 """Ends at once, since it finds nothing to import."""

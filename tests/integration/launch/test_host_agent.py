@@ -15,14 +15,14 @@ from typing import Any, get_args
 
 import pytest
 
-from effort import examples
 from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
 from hvdlab.launch.host_agent import wire, zygote_process
 from hvdlab.launch.host_agent.connection import agent_command
 from hvdlab.launch.host_agent.rank_process import Child
 from hvdlab.launch.host_agent.zygote import LARGEST, Zygote
-from patience import PATIENCE
-from protocol_fuzz import make, run, spoil
+from support.effort import examples
+from support.fuzz.protocol import make, run, spoil
+from support.patience import PATIENCE
 
 SLEEPS = wire.Start((b"sleep", b"1000"), b"/", {})
 

@@ -12,15 +12,15 @@ from typing import IO, Any, cast, get_args
 
 import pytest
 
-from effort import examples
 from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
 from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host
 from hvdlab.launch.starter import Ended, LaunchRequest, Started
-from patience import PATIENCE
-from protocol_fuzz import make, run, spoil
+from support.effort import examples
+from support.fuzz.protocol import make, run, spoil
+from support.patience import PATIENCE
 
 
 class Listener:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from started_ranks import StartedRanks
+from support.ranks.started import StartedRanks
 
 MODULE = "lacks `hvdlab`: install hvdlab for it, or --launcher-option python=PATH names another one there"
 PATH = "is not on that host under this path: --launcher-option python=PATH names another one there"

@@ -13,7 +13,7 @@ from hvdlab.collectives.settings import Settings, WorldEnvironment
 from hvdlab.launch import mpi
 from hvdlab.launch.hosts import Host
 from hvdlab.launch.starter import LaunchRequest, Program
-from started_ranks import StartedRanks
+from support.ranks.started import StartedRanks
 
 HOSTS = [Host("a", 4), Host("b", 1)]
 

@@ -11,8 +11,8 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.launch import registry
 from hvdlab.launch.starter import Capabilities, Capability
-from popen_launcher import offer
-from started_ranks import StartedRanks
+from support.fakes.popen_launcher import offer
+from support.ranks.started import StartedRanks
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.room_starter import RoomStarter, by_size
 from hvdlab.launch.starter import Ended, Started, Waiting
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class GivenRooms(RoomStarter):

@@ -6,7 +6,6 @@ import random
 import signal
 from typing import get_args
 
-from effort import examples
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
@@ -48,7 +47,8 @@ from hvdlab.launch.forkserver.server_state import (
     WatchProcess,
 )
 from hvdlab.launch.processes import TAIL_BYTES, TAIL_LINES, OutputTail
-from protocol_fuzz import make, run
+from support.effort import examples
+from support.fuzz.protocol import make, run
 
 LOADED = Loaded((), {}, 0.5)
 

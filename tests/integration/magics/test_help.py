@@ -10,7 +10,7 @@ import pytest
 
 from hvdlab.magics.arguments import PARSERS
 from hvdlab.magics.extension import MAGICS
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 NAMES = sorted({name for names in MAGICS.values() for name in names})
 

@@ -11,7 +11,7 @@ import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.wire.status import RankStatus, ServerNow, UserNames
 from hvdlab.magics.pool_magics import StatusTable, StoryTable
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 
 def test_the_story_is_a_table(notebook: Notebook) -> None:

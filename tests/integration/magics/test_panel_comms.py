@@ -16,7 +16,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook import registry
 from hvdlab.magics.panel_comms import NotebookPanelBackend, load_panel
-from timeline_traces import steps
+from support.timeline_traces import steps
 
 
 class Client:

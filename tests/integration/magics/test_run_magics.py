@@ -13,7 +13,7 @@ from hvdlab.collectives import context
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.error_report import CellFailed
 from hvdlab.magics.arguments import check_syntax
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 
 def test_equal_lines_are_shown_once_and_others_labelled(notebook: Notebook) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from two_hosts import network, shell  # noqa: F401  (fixtures)
+from support.network.two_hosts import network, shell  # noqa: F401  (fixtures)
 
 WITHIN = 60
 """Seconds that nothing here should take."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import fake_nccl
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.runner import check_gpus, cli
-from patience import PATIENCE
+from support.fakes import nccl as fake_nccl
+from support.patience import PATIENCE
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,8 @@ def program(gpus: str, more: str = "") -> list[str]:
     """Return the program of a rank on the simulated GPU that its letter names."""
     text = f"""
 import os
-import fake_cuda, fake_nccl
+from support.fakes import cuda as fake_cuda
+from support.fakes import nccl as fake_nccl
 from hvdlab.runner import check_gpus
 gpu = fake_cuda.install()
 gpu.identity = {gpus!r}[int(os.environ["HVDLAB_RANK"])] * 32

@@ -1,6 +1,6 @@
 """Elastic jobs in random schedules of hosts, ranks and coordinators that come and go: hundreds each time, many more in the soak.
 
-See ``joint_elastic.py`` for the events and the invariants, and for the way to repeat a failed schedule.
+See ``support/simulation/joint_elastic.py`` for the events and the invariants, and for the way to repeat a failed schedule.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from effort import examples
 from hvdlab.collectives.numbering import CONSECUTIVE
-from joint_elastic import ACTIONS, ElasticSchedule, Process, run_elastic_seed
-from joint_schedules import soak
+from support.effort import examples
+from support.simulation.joint_elastic import ACTIONS, ElasticSchedule, Process, run_elastic_seed
+from support.simulation.joint_schedules import soak
 
 HUNDRED_THOUSAND = 100_000
 FAILED_ONCE = (1981, 2673, 97004071, 120_363, 140_053, 500_017_645)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import HOUR
+from support.patience import HOUR
 
 PARTS = """
     import os, signal, sys, time

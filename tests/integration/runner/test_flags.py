@@ -19,7 +19,7 @@ from hvdlab.runner.flags import FLAGS, FlagKind, filled
 from hvdlab.runner.job_spec import variables
 from hvdlab.runner.options import RunOptions, read_config, values
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 HOROVODRUN = """
 -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout --network-interfaces

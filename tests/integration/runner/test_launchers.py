@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from popen_launcher import offer
+from support.fakes.popen_launcher import offer
 
 ALLREDUCE = """
     import os, sys
@@ -25,7 +25,7 @@ ALLREDUCE = """
 def offered(tmp_path: Path) -> dict[str, str]:
     """Return the environment of a command that finds the package that offers a launcher."""
     offer(tmp_path)
-    places = (tmp_path, Path(__file__).parents[1], *filter(None, [os.environ.get("PYTHONPATH")]))
+    places = (tmp_path, Path(__file__).parents[2], *filter(None, [os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": os.pathsep.join(map(str, places))}
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hosts import Network
-from remote_shell import RemoteShell
-from two_hosts import finished
+from support.network.namespaces import Network
+from support.network.remote_shell import RemoteShell
+from support.network.two_hosts import finished
 
 pytestmark = pytest.mark.root
 

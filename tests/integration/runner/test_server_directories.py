@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import loopback_hosts
 from hvdlab.kernel_ext.notebook.pool import Pool
-from runner.conftest import Launcher
+from integration.runner.conftest import Launcher
+from support.network import loopback as loopback_hosts
 
 SCRIPT = """
 import os, tempfile

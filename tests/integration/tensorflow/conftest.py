@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 if find_spec("tensorflow") is None:
     collect_ignore_glob = ["test_*.py"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 # -- on the ranks -------------------------------------------------------------------------------------------------
 

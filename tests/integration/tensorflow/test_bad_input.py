@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError, UnsupportedError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def _cases() -> list[tuple[Callable[[], Any], type[Exception], str]]:

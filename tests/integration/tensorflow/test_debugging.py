@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from debugging_client import Debugging
-from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
-from live_kernel import Cell
-from prompting_kernel import PromptingKernel, names, plain
+from support.jupyter.debugging_client import Debugging
+from support.jupyter.live_kernel import Cell
+from support.jupyter.prompting_kernel import PromptingKernel, names, plain
+from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 pytestmark = pytest.mark.timeout(300)
 

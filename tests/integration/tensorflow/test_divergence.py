@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def _model(version: int, hvd: Any) -> tuple[Any, Any]:

@@ -15,8 +15,8 @@ import pytest
 
 from hvdlab.bindings.elastic.sampler import first_rank
 from hvdlab.collectives import context
-from patience import PATIENCE
-from ranks import RankGone, Ranks
+from support.patience import PATIENCE
+from support.ranks.resident import RankGone, Ranks
 
 BATCHES, EPOCHS = 6, 2
 

@@ -16,8 +16,8 @@ import pytest
 from conformance.bindings.harness import binding
 from conformance.bindings.test_arguments import nothing_works
 from hvdlab.collectives.errors import AbortedError, MismatchError, UnsupportedError
-from patience import PATIENCE
-from ranks import Ranks
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks
 
 """Limit in seconds of waits that take next to no time on an idle machine."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def described() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 FORMATS = {3: (".keras", ".h5"), 2: (".keras", ".h5", "")}
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
-NAMES = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "tensorflow.toml"
+NAMES = Path(__file__).parents[3] / "docs" / "reference" / "horovod" / "tensorflow.toml"
 FREE = ("*args", "**kwargs")
 """Parameters that stand for any others."""
 

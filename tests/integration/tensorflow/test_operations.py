@@ -13,7 +13,7 @@ import pytest
 
 from conformance.bindings.test_arguments import ARGUMENTS
 from hvdlab.collectives.types import DType
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 MANY = 40
 """Operations that wait at the same time: more than TensorFlow has threads."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 BATCH, BATCHES = 4, 6
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, MismatchError, UnsupportedError
-from metric_points import recorded_points
-from ranks import Ranks
+from support.metric_points import recorded_points
+from support.ranks.resident import Ranks
 
 
 def _modules() -> tuple[Any, Any, Any]:

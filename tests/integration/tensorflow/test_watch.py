@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from metric_points import recorded_points
-from ranks import Ranks
+from support.metric_points import recorded_points
+from support.ranks.resident import Ranks
 
 RATE = 0.25
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def _world(size: int) -> Iterator[Ranks]:

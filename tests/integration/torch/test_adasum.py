@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import hvdlab.torch as hvd
-from conformance.adasum_cases import expected
-from ranks import Ranks
+from conformance.planes.adasum_cases import expected
+from support.ranks.resident import Ranks
 
 Tensors = list[torch.Tensor]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
 three = resident_ranks(3, init=False, imports=["hvdlab.torch"])
 

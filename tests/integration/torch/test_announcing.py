@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from engine_probe import EngineProbe
 from hvdlab.bindings import gradient_reducer
 from hvdlab.collectives import context
 from hvdlab.collectives.protocol import messages as m
-from ranks import Ranks, resident_ranks
+from support.engine_probe import EngineProbe
+from support.ranks.resident import Ranks, resident_ranks
 
 PARAMETERS = 40
 

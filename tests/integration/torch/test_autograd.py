@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 Tensors = list[torch.Tensor]
 

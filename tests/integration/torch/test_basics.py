@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from ranks import Ranks
+from support.engine_probe import EngineProbe
+from support.ranks.resident import Ranks
 
 SIGNATURES = {
     "allgather": "tensor, name, process_set",

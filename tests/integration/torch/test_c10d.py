@@ -21,9 +21,9 @@ from hvdlab.collectives.errors import (
     UnsupportedError,
 )
 from hvdlab.torch.c10d import submission
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Tensors = list[torch.Tensor]
 Group = Any
 

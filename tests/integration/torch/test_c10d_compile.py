@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 SIZE = 2
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 Tensors = list[torch.Tensor]
 Group = Any

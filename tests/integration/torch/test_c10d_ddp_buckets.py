@@ -19,7 +19,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.context import own_error
 from hvdlab.collectives.errors import CollectiveError, MismatchError
 from hvdlab.torch.c10d.ddp_buckets import NESTED, Bucket, Layout, bucket_text
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 Wrap = Callable[[], nn.parallel.DistributedDataParallel]
 SIZE = 2

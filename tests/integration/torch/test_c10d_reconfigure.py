@@ -18,7 +18,7 @@ import hvdlab.torch as hvd
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, UnsupportedError
 from hvdlab.torch.c10d import reconfigure
 from hvdlab.torch.c10d.inner_groups import closing_duplicate
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 has_interface = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason="this torch has no interface for it"

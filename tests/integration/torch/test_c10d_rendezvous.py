@@ -15,16 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ordinary_user
 from hvdlab.collectives import context, system
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, host_backend
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.system import host_key
 from hvdlab.torch.c10d import world
-from ranks import Ranks
+from support import ordinary_user
+from support.ranks.resident import Ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _founded(path: str, size: int) -> list[float]:

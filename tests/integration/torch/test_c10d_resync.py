@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.torch.c10d import agree
 from hvdlab.torch.c10d.resync import Agreement, _Account, decide
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 SIZE = 4
 Optimizer = Callable[..., torch.optim.Optimizer]

@@ -18,8 +18,8 @@ from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.torch.c10d.store import KeeperAnswer, KeeperRequest, StoreLink, StoreState
 from hvdlab.torch.c10d.world import C10dWorld
-from patience import HOUR, PATIENCE
-from ranks import RankGone, Ranks
+from support.patience import HOUR, PATIENCE
+from support.ranks.resident import RankGone, Ranks
 
 
 class Asking:

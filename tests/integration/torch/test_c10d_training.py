@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 SIZE = 4
 Made = tuple[nn.Module, torch.optim.Optimizer]

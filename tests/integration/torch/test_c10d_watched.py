@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
 from hvdlab.torch.c10d import WatchOptions, watch_options, watched
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 LATE = 0.3  # seconds after which a rank counts as late in a watched group
 KEPT: dict[str, Any] = {}

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-import fake_cuda
-from engine_probe import EngineProbe
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.types import DType
 from hvdlab.torch.adapter import BINDING, CudaTensors, TorchAdapter
-from ranks import Ranks
+from support.engine_probe import EngineProbe
+from support.fakes import cuda as fake_cuda
+from support.ranks.resident import Ranks
 
 DEFAULT_STREAM = SimpleNamespace(cuda_stream=0)
 

@@ -8,7 +8,7 @@ import torch
 import hvdlab.torch as hvd
 from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.errors import InvalidRequestError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def train(steps: int, every: int, parts_at: int = 0, by_optimizer: bool = False, seed: int = 0) -> str:

@@ -18,8 +18,8 @@ from hvdlab.bindings.elastic.sampler import first_rank
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, MismatchError
 from hvdlab.torch import elastic
-from patience import PATIENCE
-from ranks import RankGone, Ranks, resident_ranks
+from support.patience import PATIENCE
+from support.ranks.resident import RankGone, Ranks, resident_ranks
 
 SAMPLES, BATCH, EPOCHS = 36, 2, 2
 

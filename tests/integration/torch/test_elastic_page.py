@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/elastic.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/elastic.md"
 
 
 @pytest.mark.timeout(200)

@@ -21,7 +21,7 @@ from hvdlab.torch.elastic.state import (
     get_handler_registry,
     set_handler_registry,
 )
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def trained(seed: int, steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -21,7 +21,7 @@ from hvdlab.collectives.errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def _works() -> float:

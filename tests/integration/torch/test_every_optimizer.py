@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hvdlab.torch as hvd
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 KINDS = {
     name: kind

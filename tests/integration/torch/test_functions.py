@@ -12,7 +12,7 @@ from torch import nn
 
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
-from ranks import RankFailed, Ranks
+from support.ranks.resident import RankFailed, Ranks
 
 
 def model(rank: int) -> nn.Sequential:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import hvdlab.torch as hvd
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 STEPS = 4
 Wrap = Callable[..., Any]

@@ -9,7 +9,7 @@ import torch
 
 import hvdlab.torch as hvd
 from hvdlab.torch import HorovodInternalError
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
 CLASSES = 3
 

@@ -21,7 +21,7 @@ import hvdlab.torch as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, DuplicateNameError, InvalidRequestError
 from hvdlab.torch.optimizer import DistributedMixin
-from ranks import RankFailed, Ranks, meet
+from support.ranks.resident import RankFailed, Ranks, meet
 
 BATCH = 3
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hvdlab.torch as hvd
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def sparse(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

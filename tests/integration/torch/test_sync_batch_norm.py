@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvdlab.torch as hvd
-from ranks import RankFailed, Ranks
+from support.ranks.resident import RankFailed, Ranks
 
 Outcome = dict[str, torch.Tensor]
 STEPS = 3

@@ -10,7 +10,7 @@ import torch
 
 import hvdlab.torch as hvd
 from hvdlab.collectives.tracing.check import load
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 
 def train(steps: int) -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.tracing.record_format import Metric, decode
 from hvdlab.torch.monitoring import MOST_WAITING, LateValues, gradient_norm
-from metric_points import recorded_points
-from ranks import Ranks
+from support.engine_probe import EngineProbe
+from support.metric_points import recorded_points
+from support.ranks.resident import Ranks
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 UI = ROOT / "ui"
 STATIC = ROOT / "widgets" / "static"
 BUNDLES = ("timeline.js", "ranks.js", "membership.js", "metrics.js", "strip.js", "strip.css", "views.css")

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class Unavailable(Exception):

@@ -14,9 +14,9 @@ from typing import Any, Self
 import psutil
 import pytest
 
-from debian_packages import Unavailable, libraries, unpacked
 from hvdlab.collectives.settings import free_port
-from patience import PATIENCE, eventually
+from support.clusters.debian_packages import Unavailable, libraries, unpacked
+from support.patience import PATIENCE, eventually
 
 PACKAGES = (
     "slurmctld",
@@ -29,7 +29,7 @@ PACKAGES = (
 )
 """Slurm, and what it needs beside a base system."""
 
-CACHE = Path(__file__).parents[1] / "out/engines/slurm"
+CACHE = Path(__file__).parents[3] / "out/engines/slurm"
 """Where the packages are kept."""
 
 NODES, CPUS = ("n1", "n2"), 4

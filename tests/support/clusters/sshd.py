@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from debian_packages import libraries, unpacked
-from hosts import Host, Process
-from patience import PATIENCE
+from support.clusters.debian_packages import libraries, unpacked
+from support.network.namespaces import Host, Process
+from support.patience import PATIENCE
 
 PACKAGES = ("openssh-server", "openssh-client", "libwrap0")
 # The user `sshd` and /run/sshd are the host's alone: nothing of the machine is changed.

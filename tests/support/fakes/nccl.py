@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fake_cuda import FakeCuda, bytes_at
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.planes.gpu import nccl_library
 from hvdlab.collectives.planes.gpu.nccl_library import ID_BYTES, TYPES, NcclFailed, NcclPiece
 from hvdlab.collectives.reduce.fold import make_fold
 from hvdlab.collectives.types import DType, ReduceOp
+from support.fakes.cuda import FakeCuda, bytes_at
 
 DIRECTORY = "FAKE_NCCL_DIRECTORY"
 """The variable that says where the files are; those of a group of the conformance suite are in the group's directory."""

@@ -29,7 +29,7 @@ from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Chunk, Display, Stream
 from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.magics.extension import Extension
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class _Died(BaseException):

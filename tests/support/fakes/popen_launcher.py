@@ -35,7 +35,7 @@ def offer(directory: Path) -> None:
     package = directory / "offering-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n")
-    entries = "[hvdlab.launchers]\npopen = popen_launcher:PopenLauncher\nbroken = no_such_module:Launcher\n"
+    entries = "[hvdlab.launchers]\npopen = support.fakes.popen_launcher:PopenLauncher\nbroken = no_such_module:Launcher\n"
     (package / "entry_points.txt").write_text(entries)
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    python tests/link_fuzz.py COUNT
+    python tests/support/fuzz/link.py COUNT
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import socket
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
+
 
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError, StartError
@@ -23,7 +27,7 @@ from hvdlab.collectives.kvstore.servers.connection import ServerLink
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
 from hvdlab.collectives.kvstore.servers.starting import ServerAddress, ServerStarter
 from hvdlab.collectives.time_limits import Deadline
-from protocol_fuzz import make, run, spoil
+from support.fuzz.protocol import make, run, spoil
 
 TO_WORKER: tuple[type[Any], ...] = get_args(kv.ToWorker)
 

@@ -2,25 +2,30 @@
 
 ::
 
-    python tests/payload_fuzz.py --count 1000000
+    python tests/support/fuzz/payload.py --count 1000000
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
+
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import decode_to_pool, decode_to_rank, encode
-from protocol_fuzz import run, some, spoil
+from support.fuzz.protocol import run, some, spoil
 
 DECODERS: tuple[Callable[[bytes], Any], ...] = (decode_to_rank, decode_to_pool)
 KINDS: tuple[type[Payload], ...] = (*get_args(codec.ToRank), *get_args(codec.ToPool))

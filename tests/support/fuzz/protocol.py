@@ -2,9 +2,9 @@
 
 ::
 
-    python tests/protocol_fuzz.py --count 1000000          # inputs for the decoder and the codec
-    python tests/protocol_fuzz.py --states 10000           # conversations with the coordinator's state
-    python tests/protocol_fuzz.py --servers 10000          # and with a parameter server's
+    python tests/support/fuzz/protocol.py --count 1000000          # inputs for the decoder and the codec
+    python tests/support/fuzz/protocol.py --states 10000           # conversations with the coordinator's state
+    python tests/support/fuzz/protocol.py --servers 10000          # and with a parameter server's
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from live_kernel import LiveKernel
+from support.jupyter.live_kernel import LiveKernel
 
 Json = dict[str, Any]
 

@@ -23,16 +23,16 @@ import nbformat
 from playwright.sync_api import Page
 from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
-from chromium import chromium
-from cut_wire import CutWire
+from support.jupyter.chromium import chromium
+from support.network.cut_wire import CutWire
 
 WAIT_MS = 180_000  # limit of each wait for the page, in ms
 # The Python of another environment, to try another version of JupyterLab; its kernels need hvdlab, too.
 JUPYTER = os.environ.get("HVDLAB_TEST_JUPYTER") or sys.executable
 
-EXTENSION = Path(__file__).parents[1] / "labextension" / "prebuilt"
+EXTENSION = Path(__file__).parents[3] / "labextension" / "prebuilt"
 
-KERNELSPEC = Path(__file__).parents[1] / "kernel_ext" / "kernel" / "kernelspec"
+KERNELSPEC = Path(__file__).parents[3] / "kernel_ext" / "kernel" / "kernelspec"
 
 _SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},

@@ -1,4 +1,4 @@
-"""Runs a notebook in a real kernel, as a user would: ``python tests/notebook_in_kernel.py NOTEBOOK``, in the directory of the kernel.
+"""Runs a notebook in a real kernel, as a user would: ``python tests/support/jupyter/notebook_in_kernel.py NOTEBOOK``, in the directory of the kernel.
 
 It needs no nbclient, which the environments of the engines don't have. A cell with the tag ``raises-exception`` must fail, and no other may.
 """
@@ -12,10 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from live_kernel import LiveKernel
-from patience import PATIENCE
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
 
-ENGINES = Path(__file__).parents[1] / "examples/engines"
+
+from support.jupyter.live_kernel import LiveKernel
+from support.patience import PATIENCE
+
+ENGINES = Path(__file__).parents[3] / "examples/engines"
 
 
 def command(engine: str) -> Sequence[str]:

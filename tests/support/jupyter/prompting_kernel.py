@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from live_kernel import Cell, LiveKernel
+from support.jupyter.live_kernel import Cell, LiveKernel
 
 Answer = str | Callable[[], None]
 """What is typed, or done instead of typing."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-KERNELSPEC = Path(__file__).resolve().parents[1] / "kernel_ext" / "kernel" / "kernelspec"
+KERNELSPEC = Path(__file__).resolve().parents[3] / "kernel_ext" / "kernel" / "kernelspec"
 
 
 def offer_kernel(directory: Path, patch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""Program that mpiexec calls in place of ssh, between the hosts of :mod:`hosts`."""
+"""Program that mpiexec calls in place of ssh, between the hosts of :mod:`support.network.namespaces`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from hosts import Network
+from support.network.namespaces import Network
 
 _AGENT = """#!/bin/sh
 # What mpiexec takes for rsh: [options] host command...

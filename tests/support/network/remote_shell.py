@@ -1,4 +1,4 @@
-"""Replacement of ssh between the hosts of :mod:`hosts`: ``python remote_shell.py SOCKET HOST words...``.
+"""Replacement of ssh between the hosts of :mod:`support.network.namespaces`: ``python tests/support/network/remote_shell.py SOCKET HOST words...``.
 
 The client hands its standard streams to a server outside the hosts, which starts the command on the host, with next to
 no environment, as sshd does, and reports its exit status.
@@ -15,10 +15,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from patience import PATIENCE
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
+
+
+from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from hosts import Network, Process
+    from support.network.namespaces import Network, Process
 
 
 class RemoteShell:

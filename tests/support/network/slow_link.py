@@ -1,6 +1,6 @@
-"""A slow cable between two network namespaces; see ``hosts.py``. Kernels do not always have the means (netem).
+"""A slow cable between two network namespaces; see ``support/network/namespaces.py``. Kernels do not always have the means (netem).
 
-``slow_link.py NAMESPACE DEVICE NAMESPACE DEVICE DELAY RATE`` makes a TAP device in each and carries frames between
+``support/network/slow_link.py NAMESPACE DEVICE NAMESPACE DEVICE DELAY RATE`` makes a TAP device in each and carries frames between
 them, until its standard input ends. SIGUSR1 cuts the direction towards the second namespace, SIGUSR2 the other one; each
 puts it together again when it comes again.
 """

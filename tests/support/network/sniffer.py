@@ -1,6 +1,6 @@
 """Sniffer on the way: reads all frames of its network.
 
-``python sniffer.py INTERFACE HEX...`` prints ``up``, reads until its input ends, and prints for each text, given in
+``python tests/support/network/sniffer.py INTERFACE HEX...`` prints ``up``, reads until its input ends, and prints for each text, given in
 hex, whether it was seen, in JSON.
 """
 

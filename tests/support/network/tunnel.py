@@ -1,6 +1,6 @@
-"""A tunnel between two hosts of :mod:`hosts`, as WireGuard's, for kernels that have none.
+"""A tunnel between two hosts of :mod:`support.network.namespaces`, as WireGuard's, for kernels that have none.
 
-``python tunnel.py OWN PEER PORT KEY``: packets for the network of the address OWN (``10.8.0.1/24``) go to the host PEER in UDP, encrypted and
+``python tests/support/network/tunnel.py OWN PEER PORT KEY``: packets for the network of the address OWN (``10.8.0.1/24``) go to the host PEER in UDP, encrypted and
 authenticated with the key (hex), and packets from there are decrypted. Prints ``up``; ends with its input.
 """
 

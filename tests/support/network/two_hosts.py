@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import hosts
-from hosts import Host, Network
-from remote_shell import RemoteShell
+from support.network import namespaces as hosts
+from support.network.namespaces import Host, Network
+from support.network.remote_shell import RemoteShell
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from hvdlab.collectives import context
 
 def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
     """Run cells, after the statements ``preload``; return the pool's view of each."""
-    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    script = f"{preload}\nfrom tests.rank_alone import main\nmain()"
+    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    script = f"{preload}\nfrom tests.support.ranks.alone import main\nmain()"
     ran = subprocess.run(
         [sys.executable, "-c", script],
         input=json.dumps(cells),
@@ -28,7 +28,7 @@ def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
         text=True,
         timeout=60,
         check=False,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
     )
     assert ran.returncode == 0, ran.stderr
@@ -38,7 +38,7 @@ def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
 
 def main() -> None:
     """In the new interpreter: run the cells of standard input, write the pool's view to standard output."""
-    from tests.kernel_ext.rank.conftest import Rank
+    from tests.integration.kernel_ext.rank.conftest import Rank
 
     cells = json.load(sys.stdin)
     out = os.dup(1)

@@ -22,7 +22,7 @@ from hvdlab.kernel_ext.wire.channel import READY
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed, FromServer
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class ForkedRanks:

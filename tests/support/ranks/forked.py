@@ -1,11 +1,11 @@
 """Processes forked from one that has imported their modules, where tests start many: importing torch takes seconds.
 
-``fork("rank_worker", ["skewed_clock"], environment, fds=[5])`` runs ``rank_worker.main()`` in a new process whose
-``sys.argv`` is ``["rank_worker", "<its number of descriptor 5>", "skewed_clock"]``. The working directory, standard output
+``fork("support.ranks.worker", ["support.network.skewed_clock"], environment, fds=[5])`` runs ``support.ranks.worker.main()`` in a new process whose
+``sys.argv`` is ``["support.ranks.worker", "<its number of descriptor 5>", "support.network.skewed_clock"]``. The working directory, standard output
 and standard error are those of the caller at that moment, the environment is the one given. Variables that the
 interpreter reads only when it starts (``PYTHON…``, ``OMP_…``) are those of :data:`FIXED`.
 
-With ``host``, the first process of one of ``hosts.py``, the new process is on that host.
+With ``host``, the first process of one of ``support/network/namespaces.py``, the new process is on that host.
 
 There is one server for each list of modules, started when first needed; it lives as long as the test run. It has a
 single thread and no other descriptors, so that its children are as good as fresh.
@@ -31,6 +31,9 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
+
 
 LIGHT = ("numpy", "numpy.testing", "pytest", "hvdlab.collectives.context")
 WITH_TORCH = (*LIGHT, "torch")

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fake_cuda import FakeCuda, FakeGpus, bytes_at
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, Plane
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
 from hvdlab.collectives.types import DType, ReduceOp
-from patience import PATIENCE
+from support.fakes.cuda import FakeCuda, FakeGpus, bytes_at
+from support.patience import PATIENCE
 
 COUNT = 1000
 

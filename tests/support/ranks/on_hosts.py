@@ -1,6 +1,6 @@
 """Resident rank processes on several hosts, started as torchrun's successor by hand would: MASTER_ADDR and RANK.
 
-The coordinator is rank 0's own; see ``ranks.py`` for how functions are run.
+The coordinator is rank 0's own; see ``support/ranks/resident.py`` for how functions are run.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-import forked_workers
-from hosts import Network
-from ranks import Ranks
+from support.network.namespaces import Network
+from support.ranks import forked as forked_workers
+from support.ranks.resident import Ranks
 
 PORT = 29500  # free on each host, which is a network namespace of its own
 
@@ -76,7 +76,7 @@ class RanksOnHosts(Ranks):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = forked_workers.fork(
-                "rank_worker",
+                "support.ranks.worker",
                 [],
                 {**host.environment(), **self._environment(rank)},
                 fds=[theirs.fileno()],

@@ -31,11 +31,11 @@ from typing import Any, Literal, Self
 
 import pytest
 
-import forked_workers
 import hvdlab.numpy as hvd
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import AbortedError
-from patience import PATIENCE
+from support.patience import PATIENCE
+from support.ranks import forked as forked_workers
 
 Process = subprocess.Popen[bytes] | forked_workers.ForkedProcess
 
@@ -172,7 +172,7 @@ class Ranks:
         }
         with ours, theirs:
             process = forked_workers.fork(
-                "rank_worker", self._imports, env, fds=[theirs.fileno()], modules=self._modules()
+                "support.ranks.worker", self._imports, env, fds=[theirs.fileno()], modules=self._modules()
             )
             connection = Connection(os.dup(ours.fileno()))
         if rank < len(self.processes):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from forked_ranks import PATIENCE, living
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.settings import WorldEnvironment
@@ -24,6 +23,7 @@ from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.local import LocalStarter
 from hvdlab.launch.options import parse
 from hvdlab.launch.starter import Ended, Launcher, Started, Waiting
+from support.ranks.fork_server import PATIENCE, living
 
 
 class StartedRanks:

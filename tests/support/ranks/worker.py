@@ -1,4 +1,4 @@
-"""The process of one rank; see ``ranks.py``. Runs functions that come over a connection until it is closed."""
+"""The process of one rank; see ``support/ranks/resident.py``. Runs functions that come over a connection until it is closed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def call(
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # for looking at ranks that hang
     connection = Connection(int(sys.argv[1]))
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
     interrupts = Interrupts()

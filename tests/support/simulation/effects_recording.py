@@ -2,8 +2,8 @@
 
 ::
 
-    PYTHONHASHSEED=0 python tests/effects_recording.py --rounds 20000 --to before.txt
-    PYTHONHASHSEED=0 python tests/effects_recording.py --rounds 20000 --to after.txt && cmp before.txt after.txt
+    PYTHONHASHSEED=0 python tests/support/simulation/effects_recording.py --rounds 20000 --to before.txt
+    PYTHONHASHSEED=0 python tests/support/simulation/effects_recording.py --rounds 20000 --to after.txt && cmp before.txt after.txt
 
 A line has the schedule, the batch of events in it, and the digest of all effects so far; the first line that differs
 gives the place.
@@ -14,14 +14,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
-import joint_schedules
-import protocol_fuzz
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
+
+
 from hvdlab.collectives.coordinator.events import Effect, Event
 from hvdlab.collectives.coordinator.state import CoordinatorState
+from support.fuzz import protocol as protocol_fuzz
+from support.simulation import joint_schedules
 
 
 class EffectsRecording:

@@ -12,7 +12,7 @@ from hvdlab.collectives.engine.entries import NewGeneration
 from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED
-from joint_ranks import Scope, SimEntry, SimHandle, SimRank
+from support.simulation.joint_ranks import Scope, SimEntry, SimHandle, SimRank
 
 _NEVER = 1 << 62  # above every number of a post: the member has not retired
 

@@ -4,8 +4,8 @@ The table of hosts, the supervisor and the launcher's loop are those of ``hvdlab
 those of every job, and each rank runs the real loop around elastic training. The source of hosts, the processes, the
 connections and the clock are simulated. A seed repeats a schedule that failed::
 
-    python tests/joint_elastic.py --seed 1234              # this one, printed step by step
-    python tests/joint_elastic.py --count 100000 --jobs 2 --progress out/elastic.json
+    python tests/support/simulation/joint_elastic.py --seed 1234              # this one, printed step by step
+    python tests/support/simulation/joint_elastic.py --count 100000 --jobs 2 --progress out/elastic.json
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
+
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.elastic.training_loop import run_fn
@@ -35,11 +39,11 @@ from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.job_spec import JobSpec
-from job_stand_ins import IdleStarter, NoSink
-from joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines
-from joint_ranks import SimRank
-from joint_schedules import command_line
-from joint_simulation import Simulation
+from support.fakes.job import IdleStarter, NoSink
+from support.simulation.joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines
+from support.simulation.joint_ranks import SimRank
+from support.simulation.joint_schedules import command_line
+from support.simulation.joint_simulation import Simulation
 
 HOSTS = ("a", "b", "c", "d")
 ACTIONS = (

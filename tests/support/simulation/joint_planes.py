@@ -9,7 +9,7 @@ import numpy as np
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.operations import source_of
 from hvdlab.collectives.types import OpKind
-from joint_ranks import Operation, SimEntry, SimRank
+from support.simulation.joint_ranks import Operation, SimEntry, SimRank
 
 
 class Planes:

@@ -32,8 +32,8 @@ from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
-from joint_ranks import SimEntry, SimRank
-from joint_simulation import Simulation
+from support.simulation.joint_ranks import SimEntry, SimRank
+from support.simulation.joint_simulation import Simulation
 
 _FOLDS = {ReduceOp.SUM: np.sum, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max}
 

@@ -14,7 +14,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.member_lists import KnownMembers
 
 if TYPE_CHECKING:
-    from joint_boards import AtBoard
+    from support.simulation.joint_boards import AtBoard
 
 
 class SimEntry(Entry):

@@ -2,8 +2,8 @@
 
 A schedule is made from its seed alone, so that one that fails can be had again::
 
-    python tests/joint_schedules.py --seed 1234            # this one, printed step by step
-    python tests/joint_schedules.py --count 1000000 --jobs 2 --progress out/schedules.json
+    python tests/support/simulation/joint_schedules.py --seed 1234            # this one, printed step by step
+    python tests/support/simulation/joint_schedules.py --count 1000000 --jobs 2 --progress out/schedules.json
 
 The latter notes how far it has come, and goes on from there when it is started again.
 """
@@ -24,14 +24,17 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
+
+
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.engine.entries import ANNOUNCED, EXECUTING, POSTED, UNANNOUNCED, Entry
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import DType, OpKind
-from joint_ranks import SimEntry, SimRank
-from joint_simulation import Simulation, allreduce, message
+from support.simulation.joint_ranks import SimEntry, SimRank
+from support.simulation.joint_simulation import Simulation, allreduce, message
 
 Play = Callable[[int], str]
 """Runs the schedule of a seed; returns what went wrong, or an empty text."""

@@ -44,9 +44,9 @@ from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers, SentMembers
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
-from joint_boards import AtBoard, Boards
-from joint_planes import Planes
-from joint_ranks import Scope, SimEntry, SimRank
+from support.simulation.joint_boards import AtBoard, Boards
+from support.simulation.joint_planes import Planes
+from support.simulation.joint_ranks import Scope, SimEntry, SimRank
 
 CLIENT = 1  # number of the client's connection
 _FIRST_PEER = 100  # ranks' connections and processes are numbered from here, apart from the client's

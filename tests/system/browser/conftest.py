@@ -14,8 +14,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if find_spec("jupyterlab") is None or find_spec("playwright") is None:
         yield
         return
-    import chromium
-    from lab_page import shared_server
+    from support.jupyter import chromium
+    from support.jupyter.lab_page import shared_server
 
     if chromium.CHROMIUM is None:
         yield

@@ -13,7 +13,7 @@ pytest.importorskip("playwright.sync_api")
 
 from playwright.sync_api import Page
 
-from chromium import CHROMIUM, chromium
+from support.jupyter.chromium import CHROMIUM, chromium
 
 pytestmark = [
     pytest.mark.browser,
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-STATIC = Path(__file__).parents[2] / "widgets" / "static"
+STATIC = Path(__file__).parents[3] / "widgets" / "static"
 SHARES = {"known": True, "compute": 0.5, "wait": 0.25, "work": 0.25, "slowest": False}
 TRAITS: dict[str, dict[str, Any]] = {
     "timeline": {"limit": 1000, "height": 300, "still": "none"},

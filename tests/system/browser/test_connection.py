@@ -13,9 +13,9 @@ from nbformat.v4 import new_code_cell, new_notebook
 pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
-from chromium import CHROMIUM
-from cut_wire import CutWire
-from lab_page import LabPage, lab_page
+from support.jupyter.chromium import CHROMIUM
+from support.jupyter.lab_page import LabPage, lab_page
+from support.network.cut_wire import CutWire
 
 pytestmark = [
     pytest.mark.browser,

@@ -13,8 +13,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
-from chromium import CHROMIUM, chromium
-from lab_page import WAIT_MS, LabPage, lab_page
+from support.jupyter.chromium import CHROMIUM, chromium
+from support.jupyter.lab_page import WAIT_MS, LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,

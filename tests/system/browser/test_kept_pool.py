@@ -16,8 +16,8 @@ pytest.importorskip("jupyterlab")
 pytest.importorskip("anywidget")
 pytest.importorskip("playwright.sync_api")
 
-from chromium import CHROMIUM
-from lab_page import LabPage, lab_page
+from support.jupyter.chromium import CHROMIUM
+from support.jupyter.lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,

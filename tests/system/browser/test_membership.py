@@ -16,9 +16,9 @@ pytest.importorskip("playwright.sync_api")
 
 from playwright.sync_api import Locator
 
-from chromium import CHROMIUM, page_errors
 from hvdlab.collectives.errors import format_ranks
-from lab_page import LabPage, lab_page
+from support.jupyter.chromium import CHROMIUM, page_errors
+from support.jupyter.lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,

@@ -17,8 +17,8 @@ pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
 
-from chromium import CHROMIUM, page_errors
-from lab_page import LabPage, lab_page
+from support.jupyter.chromium import CHROMIUM, page_errors
+from support.jupyter.lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,

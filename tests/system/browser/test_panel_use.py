@@ -12,8 +12,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
-from chromium import CHROMIUM, page_errors
-from lab_page import LabPage, lab_page
+from support.jupyter.chromium import CHROMIUM, page_errors
+from support.jupyter.lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,

@@ -12,13 +12,13 @@ import pytest
 
 pytest.importorskip("playwright.sync_api")
 
-from chromium import CHROMIUM, chromium, page_errors
 from hvdlab.collectives.tracing.check import load
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
 from hvdlab.collectives.tracing.trace_file import save_recording
-from perfetto_ui import installed, perfetto_ui
-from timeline_traces import steps
+from support.jupyter.chromium import CHROMIUM, chromium, page_errors
+from support.jupyter.perfetto_ui import installed, perfetto_ui
+from support.timeline_traces import steps
 
 LOAD_MS = 180_000  # limit for the UI to load a trace, in ms
 RANKS = 4

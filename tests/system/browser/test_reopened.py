@@ -13,8 +13,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
-from chromium import CHROMIUM
-from lab_page import LabPage, lab_page
+from support.jupyter.chromium import CHROMIUM
+from support.jupyter.lab_page import LabPage, lab_page
 
 pytestmark = [
     pytest.mark.browser,

@@ -12,7 +12,7 @@ pytest.importorskip("playwright.sync_api")
 
 from playwright.sync_api import Page, Route
 
-from chromium import CHROMIUM, chromium, page_errors
+from support.jupyter.chromium import CHROMIUM, chromium, page_errors
 
 pytestmark = [
     pytest.mark.browser,
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
 ]
 
-STATIC = Path(__file__).parents[2] / "widgets" / "static"
+STATIC = Path(__file__).parents[3] / "widgets" / "static"
 ORIGIN = "http://views.invalid"
 PAGE = f"""<!doctype html><html><head><style>{(STATIC / "views.css").read_text()}</style></head>
 <body style="margin:0;background:#fff"><div id="at" style="height:700px"></div></body></html>"""

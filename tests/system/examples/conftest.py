@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from jupyter_loop import jupyter_loop  # noqa: F401  # fixture
+from support.jupyter.loop import jupyter_loop  # noqa: F401  # fixture

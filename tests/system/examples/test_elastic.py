@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def run(cwd: Path, *launcher: str, arguments: tuple[str, ...], script: str = "elastic_training.py") -> str:

@@ -11,9 +11,9 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
-from spmd_kernel import offer_kernel
+from support.jupyter.spmd_kernel import offer_kernel
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 TUTORIAL = EXAMPLES.parent / "docs" / "tutorial"
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 NOT_TRAINING = {"run.py"}
 needs_tensorflow = pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
 
@@ -182,7 +182,7 @@ def test_keras_elastic(tmp_path: Path) -> None:
 
 
 def test_every_script_is_run_by_a_test() -> None:
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     folders = [tests / "examples", *tests.glob("beside_*")]
     tested = "".join(path.read_text() for folder in folders for path in folder.glob("test_*.py"))
     missing = [p.name for p in EXAMPLES.glob("*.py") if p.name not in tested and p.name not in NOT_TRAINING]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import hosts
-from two_hosts import network, shell  # noqa: F401  (fixtures)
+from support.network import namespaces as hosts
+from support.network.two_hosts import network, shell  # noqa: F401  (fixtures)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from hvdlab.kernel_ext.notebook.pool import Pool
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from pool_probe import PoolProbe
-from sniffer import Sniffer
+from support.network.sniffer import Sniffer
+from support.pool_probe import PoolProbe
 
 SUM = """\
 import os

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from hosts import Network
 from hvdlab.collectives.errors import InvalidRequestError
-from ranks import RankFailed
-from ranks_on_hosts import RanksOnHosts, initialize
+from support.network.namespaces import Network
+from support.ranks.on_hosts import RanksOnHosts, initialize
+from support.ranks.resident import RankFailed
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import hvdlab.numpy as hvd
-from hosts import Network
 from hvdlab.collectives import context
 from hvdlab.collectives.rendezvous.backends import TcpStoreBackend
-from ranks_on_hosts import RanksOnHosts
+from support.network.namespaces import Network
+from support.ranks.on_hosts import RanksOnHosts
 
 PLANES = {"gloo": "gloo", "auto": "hierarchical"}
 """What is asked for, and what the ranks get."""

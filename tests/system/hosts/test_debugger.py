@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hosts import Network
-from mpiexec_agent import mpiexec_agent
+from support.network.mpiexec_agent import mpiexec_agent
+from support.network.namespaces import Network
 
 pytest.importorskip("debugpy")
 BIN = Path(sys.executable).parent

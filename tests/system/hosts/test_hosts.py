@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hosts import Host, HostFailed, Network
-from patience import PATIENCE
+from support.network.namespaces import Host, HostFailed, Network
+from support.patience import PATIENCE
 
 _SERVER = """
 import socket
@@ -26,7 +26,7 @@ while True:
 _CLIENT = "import socket, sys; socket.create_connection((sys.argv[1], 7000), 1).close()"
 _OWNER = """
 import sys, time
-from hosts import Network
+from support.network.namespaces import Network
 network = Network(2)
 network.hosts[0].popen(["sleep", "1000"])
 print(*(host.pid for host in network.hosts), flush=True)
@@ -112,7 +112,7 @@ def test_closing_ends_all_processes() -> None:
 
 
 def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", _OWNER], env=env, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         pids = owner.stdout.readline().split()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hosts import Host, Network
-from mpiexec_agent import mpiexec_agent
+from support.network.mpiexec_agent import mpiexec_agent
+from support.network.namespaces import Host, Network
 
-SCRIPT = str(Path(__file__).parents[1] / "collectives" / "rendezvous" / "script.py")
+SCRIPT = str(Path(__file__).parents[2] / "integration/collectives/rendezvous/script.py")
 BIN = Path(sys.executable).parent
 PLACES = [(0, 4, 0, 2, 0, 2), (1, 4, 1, 2, 0, 2), (2, 4, 0, 2, 1, 2), (3, 4, 1, 2, 1, 2)]
 

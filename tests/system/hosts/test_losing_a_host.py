@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from hosts import Network
 from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import AbortedError, CauseKind
-from patience import GONE, HOUR, PATIENCE
-from ranks import RankFailed
-from ranks_on_hosts import RanksOnHosts
+from support.network.namespaces import Network
+from support.patience import GONE, HOUR, PATIENCE
+from support.ranks.on_hosts import RanksOnHosts
+from support.ranks.resident import RankFailed
 
 DEAD_AFTER = 2.0  # seconds of silence after which a host is lost: short, for a short test
 HEARTBEAT = {"HVDLAB_PING_AFTER": "0.5", "HVDLAB_DEAD_AFTER": str(DEAD_AFTER)}

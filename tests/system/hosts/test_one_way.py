@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import hosts
 import hvdlab.numpy as hvd
-from hosts import Network, SlowLink
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
-from ranks_on_hosts import RanksOnHosts
+from support.network import namespaces as hosts
+from support.network.namespaces import Network, SlowLink
+from support.ranks.on_hosts import RanksOnHosts
 
 if hosts.slow_missing():
     pytest.skip(hosts.slow_missing(), allow_module_level=True)

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from hosts import Network
-from remote_shell import RemoteShell
-from two_hosts import finished
+from support.network.namespaces import Network
+from support.network.remote_shell import RemoteShell
+from support.network.two_hosts import finished
 
 SCRIPT = str(Path(__file__).with_name("ssh_pool.py"))
 CUT = str(Path(__file__).with_name("cut_pool.py"))

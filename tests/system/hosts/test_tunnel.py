@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from hosts import Host, Network
-from patience import PATIENCE
+from support.network.namespaces import Host, Network
+from support.patience import PATIENCE
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 PORT = "29640"
 GRADIENT = 1.23456789  # its bytes, four times over, are searched for on the wire
 #: Four elements of the gradient of a rank, as they lie in memory.
@@ -54,8 +54,8 @@ def tunnel(network: Network) -> Iterator[None]:
     first, second = network.hosts
     key = secrets.token_hex(32)
     with (
-        helper(first, "tunnel.py", "10.8.0.1/24", second.address, "51820", key),
-        helper(second, "tunnel.py", "10.8.0.2/24", first.address, "51820", key),
+        helper(first, "support/network/tunnel.py", "10.8.0.1/24", second.address, "51820", key),
+        helper(second, "support/network/tunnel.py", "10.8.0.2/24", first.address, "51820", key),
     ):
         yield
 
@@ -69,7 +69,7 @@ def train(network: Network, given: dict[str, str]) -> tuple[list[tuple[int, str]
         "OMP_NUM_THREADS": "1",
         **given,
     }
-    with helper(network.hosts[0], "sniffer.py", "eth0", PATTERN) as sniffer:
+    with helper(network.hosts[0], "support/network/sniffer.py", "eth0", PATTERN) as sniffer:
         ranks = [
             host.popen(
                 [sys.executable, "-c", TRAIN],

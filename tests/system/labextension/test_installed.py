@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("hatchling")
 pytest.importorskip("jupyterlab")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 pytestmark = [
     pytest.mark.soak,

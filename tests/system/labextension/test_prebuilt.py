@@ -13,7 +13,7 @@ import hvdlab
 from hvdlab.kernel_ext.notebook.debugger import multiplexer
 from hvdlab.magics import panel_comms
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXTENSION = ROOT / "labextension"
 PREBUILT = EXTENSION / "prebuilt"
 

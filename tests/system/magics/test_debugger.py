@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from debugging_client import Debugging
-from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
-from live_kernel import LiveKernel
+from support.jupyter.debugging_client import Debugging
+from support.jupyter.live_kernel import LiveKernel
+from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 pytest.importorskip("debugpy")
 pytestmark = pytest.mark.timeout(180)

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from live_kernel import Cell, LiveKernel
-from patience import PATIENCE
+from support.jupyter.live_kernel import Cell, LiveKernel
+from support.patience import PATIENCE
 
 SET_UP = """\
 %%hvd_run -np 2

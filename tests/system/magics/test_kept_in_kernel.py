@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from live_kernel import LiveKernel
-from patience import GONE, PATIENCE
+from support.jupyter.live_kernel import LiveKernel
+from support.patience import GONE, PATIENCE
 
 SET_UP = "%%hvd_run\nimport os\nx = {'rank': int(os.environ['RANK']), 'pid': os.getpid()}\nx['pid']"
 LATER = "%%hvd_run --background\nprint('began')\nopen(os.environ['DOOR']).read()\nprint('meanwhile')\n6 * 7"

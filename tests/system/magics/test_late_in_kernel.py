@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
-from live_kernel import Cell, LiveKernel
-from patience import eventually
+from support.jupyter.live_kernel import Cell, LiveKernel
+from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
+from support.patience import eventually
 
 PREPARE = """\
 %%hvd_run -np 2

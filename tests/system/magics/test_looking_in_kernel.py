@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from live_kernel import LiveKernel
+from support.jupyter.live_kernel import LiveKernel
 
 SETUP = """%%hvd_run -np 2
 import os, time, threading

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
-from live_kernel import Cell
-from prompting_kernel import Answer, PromptingKernel, names, plain
+from support.jupyter.live_kernel import Cell
+from support.jupyter.prompting_kernel import Answer, PromptingKernel, names, plain
+from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 SETUP = (
     "%%hvd_run -np 3\nimport os, signal, sys, time\nimport numpy as np\n"

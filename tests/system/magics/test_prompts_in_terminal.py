@@ -13,7 +13,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 def spawn(tmp_path: Path, *arguments: str) -> pexpect.spawn[str]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
-from live_kernel import LiveKernel
-from patience import PATIENCE
+from support.jupyter.live_kernel import LiveKernel
+from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
+from support.patience import PATIENCE
 
 SETUP = "%%hvd_run -np 4\nimport os, sys, time\nrank = int(os.environ['RANK'])\nx = rank * 10"
 

@@ -14,8 +14,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from live_kernel import LiveKernel
-from patience import GONE
+from support.jupyter.live_kernel import LiveKernel
+from support.patience import GONE
 
 
 def test_a_notebook_stops_at_a_failed_cell_and_leaves_no_process(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
-from live_kernel import Cell, LiveKernel
+from support.jupyter.live_kernel import Cell, LiveKernel
+from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 SETUP = (
     "%%hvd_run -np 3\nimport os, time\nimport numpy as np\n"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from docstrings import Docstring, lacks, modules
 from hvdlab.collectives.errors import InvalidRequestError
+from support import docstrings
+from support.docstrings import Docstring, lacks, modules
 
-CHECKS = Path(__file__).with_name("docstrings.py")
+CHECKS = Path(docstrings.__file__)
 NEEDS = {"hvdlab.mxnet": "mxnet", "hvdlab.ray": "ray", "hvdlab.spark": "pyspark"}
 """Packages that are in environments of their own, where these examples are run."""
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 FRONT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from house import House
+from support.house import House
 
-LISTS = Path(__file__).parent / "data" / "house.json"
+LISTS = Path(__file__).parents[2] / "data" / "house.json"
 
 
 @pytest.fixture(scope="module")

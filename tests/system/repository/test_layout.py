@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 ROOMS = ("collectives", "kernel_ext", "magics", "widgets")
 HEAVY = ("numpy", "torch", "IPython", "ipykernel", "ipyparallel", "traitlets", "zmq")
 

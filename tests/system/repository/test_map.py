@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+IMAGES = Path(__file__).parents[3] / "docs" / "images"
 
 
 @pytest.fixture(scope="module")

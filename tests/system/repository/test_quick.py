@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quick import BUDGET, Selection, select
+from support.quick import BUDGET, Selection, select
 
 MODULES = [
     "tests/unit/collectives/engine/test_handles.py",

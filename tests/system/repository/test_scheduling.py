@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import scheduling
-from scheduling import Timings, group_of
+from support import scheduling
+from support.scheduling import Timings, group_of
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[2]
 MODULE = """
 import pytest, time
 
@@ -25,10 +25,10 @@ def test_it(n): time.sleep({seconds})
 @pytest.mark.parametrize(
     ("name", "group"),
     [
-        ("tests/torch/test_basics.py::test_it[2-float]", "torch 2"),
-        ("tests/torch/test_basics.py::test_it", "torch/test_basics"),
-        ("tests/browser/test_panel.py::test_it", "browser"),
-        ("tests/launch/test_mpi.py::test_it[a/b]", "launch/test_mpi"),
+        ("tests/integration/torch/test_basics.py::test_it[2-float]", "integration/torch 2"),
+        ("tests/integration/torch/test_basics.py::test_it", "integration/torch/test_basics"),
+        ("tests/system/browser/test_panel.py::test_it", "system/browser"),
+        ("tests/integration/launch/test_mpi.py::test_it[a/b]", "integration/launch/test_mpi"),
     ],
 )
 def test_a_group_is_a_module_unless_resources_span_modules(name: str, group: str) -> None:

@@ -70,7 +70,7 @@ from hvdlab.runner.output import failure_lines, speaker, stall_line
 from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import monitoring
 from hvdlab.widgets import live_view, still_charts, strip
-from magics_fakes import FakeLink
+from support.fakes.notebook import FakeLink
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 DESIGN = ROOT / "docs" / "design"
 GLOSSARY = (DESIGN / "glossary.md").read_text(encoding="utf-8")
 WALKS = (DESIGN / "walks.md").read_text(encoding="utf-8") + GLOSSARY

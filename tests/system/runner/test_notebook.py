@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from live_kernel import LiveKernel
+from support.jupyter.live_kernel import LiveKernel
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_loop import jupyter_loop  # noqa: F401  # fixture
-from spmd_kernel import kernelspec_in
+from support.jupyter.loop import jupyter_loop  # noqa: F401  # fixture
+from support.jupyter.spmd_kernel import kernelspec_in
 
 
 @pytest.fixture(scope="package", autouse=True)

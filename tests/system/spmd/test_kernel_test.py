@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import jupyter_kernel_test
 
-from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
+from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 
 class TestHvdlabKernel(jupyter_kernel_test.KernelTests):

@@ -16,8 +16,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from live_kernel import LiveKernel
-from patience import GONE
+from support.jupyter.live_kernel import LiveKernel
+from support.patience import GONE
 
 PIDS = "import os\nos.getpid()"
 

@@ -10,9 +10,9 @@ from typing import Any
 import ipykernel
 import pytest
 
-from debugging_client import Debugging
-from leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
-from live_kernel import Cell, LiveKernel
+from support.jupyter.debugging_client import Debugging
+from support.jupyter.live_kernel import Cell, LiveKernel
+from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 needs_a_thread_for_messages = pytest.mark.skipif(
     ipykernel.version_info < (7,),

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from fake_framework import FakeGradients
 from hvdlab.bindings import gradient_reducer
 from hvdlab.bindings.gradient_reducer import ENOUGH_BYTES, Announcer
 from hvdlab.collectives import context
+from support.fakes.framework import FakeGradients
 
 TURN = ["submit", "flush"]
 

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from fake_framework import FakeGradients, Parameter
 from hvdlab.bindings.gradient_hooks import BackwardPassCounter
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
+from support.fakes.framework import FakeGradients, Parameter
 
 
 class Recorder(BackwardPassCounter[Parameter]):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from effort import examples
 from hvdlab.collectives.autotune import (
     AXES,
     LEAST_SECONDS,
@@ -20,6 +19,7 @@ from hvdlab.collectives.autotune import (
     TuningPhase,
     TuningSample,
 )
+from support.effort import examples
 
 START = Parameters(64 * MIB, 0.0)
 Speed = Callable[[Parameters], float]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hvdlab.data import AsyncDataLoaderMixin, BaseDataLoader
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class Plain(BaseDataLoader):

@@ -18,8 +18,8 @@ from hvdlab.launch.host_source import (
     HostSource,
     as_host_source,
 )
-from patience import PATIENCE
-from threads import asleep
+from support.patience import PATIENCE
+from support.threads import asleep
 
 
 def test_a_script_prints_hosts() -> None:

@@ -1,4 +1,4 @@
-"""Reactions of the launcher `slurm` to Slurm's output; tests/beside_slurm has a real one."""
+"""Reactions of the launcher `slurm` to Slurm's output; tests/engines/slurm has a real one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch import registry
 from hvdlab.launch.hosts import Host
 from hvdlab.launch.slurm import JobState, Slurm, SlurmAllocation, plain, rooms
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 NOW = datetime(2026, 11, 23, 20, 0)
 

@@ -8,7 +8,7 @@ from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from hvdlab.magics.cell_view import LateOutputView
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class SlowSink(OutputSink):

@@ -9,7 +9,7 @@ from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.magics.arguments import Values
 from hvdlab.magics.pool_magics import pool_parser
 from hvdlab.magics.run_magics import run_parser
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 
 def completions(notebook: Notebook, text: str) -> list[str]:

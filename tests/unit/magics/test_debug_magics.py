@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 
 @pytest.mark.parametrize(

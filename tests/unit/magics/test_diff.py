@@ -8,7 +8,7 @@ import pytest
 
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, DiffRow, ValueGroup
 from hvdlab.kernel_ext.wire.compare import ComparisonOpened, Leaf
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 
 def found(name: str, *groups: tuple[int, ...], rows: int = 0) -> Diff:

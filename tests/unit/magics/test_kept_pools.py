@@ -10,7 +10,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell, Show
 from hvdlab.kernel_ext.wire.cells import RetainedCell, RunCell
-from magics_fakes import FakePool, Notebook
+from support.fakes.notebook import FakePool, Notebook
 
 
 @pytest.fixture(autouse=True)

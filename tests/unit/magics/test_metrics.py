@@ -9,7 +9,7 @@ import pytest
 from hvdlab.collectives.tracing.record_format import Metric, encode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import views
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from IPython.core.error import UsageError
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults
 from hvdlab.magics.notebook_pool import Interrupted, NotebookPool
-from magics_fakes import FakePool, Notebook
+from support.fakes.notebook import FakePool, Notebook
 
 
 class SlowStart:

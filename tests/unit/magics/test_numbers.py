@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 
 def test_ranks_know_the_cell_by_the_number_of_the_notebook(notebook: Notebook) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from magics_fakes import Notebook
-from patience import PATIENCE
+from support.fakes.notebook import Notebook
+from support.patience import PATIENCE
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hvdlab.magics.notebook_pool import CellImportDisplay
 from hvdlab.magics.screens.notebook import DisplayIds, NotebookScreen
 from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS, RateLimiter, wire_size
 from hvdlab.magics.screens.screen import TerminalScreen
-from notebook_recorder import Clock, Recorder
+from support.fakes.notebook_recorder import Clock, Recorder
 
 
 def screen(ranks: int = 3) -> tuple[NotebookScreen, Recorder, Clock]:

@@ -20,8 +20,8 @@ from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
 from hvdlab.magics.screens.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, strips_enabled
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publishers import LineTracking
-from notebook_recorder import Clock, Recorder
-from patience import PATIENCE
+from support.fakes.notebook_recorder import Clock, Recorder
+from support.patience import PATIENCE
 
 EMPTY = {"text/plain": "", "text/html": ""}
 STILL = {"text/plain": "2 ranks", "text/html": "2 ranks"}

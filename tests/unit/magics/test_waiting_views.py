@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.magics.notebook_pool import NotebookPool
 from hvdlab.widgets.views import add_awaiting, metrics, ranks, recording_of, remove_awaiting, timeline, trace
-from timeline_traces import steps
+from support.timeline_traces import steps
 
 
 class Client:

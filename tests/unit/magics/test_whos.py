@@ -8,7 +8,7 @@ import pytest
 
 from hvdlab.kernel_ext.notebook.variables.overview import Overview, TensorTable
 from hvdlab.kernel_ext.wire.compare import Tensor, Tensors, Variable, Variables
-from magics_fakes import Notebook
+from support.fakes.notebook import Notebook
 
 
 def test_variables_are_listed(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun, QueuedEvent
 from hvdlab.runner.job_spec import JobSpec
-from job_stand_ins import IdleStarter, NoSink
+from support.fakes.job import IdleStarter, NoSink
 
 
 class Loop:

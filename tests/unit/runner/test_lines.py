@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import examples
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.processes import OutputTail
 from hvdlab.runner.output import LONGEST, ConsoleSink, FileSink, LineAssembler, Writer, shown_lines
+from support.effort import examples
 
 
 class Lines:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import examples
 from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner import events as e
 from hvdlab.runner.job_result import origin_of
 from hvdlab.runner.supervisor import Growth, JobPhase, Policy, Supervisor
+from support.effort import examples
 
 OK = ExitStatus()
 BAD = ExitStatus(1)

@@ -21,7 +21,7 @@ from hvdlab.torch.c10d.call_history import (
     find_drift,
     find_shift,
 )
-from patience import HOUR, PATIENCE
+from support.patience import HOUR, PATIENCE
 
 
 def said(lines: Sequence[str], first: int = 0) -> CallHistoryMessage:

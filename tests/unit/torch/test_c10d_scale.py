@@ -13,9 +13,9 @@ import pytest
 
 from hvdlab.collectives.errors import Disagreement
 from hvdlab.torch.c10d.launch_ring import COLLECTIVES, AnyWatchMail, LaunchVerdict, Verdict
-from timed_watch import PING_AFTER, TimedWatches
+from support.timed_watch import PING_AFTER, TimedWatches
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_healthy_watched_group_takes_the_coordinator_a_ping_of_each_rank_and_its_answer() -> None:

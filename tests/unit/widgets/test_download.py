@@ -14,8 +14,8 @@ from hvdlab.collectives.tracing import trace_file
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import trace_events
 from hvdlab.widgets.timeline import Downloads
-from patience import PATIENCE
-from timeline_traces import steps
+from support.patience import PATIENCE
+from support.timeline_traces import steps
 
 
 class Browser:

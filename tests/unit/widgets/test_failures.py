@@ -17,8 +17,8 @@ from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import metrics, rank_tables, recording_feed, still_charts, still_lanes, strip, timeline
 from hvdlab.widgets.panel import Panel
 from hvdlab.widgets.recording_feed import RecordingFeed
-from patience import PATIENCE
-from timeline_traces import START_NS, steps
+from support.patience import PATIENCE
+from support.timeline_traces import START_NS, steps
 
 TEXT = "IndexError: index 0 is out of bounds"
 

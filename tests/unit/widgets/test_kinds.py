@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdlab.collectives.types import OpKind
 
-UI = Path(__file__).parents[2] / "ui" / "src"
+UI = Path(__file__).parents[3] / "ui" / "src"
 
 
 def test_each_kind_of_operation_has_its_name_in_the_views() -> None:

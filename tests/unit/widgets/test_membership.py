@@ -29,7 +29,7 @@ from hvdlab.widgets.pool_membership import (
     membership_text,
 )
 from hvdlab.widgets.rank_tables import MembershipWidget
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class FakePool:

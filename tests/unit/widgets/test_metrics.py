@@ -23,7 +23,7 @@ from hvdlab.widgets.still_charts import (
     title,
 )
 from hvdlab.widgets.still_lanes import png, seconds
-from timeline_traces import steps
+from support.timeline_traces import steps
 
 START = 5_000_000_000
 SECOND = 1_000_000_000

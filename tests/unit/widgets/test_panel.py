@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from effort import examples
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import Membership
 from hvdlab.widgets import panel as panel_module
 from hvdlab.widgets import recording_feed
 from hvdlab.widgets.panel import Panel
-from patience import PATIENCE
-from protocol_fuzz import run
-from timeline_traces import steps
+from support.effort import examples
+from support.fuzz.protocol import run
+from support.patience import PATIENCE
+from support.timeline_traces import steps
 
 
 class Desk:

@@ -13,7 +13,7 @@ from hvdlab.collectives.tracing.record_format import Metric, encode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import recording_feed
 from hvdlab.widgets.recording_feed import POINT_BYTES, RecordingFeed
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 START = 5_000_000_000
 COLUMNS = [("time", "<f8"), ("value", "<f8"), ("step", "<f8"), ("series", "<u4"), ("number", "<u4")]

@@ -9,7 +9,7 @@ from hvdlab.collectives.tracing.record_format import Span, encode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import DType, OpKind
 from hvdlab.widgets.recording_feed import RecordingFeed
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 def test_a_view_gets_the_line_of_each_name() -> None:

@@ -17,8 +17,8 @@ from hvdlab.collectives.tracing.record_format import CellBeginEvent, CellEndEven
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import Membership
 from hvdlab.widgets.strip import StripWidget, cell_begin, summary_html
-from patience import PATIENCE
-from timeline_traces import START_NS, steps
+from support.patience import PATIENCE
+from support.timeline_traces import START_NS, steps
 
 shown: list[Any] = []
 

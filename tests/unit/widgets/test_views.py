@@ -29,8 +29,8 @@ from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import DType, Membership, OpKind
 from hvdlab.widgets import recording_feed, still_lanes, views
 from hvdlab.widgets.recording_feed import ROW_BYTES, RecordingFeed
-from patience import PATIENCE
-from timeline_traces import START_NS, steps
+from support.patience import PATIENCE
+from support.timeline_traces import START_NS, steps
 
 COLUMNS = [
     ("arrival", "<f8"),

@@ -19,7 +19,7 @@ from hvdlab.bindings.elastic.state import (
 )
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt
 from hvdlab.collectives.elastic.state import next_attempt
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
 
 class Schedule:

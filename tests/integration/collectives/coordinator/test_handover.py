@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import ordinary_user
 from hvdlab.collectives import system
 from hvdlab.collectives.coordinator.handover import Handover, take_over
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch
-from patience import PATIENCE
+from support import ordinary_user
+from support.patience import PATIENCE
 
 
 @pytest.fixture

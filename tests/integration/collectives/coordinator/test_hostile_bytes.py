@@ -25,7 +25,7 @@ from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encod
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.time_limits import Deadline
-from protocol_fuzz import KINDS, make, spoil
+from support.fuzz.protocol import KINDS, make, spoil
 
 DOORS = ("unix", "tls")
 SECONDS = 30  # until a wait for the coordinator fails

@@ -19,7 +19,7 @@ from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import new_certificate
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.time_limits import Deadline
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 STARTER = """
 import os, sys, time

@@ -6,12 +6,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator_simulation import SimulatedRank, Simulation, signature
-from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.effort import examples
+from support.simulation.coordinator import SimulatedRank, Simulation, signature
 
 ANONYMOUS, JOIN = "allreduce.noname", "join.noname"
 priorities = st.sampled_from([None, None, None, 0, 0, 3])

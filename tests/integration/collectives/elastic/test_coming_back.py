@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import AbortedError
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 ranks = resident_ranks(2, scope="function")
 

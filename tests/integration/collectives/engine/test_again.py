@@ -12,8 +12,8 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError
-from patience import HOUR, PATIENCE
-from ranks import Ranks, resident_ranks
+from support.patience import HOUR, PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 TIMES = 20
 

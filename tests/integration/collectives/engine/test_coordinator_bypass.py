@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine import coordinator_bypass
@@ -35,9 +34,10 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.collectives.tracing.record_format import Span, decode
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
-from patience import PATIENCE
-from ranks import RankFailed, Ranks, meet, resident_ranks
-from threads import in_threads
+from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
+from support.ranks.resident import RankFailed, Ranks, meet, resident_ranks
+from support.threads import in_threads
 
 three = resident_ranks(3)
 

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import fake_device
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
-from patience import PATIENCE
-from ranks import Ranks
+from support.engine_probe import EngineProbe
+from support.fakes import device as fake_device
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks
 
 COUNT = 5000
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import (
@@ -24,8 +23,9 @@ from hvdlab.collectives.errors import (
     InvalidRequestError,
     MismatchError,
 )
-from patience import GONE, PATIENCE, without_heartbeat
-from ranks import RankGone, Ranks, resident_ranks
+from support.engine_probe import EngineProbe
+from support.patience import GONE, PATIENCE, without_heartbeat
+from support.ranks.resident import RankGone, Ranks, resident_ranks
 
 
 @pytest.fixture

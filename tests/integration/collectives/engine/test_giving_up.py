@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.entries import Fail
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError
 from hvdlab.collectives.protocol import messages as m
-from joint_ranks import SimEntry
-from joint_simulation import Simulation, allreduce, message
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
+from support.simulation.joint_ranks import SimEntry
+from support.simulation.joint_simulation import Simulation, allreduce, message
 
 MEMBERS = (m.Member(0, "host", 1), m.Member(1, "host", 2))
 

@@ -16,8 +16,8 @@ from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 LARGE = 1 << 16
 """Elements of a tensor that does not travel with its announcement."""

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.engine import inline_execution
 from hvdlab.collectives.engine.entries import Fail, RunBatch
@@ -31,8 +30,9 @@ from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 ENOUGH = 100
 """Places that are there in any case."""

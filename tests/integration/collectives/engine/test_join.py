@@ -18,8 +18,8 @@ from hvdlab.collectives.errors import (
     JoinedRanksError,
     MismatchError,
 )
-from patience import PATIENCE
-from ranks import RankGone, Ranks, resident_ranks
+from support.patience import PATIENCE
+from support.ranks.resident import RankGone, Ranks, resident_ranks
 
 SMALL, LARGE = 8, 300_000
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.engine import control_thread
 from hvdlab.collectives.engine.control_thread import SharedMemoryRetry
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.time_limits import Deadline
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 ranks = resident_ranks(2, scope="function")
 

@@ -20,8 +20,8 @@ from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.errors import AbortedError, CauseKind, StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.settings import Settings
-from patience import HOUR, PATIENCE, without_heartbeat
-from ranks import Ranks
+from support.patience import HOUR, PATIENCE, without_heartbeat
+from support.ranks.resident import Ranks
 
 LARGE = 1 << 22
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
-from ranks import Ranks, resident_ranks
+from support.engine_probe import EngineProbe
+from support.ranks.resident import Ranks, resident_ranks
 
 SETS = 64
 IN_FLIGHT = 2000

@@ -19,8 +19,8 @@ from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Limit, PendingCollective, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.collectives.types import DType, OpKind
-from patience import PATIENCE, without_heartbeat
-from ranks import RankGone, Ranks, meet
+from support.patience import PATIENCE, without_heartbeat
+from support.ranks.resident import RankGone, Ranks, meet
 
 LARGE = 1 << 22
 

@@ -8,7 +8,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.settings import Settings
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 def test_a_successor_is_told_once() -> None:

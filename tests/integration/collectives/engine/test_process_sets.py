@@ -21,8 +21,8 @@ from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 four = resident_ranks(4)
 

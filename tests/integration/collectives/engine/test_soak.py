@@ -11,7 +11,7 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 

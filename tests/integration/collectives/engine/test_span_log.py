@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.span_log import SpanLog
@@ -21,9 +20,10 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.clocks import ClockSamples
 from hvdlab.collectives.tracing.record_format import ClockSample, Members, Span, decode
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
-from skewed_clock import AHEAD_NS
+from support.engine_probe import EngineProbe
+from support.network.skewed_clock import AHEAD_NS
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 LARGE = 1 << 20
 
@@ -32,7 +32,11 @@ two = resident_ranks(2, scope="function")
 
 
 hosts = resident_ranks(
-    2, tls=True, env={"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"}, imports=["skewed_clock"], scope="function"
+    2,
+    tls=True,
+    env={"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"},
+    imports=["support.network.skewed_clock"],
+    scope="function",
 )
 
 

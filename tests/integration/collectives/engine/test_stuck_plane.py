@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm import ShmPlane
-from patience import PATIENCE
-from ranks import Ranks
+from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks
 
 STUCK = threading.Event()
 OTHER_IS_STUCK = threading.Event()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.requests import Request
@@ -20,8 +19,9 @@ from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.process_sets import add_process_set
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import OpKind
-from patience import HOUR, PATIENCE
-from ranks import Ranks, Running, resident_ranks
+from support.engine_probe import EngineProbe
+from support.patience import HOUR, PATIENCE
+from support.ranks.resident import Ranks, Running, resident_ranks
 
 three = resident_ranks(3, keep=True, scope="function")
 

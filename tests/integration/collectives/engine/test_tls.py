@@ -15,8 +15,8 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import AbortedError, CauseKind, StartError
 from hvdlab.collectives.settings import Settings
-from patience import PATIENCE, without_heartbeat
-from ranks import Ranks
+from support.patience import PATIENCE, without_heartbeat
+from support.ranks.resident import Ranks
 
 
 @pytest.fixture

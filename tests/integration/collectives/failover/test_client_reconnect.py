@@ -19,7 +19,7 @@ from hvdlab.collectives.failover import client_reconnect
 from hvdlab.collectives.failover.client_reconnect import Cells, ClientRecovery
 from hvdlab.collectives.time_limits import RESTARTS
 from hvdlab.collectives.types import Membership
-from patience import GONE, PATIENCE
+from support.patience import GONE, PATIENCE
 
 CELLS = {"cell": (0, 1)}
 

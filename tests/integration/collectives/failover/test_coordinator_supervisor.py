@@ -13,7 +13,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.failover import supervisor
 from hvdlab.collectives.failover.supervisor import Keeper
 from hvdlab.collectives.time_limits import RESTARTS
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class FakeCoordinator:

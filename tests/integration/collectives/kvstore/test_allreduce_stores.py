@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_probe import EngineProbe
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.kvstore import KVStoreError, RowSparse
-from patience import PATIENCE
-from ranks import Ranks, meet, resident_ranks
+from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, meet, resident_ranks
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

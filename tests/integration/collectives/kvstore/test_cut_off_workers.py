@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from engine_probe import EngineProbe
 from hvdlab import kvstore
 from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context, process_sets
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet
-from patience import PATIENCE
-from ranks import Ranks
+from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks
 
 SERVERS = {"HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "20"}
 """Each of two servers has a part of the value."""

@@ -16,8 +16,8 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.kvstore.servers import starting
 from hvdlab.collectives.logs import LOG
-from interrupting import press_ctrl_c, when_this_thread_waits
-from ranks import Ranks
+from support.interrupting import press_ctrl_c, when_this_thread_waits
+from support.ranks.resident import Ranks
 
 
 class _Warnings(logging.Handler):

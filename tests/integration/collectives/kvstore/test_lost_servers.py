@@ -17,7 +17,7 @@ from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kvstore import KVStoreError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 KEYS = {0: (3,), 1: (2, 2), 2: (5,), 4: (40,)}
 """With three servers each has one of the first three keys, and all have parts of the last."""

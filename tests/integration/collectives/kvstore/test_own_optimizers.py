@@ -15,7 +15,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab import kvstore
 from hvdlab.kvstore import KVStoreError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 MODULE = """
 import os, sys

@@ -12,7 +12,7 @@ from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.kvstore import KVStoreError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 PARTS_OF = 64
 """Bytes: 16 numbers of float32."""

@@ -14,7 +14,7 @@ from hvdlab.collectives import context, process_sets
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet
 from hvdlab.kvstore import KVStoreError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 DISTRIBUTED = ("dist_sync", "dist_async", "horovod", "byteps")
 

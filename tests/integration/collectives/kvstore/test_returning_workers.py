@@ -12,7 +12,7 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.kvstore import KVStoreError
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 SHAPES = {"a": (3,), "b": (50,)}
 SETTINGS: dict[str, Any] = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}

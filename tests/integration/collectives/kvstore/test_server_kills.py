@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hvdlab import kvstore
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 KEYS = {"one": (1,), "small": (70, 70), "large": (300_000,)}
 

@@ -29,7 +29,7 @@ from hvdlab.collectives.kvstore.servers.process import STRANGERS, JobObserver
 from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 from hvdlab.kvstore import KVStoreError, RowSparse
 from hvdlab.kvstore.lr_scheduler import CosineScheduler, FactorScheduler
-from ranks import Ranks, resident_ranks
+from support.ranks.resident import Ranks, resident_ranks
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

@@ -20,7 +20,7 @@ from hvdlab.collectives.tracing.chrome_trace import SERVERS_PID
 from hvdlab.collectives.tracing.tables import columns
 from hvdlab.collectives.tracing.trace_file import load_trace as load_recording
 from hvdlab.collectives.tracing.trace_file import save_recording
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 SIZE = 100_000
 Event = dict[str, Any]

@@ -19,8 +19,8 @@ from hvdlab.collectives.metrics.export import BATCHES_HELD, MOST_AT_ONCE, Export
 from hvdlab.collectives.metrics.exporters import JsonLines
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, ClockSample, Metric, encode
-from patience import PATIENCE
-from ranks import Ranks
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks
 
 
 def point(value: float, name: str = "loss", rank: int = 0) -> Point:
@@ -306,7 +306,7 @@ def record_now() -> tuple[float, float]:
 def test_times_of_another_host_are_brought_onto_this_ones_clock(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     env = {"HVDLAB_PLANE": "gloo", "SKEWED_CLOCK": "1"}
-    with Ranks(2, tls=True, env=env, imports=["skewed_clock"]) as ranks:
+    with Ranks(2, tls=True, env=env, imports=["support.network.skewed_clock"]) as ranks:
         ranks.run(begin_export, str(path), True, ranks=[0])
         times = ranks.run(record_now)
         assert ranks.run(end_export, ranks=[0]) == [2]

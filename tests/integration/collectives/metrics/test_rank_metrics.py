@@ -12,8 +12,8 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.recording import Recording
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 two = resident_ranks(2)
 

@@ -18,8 +18,8 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.metrics.sampler import ProcessUsage, Sampler, Source, Thinning, Values
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.recording import Recording
-from patience import PATIENCE
-from ranks import Ranks, resident_ranks
+from support.patience import PATIENCE
+from support.ranks.resident import Ranks, resident_ranks
 
 SECOND = 1_000_000_000
 Recorded = tuple[str, float, None, int]

@@ -11,9 +11,9 @@ from types import FrameType
 
 import pytest
 
-import ordinary_user
 from hvdlab.collectives.planes import gloo
 from hvdlab.collectives.planes.gloo import block_listeners, connections, listeners
+from support import ordinary_user
 
 
 def test_a_listener_is_found_by_its_address() -> None:

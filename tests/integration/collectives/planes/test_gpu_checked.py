@@ -15,9 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import fake_nccl
-from fake_cuda import FakeCuda, bytes_at
-from gpu_members import Store, simulated_gpu
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.planes.base import PlaneContext
@@ -25,8 +22,11 @@ from hvdlab.collectives.planes.gpu import checked_plane, gpu_plane
 from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
 from hvdlab.collectives.planes.links import THROUGH_HOST
 from hvdlab.collectives.system import HOST_VARIABLE
-from patience import PATIENCE
-from ranks import RankGone, Ranks
+from support.fakes import nccl as fake_nccl
+from support.fakes.cuda import FakeCuda, bytes_at
+from support.patience import PATIENCE
+from support.ranks.gpu_members import Store, simulated_gpu
+from support.ranks.resident import RankGone, Ranks
 
 COUNT = 50_000
 NCCL = "NCCL 2.28.9, checked"
@@ -45,7 +45,7 @@ def three(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def arrays() -> Any:
-    import fake_gpu_arrays
+    from support.fakes import gpu_arrays as fake_gpu_arrays
 
     return fake_gpu_arrays
 

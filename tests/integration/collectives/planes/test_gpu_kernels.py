@@ -21,7 +21,7 @@ from hvdlab.collectives.planes.gpu.jobs import chunk_bytes, share, table_of
 from hvdlab.collectives.reduce.fold import make_fold
 from hvdlab.collectives.types import DType, ReduceOp
 
-SOURCE = Path(__file__).parents[3] / "collectives" / "planes" / "gpu" / "kernels.cu"
+SOURCE = Path(__file__).parents[4] / "collectives" / "planes" / "gpu" / "kernels.cu"
 COMPILER = shutil.which("g++")
 ELEMENTS = {
     DType.U8: "Integer<u8>",

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import fake_nccl
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.system import HOST_VARIABLE
-from patience import PATIENCE
-from ranks import RankGone, Ranks
+from support.fakes import nccl as fake_nccl
+from support.patience import PATIENCE
+from support.ranks.resident import RankGone, Ranks
 
 COUNT = 50_000
 
@@ -32,7 +32,7 @@ def three(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def arrays() -> Any:
-    import fake_gpu_arrays
+    from support.fakes import gpu_arrays as fake_gpu_arrays
 
     return fake_gpu_arrays
 

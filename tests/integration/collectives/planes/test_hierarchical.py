@@ -18,7 +18,7 @@ from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
 from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Topology
 from hvdlab.collectives.system import HOST_VARIABLE
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 

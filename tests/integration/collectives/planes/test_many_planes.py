@@ -10,7 +10,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.system import HOST_VARIABLE
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 SETS = 12
 LARGE = 50_000  # elements: more than travels with the negotiation

@@ -15,7 +15,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.planes import gloo
-from ranks import Ranks
+from support.ranks.resident import Ranks
 
 GARBAGE = (
     b"",

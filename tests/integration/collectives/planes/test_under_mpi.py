@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.planes_under_test import mpi_missing, mpiexec_path
+from conformance.planes.planes_under_test import mpi_missing, mpiexec_path
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
 PROGRAM = Path(__file__).with_name("mpi_program.py")

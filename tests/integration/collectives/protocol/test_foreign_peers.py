@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import ordinary_user
 from hvdlab.collectives import system
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.options import ServerOptions
@@ -24,7 +23,8 @@ from hvdlab.collectives.system import host_key
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.forkserver.client import ServerHandle
 from hvdlab.launch.forkserver.server import PoolListener
-from patience import PATIENCE
+from support import ordinary_user
+from support.patience import PATIENCE
 
 HELLO = Hello(PROTOCOL_VERSION, "secret" * 8, "rank", 0, "h", 1)
 

@@ -1,4 +1,4 @@
-"""Hostile bytes and messages in thousands, and a million in the soak; see ``protocol_fuzz.py`` to have one again."""
+"""Hostile bytes and messages in thousands, and a million in the soak; see ``support/fuzz/protocol.py`` to have one again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from effort import examples
 from hvdlab.collectives.coordinator.events import PeerConnected
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
@@ -15,7 +14,8 @@ from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
 from hvdlab.launch.host_agent import wire
-from protocol_fuzz import (
+from support.effort import examples
+from support.fuzz.protocol import (
     DECODERS,
     KINDS,
     make,

@@ -15,7 +15,7 @@ from hvdlab.collectives.rendezvous.backends import DirectoryBackend
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, await_info
 from hvdlab.collectives.system import host_key
 from hvdlab.collectives.time_limits import Deadline
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 def board(*parents: Path, key: str = "job", shared: bool = False) -> DirectoryBackend:

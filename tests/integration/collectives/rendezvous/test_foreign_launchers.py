@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import shared_memory
-from patience import HOUR
+from support import shared_memory
+from support.patience import HOUR
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
 BIN = Path(sys.executable).parent

@@ -16,8 +16,8 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, encode
 from hvdlab.collectives.tracing.recording import Recording
-from patience import PATIENCE
-from timeline_traces import START_NS, steps
+from support.patience import PATIENCE
+from support.timeline_traces import START_NS, steps
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.chrome_trace import ChromeTrace
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, Metric, decode, encode
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
-from patience import PATIENCE
-from timeline_traces import steps
+from support.patience import PATIENCE
+from support.timeline_traces import steps
 
 CHILD = """
 import sys
-from timeline_traces import steps
+from support.timeline_traces import steps
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
 
 trace = TimelineFile.start(sys.argv[1], hold=0.05)
@@ -80,7 +80,7 @@ def test_a_file_cut_anywhere_loses_only_its_last_line(tmp_path_factory: pytest.T
 
 
 def start_child(path: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     return subprocess.Popen([sys.executable, "-c", CHILD, str(path)], env=environment, stderr=subprocess.PIPE)
 
 
@@ -151,7 +151,7 @@ def test_a_disk_that_fills_up_leaves_strict_json(tmp_path: Path) -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, "-c", script, str(path)],
         env=environment,

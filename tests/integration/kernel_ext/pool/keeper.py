@@ -21,10 +21,10 @@ from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from patience import PATIENCE
-from pool_probe import PoolProbe
+from support.patience import PATIENCE
+from support.pool_probe import PoolProbe
 
 SET_UP = """
 import os, time

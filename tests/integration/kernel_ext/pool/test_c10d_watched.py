@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import PATIENCE
-from pool_recorder import Recorder
+from support.patience import PATIENCE
+from support.pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
 

@@ -14,12 +14,12 @@ import psutil
 import pytest
 import zmq
 
-from forked_ranks import allow_files
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver import controller
 from hvdlab.kernel_ext.notebook.pool import Pool
-from pool_probe import PoolProbe
+from support.pool_probe import PoolProbe
+from support.ranks.fork_server import allow_files
 
 StartPool = Callable[..., Pool]
 

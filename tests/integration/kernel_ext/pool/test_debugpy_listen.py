@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dap_port import DapPort
 from hvdlab.kernel_ext.notebook.debugger.hub import connections_of
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.debug import DebugOpened, FromServer
-from patience import PATIENCE
+from support.jupyter.dap_port import DapPort
+from support.patience import PATIENCE
 
 pytest.importorskip("debugpy")
 

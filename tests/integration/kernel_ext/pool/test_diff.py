@@ -14,8 +14,8 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.variables import diff as diffing
 from hvdlab.kernel_ext.notebook.variables.diff import Diff
-from patience import HOUR, PATIENCE
-from pool_probe import PoolProbe
+from support.patience import HOUR, PATIENCE
+from support.pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 

@@ -21,8 +21,8 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from hvdlab.widgets.recording_feed import rank_rows
-from patience import PATIENCE
-from pool_probe import PoolProbe
+from support.patience import PATIENCE
+from support.pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 

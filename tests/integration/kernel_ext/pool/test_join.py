@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 StartPool = Callable[..., Pool]
 

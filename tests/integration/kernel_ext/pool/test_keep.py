@@ -33,10 +33,10 @@ from hvdlab.launch.forkserver.server import DetachedSupervisor
 from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable
 from hvdlab.launch.tenancy import Tenant
-from patience import GONE, PATIENCE
-from pool_keeper import KEEPER, keeper, kill
-from pool_probe import PoolProbe
-from pool_recorder import Recorder
+from support.patience import GONE, PATIENCE
+from support.pool_keeper import KEEPER, keeper, kill
+from support.pool_probe import PoolProbe
+from support.pool_recorder import Recorder
 
 SPOKEN = runpy.run_path(str(KEEPER))
 INTACT = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(2) * (me + 1), op=hvd.Sum).tolist())"

@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.compare import SharedRange
 from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
 from hvdlab.magics.screens.notebook import NotebookScreen
-from pool_probe import PoolProbe
+from support.pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 MB = 1_000_000

@@ -11,8 +11,8 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import Chunk, Stream
-from patience import PATIENCE
-from pool_probe import PoolProbe
+from support.patience import PATIENCE
+from support.pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
 

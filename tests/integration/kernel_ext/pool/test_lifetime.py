@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forked_ranks import living
-from patience import GONE, PATIENCE
+from support.patience import GONE, PATIENCE
+from support.ranks.fork_server import living
 
 OWNER = Path(__file__).with_name("owner.py")
 

@@ -11,7 +11,7 @@ import hvdlab
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.exporters import JsonLines
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 SETUP = """\
 import hvdlab.numpy as hvd

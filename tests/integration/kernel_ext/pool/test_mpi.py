@@ -12,7 +12,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 StartPool = Callable[..., Pool]
 

@@ -12,9 +12,9 @@ import psutil
 
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.magics.pool_magics import StatusTable
-from patience import GONE, PATIENCE
-from pool_probe import PoolProbe
-from pool_recorder import Recorder
+from support.patience import GONE, PATIENCE
+from support.pool_probe import PoolProbe
+from support.pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
 

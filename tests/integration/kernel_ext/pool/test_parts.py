@@ -39,7 +39,7 @@ from hvdlab.launch.hosts import Host, parse_hosts
 from hvdlab.launch.local import check_loaded, check_room
 from hvdlab.launch.options import parse
 from hvdlab.launch.processes import OutOfMemoryCounter, describe
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 WORLD = WorldEnvironment("unix:/run/coordinator", "secret", master_port=2345)
 

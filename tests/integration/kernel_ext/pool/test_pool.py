@@ -20,9 +20,9 @@ from zmq.utils.monitor import recv_monitor_message
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import Prestart
-from patience import GONE, PATIENCE, without_heartbeat
-from pool_probe import PoolProbe
-from pool_recorder import Recorder
+from support.patience import GONE, PATIENCE, without_heartbeat
+from support.pool_probe import PoolProbe
+from support.pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.kernel_ext.pool.conftest import StartPool
+from tests.support.fixtures.kernel_ext_pool import StartPool
 
-from patience import PATIENCE
-from pool_probe import PoolProbe
+from support.patience import PATIENCE
+from support.pool_probe import PoolProbe
 
 SET_UP = """
 import numpy as np

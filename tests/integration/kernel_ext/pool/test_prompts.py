@@ -11,8 +11,8 @@ from collections.abc import Callable
 from IPython.core.error import StdinNotImplementedError
 
 from hvdlab.kernel_ext.notebook.pool import Pool
-from pool_probe import PoolProbe
-from pool_recorder import Recorder
+from support.pool_probe import PoolProbe
+from support.pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
 LONG = 60.0  # seconds of a wait that an event has to end

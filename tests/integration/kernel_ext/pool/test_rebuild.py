@@ -25,9 +25,9 @@ from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN
-from patience import GONE
-from pool_probe import PoolProbe
-from pool_recorder import Recorder
+from support.patience import GONE
+from support.pool_probe import PoolProbe
+from support.pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
 

@@ -12,7 +12,7 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import GONE
+from support.patience import GONE
 
 StartPool = Callable[..., Pool]
 

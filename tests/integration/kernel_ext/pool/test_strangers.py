@@ -18,19 +18,19 @@ from typing import Any
 
 import pytest
 
-import ordinary_user
 from chaos import census
 from chaos.strangers import visit
 from hvdlab.kernel_ext.notebook.pool import Pool
-from listening import Listener, listeners
-from patience import PATIENCE
-from pool_recorder import Recorder
+from support import ordinary_user
+from support.network.listening import Listener, listeners
+from support.patience import PATIENCE
+from support.pool_recorder import Recorder
 
 pytest.importorskip("torch")  # brings the plane that listens
 
 StartPool = Callable[..., Pool]
 
-PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "security.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "reference" / "security.md").read_text()
 
 # Each rank claims to be a host of its own: the others reach its parameter server by the port for other hosts.
 BEGIN = """

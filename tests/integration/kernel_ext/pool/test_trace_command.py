@@ -15,8 +15,8 @@ from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.runner.cli import main
-from patience import PATIENCE
-from timeline_traces import steps
+from support.patience import PATIENCE
+from support.timeline_traces import steps
 
 SETUP = (
     "import numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\ncontext.init()"

@@ -14,7 +14,7 @@ from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.record_format import Span, decode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook.pool import Pool
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 SETUP = """\
 import numpy as np

@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.rank_states import AgentReady
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.starter import Ended, Started
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class Coordinator:

@@ -39,7 +39,7 @@ from hvdlab.kernel_ext.wire.cells import (
 )
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 T = TypeVar("T", bound=Payload)
 

@@ -13,10 +13,10 @@ import pytest
 
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, Disagreement, MismatchError, Pending
 from hvdlab.kernel_ext.wire.cells import CellDone, Output, RunCell
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.kernel_ext.rank.conftest import Pool, Rank
+    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 def traceback_of(ran: Any) -> str:

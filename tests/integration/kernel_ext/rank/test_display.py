@@ -12,10 +12,10 @@ import pytest
 
 from hvdlab.kernel_ext.rank.display import LONGEST_TEXT
 from hvdlab.kernel_ext.wire.text import wire_value
-from rank_alone import run_in_new_rank
+from support.ranks.alone import run_in_new_rank
 
 if TYPE_CHECKING:
-    from tests.kernel_ext.rank.conftest import Rank
+    from tests.integration.kernel_ext.rank.conftest import Rank
 
 
 def test_display_carries_the_mime_bundle(rank: Rank) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hvdlab.kernel_ext.wire.cells import CellDone
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.kernel_ext.rank.conftest import Pool, Rank
+    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 def interrupt_once_running(rank: Rank, source: str, **options: Any) -> Any:

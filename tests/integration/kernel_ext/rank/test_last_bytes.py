@@ -9,7 +9,7 @@ import sys
 def test_what_descriptors_got_survives_a_kill_before_any_step() -> None:
     """Between the moment in which bytes leave the pipe and the one in which a copy outlives the rank, too."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.kernel_ext.rank.dying"],
+        [sys.executable, "-m", "tests.integration.kernel_ext.rank.dying"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -12,10 +12,10 @@ from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.cells import RunCell
 from hvdlab.kernel_ext.wire.status import AskStatus, Status
 from hvdlab.kernel_ext.wire.values import Acked, PushValue, ReadChunk, ReleaseTransfer
-from payload_fuzz import make
+from support.fuzz.payload import make
 
 if TYPE_CHECKING:
-    from tests.kernel_ext.rank.conftest import Pool, Rank
+    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
 
 KINDS = tuple(kind for kind in get_args(codec.ToRank) if kind is not RunCell)
 

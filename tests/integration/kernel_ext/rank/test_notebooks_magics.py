@@ -13,7 +13,7 @@ from hvdlab.magics.extension import MAGICS
 from hvdlab.widgets.views import recording_of
 
 if TYPE_CHECKING:
-    from tests.kernel_ext.rank.conftest import Rank
+    from tests.integration.kernel_ext.rank.conftest import Rank
 
 
 @pytest.mark.parametrize(

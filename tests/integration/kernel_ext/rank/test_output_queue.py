@@ -28,10 +28,10 @@ from hvdlab.kernel_ext.wire.cells import (
     ResendFrom,
     Stream,
 )
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.kernel_ext.rank.conftest import Pool, Rank
+    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 class Sent:

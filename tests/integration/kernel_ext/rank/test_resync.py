@@ -27,10 +27,10 @@ from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import decode_to_pool
 from hvdlab.kernel_ext.wire.values import Acked, PushValue
 from hvdlab.launch.processes import start_time
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.kernel_ext.rank.conftest import Pool, Rank
+    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 def text_of(output: Output) -> str:

@@ -29,7 +29,7 @@ from hvdlab.kernel_ext.wire.cells import (
 )
 
 if TYPE_CHECKING:
-    from tests.kernel_ext.rank.conftest import Pool, Ran, Rank
+    from tests.integration.kernel_ext.rank.conftest import Pool, Ran, Rank
 
 
 def talk(rank: Rank, source: str, answers: Sequence[str]) -> tuple[Ran, list[PromptRequest]]:
@@ -126,7 +126,7 @@ def test_a_thread_that_asks_is_let_go_when_the_cell_ends(rank: Rank) -> None:
 
 CALLED_BACK = """
 import ctypes, threading
-from tests.threads import asleep
+from tests.support.threads import asleep
 libc, mutex, held, said = ctypes.CDLL(None), ctypes.create_string_buffer(64), threading.Event(), []
 def ask():
     libc.pthread_mutex_lock(mutex)

@@ -1,4 +1,4 @@
-"""Widgets that take output, by thread; in a pool: ``tests/magics/test_late_in_kernel.py``."""
+"""Widgets that take output, by thread; in a pool: ``tests/system/magics/test_late_in_kernel.py``."""
 
 from __future__ import annotations
 

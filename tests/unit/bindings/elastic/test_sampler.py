@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import examples
 from hvdlab.bindings.elastic import sampler as module
 from hvdlab.bindings.elastic.sampler import ElasticSampler
 from hvdlab.bindings.elastic.state import SamplerStateHandler
 from hvdlab.collectives.errors import NotInitializedError
+from support.effort import examples
 
 Place = Callable[[int, int], None]
 

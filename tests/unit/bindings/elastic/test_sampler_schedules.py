@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import examples
 from hvdlab.bindings.elastic import sampler as sampler_module
 from hvdlab.bindings.elastic import state as handlers_module
 from hvdlab.bindings.elastic.sampler import ElasticSampler
 from hvdlab.bindings.elastic.state import SamplerStateHandler
+from support.effort import examples
 
 
 class _Asked(Exception):

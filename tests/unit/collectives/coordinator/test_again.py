@@ -7,12 +7,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator_simulation import SimulatedRank, Simulation, signature
-from effort import examples
 from hvdlab.collectives.coordinator.events import PeerConnected, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.effort import examples
+from support.simulation.coordinator import SimulatedRank, Simulation, signature
 
 
 def formed(size: int = 3) -> Simulation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator_simulation import CLIENT, Simulation, signature
 from hvdlab.collectives.coordinator.decision_log import (
     DecisionEntry,
     DecisionKind,
@@ -16,6 +15,7 @@ from hvdlab.collectives.coordinator.events import Log, PeerConnected, PeerLost, 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.failover.successor import GENERATIONS
 from hvdlab.collectives.protocol import messages as m
+from support.simulation.coordinator import CLIENT, Simulation, signature
 
 
 def simulate(size: int = 3, **options: float) -> Simulation:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator_simulation import signature
 from hvdlab.collectives.coordinator.fusion import fuse
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import InternedSignature
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from support.simulation.coordinator import signature
 
 
 def rounds(*infos: InternedSignature) -> list[NegotiationRound]:

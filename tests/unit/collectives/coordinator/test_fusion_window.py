@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator_simulation import Simulation, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.simulation.coordinator import Simulation, signature
 
 DELAY = 0.005  # seconds of the simulated clock
 

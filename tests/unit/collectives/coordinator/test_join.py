@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from coordinator_simulation import SimulatedRank, Simulation, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.simulation.coordinator import SimulatedRank, Simulation, signature
 
 M = TypeVar("M", bound=m.Message)
 JOIN = signature("join.noname", OpKind.JOIN, shape=())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from coordinator_simulation import SimulatedRank, Simulation, Submission, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.signatures import describe
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.simulation.coordinator import SimulatedRank, Simulation, Submission, signature
 
 RING = ("0>1", "1>2", "2>3", "3>0")
 

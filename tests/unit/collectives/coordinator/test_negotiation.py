@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from coordinator_simulation import signature
 from hvdlab.collectives.coordinator.negotiation import DuplicateName, Impossible, Mismatch, Negotiation
 from hvdlab.collectives.coordinator.signatures import LocalDefinition, SignatureTable
 from hvdlab.collectives.protocol.messages import Definition
 from hvdlab.collectives.types import OpKind, ReduceOp
+from support.simulation.coordinator import signature
 
 
 class Bench:

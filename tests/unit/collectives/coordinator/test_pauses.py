@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator_simulation import Simulation, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
+from support.simulation.coordinator import Simulation, signature
 
 
 def simulate(**options: float) -> Simulation:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator_simulation import Simulation, Submission, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.simulation.coordinator import Simulation, Submission, signature
 
 NBYTES = 16
 """Of each tensor here."""

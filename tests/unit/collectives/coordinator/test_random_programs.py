@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator_simulation import SimulatedRank, Simulation, Submission, signature
-from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.effort import examples
+from support.simulation.coordinator import SimulatedRank, Simulation, Submission, signature
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from coordinator_simulation import Simulation, signature
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
+from support.simulation.coordinator import Simulation, signature
 
 SIZE = 1000
 

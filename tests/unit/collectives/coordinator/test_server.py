@@ -27,7 +27,7 @@ from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.system import create_memory
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.record_format import HEADER
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 TOKEN, CLIENT_TOKEN = "secret", "another"
 M = TypeVar("M", bound=m.Message)

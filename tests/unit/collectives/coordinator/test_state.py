@@ -6,12 +6,12 @@ from typing import TypeVar
 
 import pytest
 
-from coordinator_simulation import CLIENT, SimulatedRank, Simulation, signature
 from hvdlab.collectives.coordinator.events import CloseConnection, PeerConnected, PeerLost, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.simulation.coordinator import CLIENT, SimulatedRank, Simulation, signature
 
 M = TypeVar("M", bound=m.Message)
 
@@ -149,7 +149,7 @@ def test_what_is_announced_together_is_fused() -> None:
 
 
 def submission(local: int, rank: SimulatedRank) -> object:
-    from coordinator_simulation import Submission
+    from support.simulation.coordinator import Submission
 
     entry = Submission(signature(f"grad.{local}"), (), local, 1)
     rank.submissions.append(entry)

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from timed_job import Network, TimedJob, memory_of_root
+from support.simulation.timed_job import Network, TimedJob, memory_of_root
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SIZE = 40
 
 

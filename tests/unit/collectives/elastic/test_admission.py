@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator_simulation import SimulatedRank, Simulation, hello, signature
-from effort import examples
 from hvdlab.collectives.coordinator.events import PeerConnected, PeerLost, Tick
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
+from support.effort import examples
+from support.simulation.coordinator import SimulatedRank, Simulation, hello, signature
 
 M = TypeVar("M", bound=m.Message)
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import examples
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
-from joint_ranks import SimEntry
-from joint_simulation import Simulation, allreduce
+from support.effort import examples
+from support.simulation.joint_ranks import SimEntry
+from support.simulation.joint_simulation import Simulation, allreduce
 
 SEEDS = st.integers(0, 2**32)
 

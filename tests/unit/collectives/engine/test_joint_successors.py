@@ -10,8 +10,8 @@ from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
-from joint_ranks import SimEntry
-from joint_simulation import Simulation, allreduce
+from support.simulation.joint_ranks import SimEntry
+from support.simulation.joint_simulation import Simulation, allreduce
 
 INCARNATION = 1 << 20  # the generations of a successor are above this
 

@@ -1,6 +1,6 @@
 """Whole jobs in random schedules: thousands each time, a million in the soak, and with Hypothesis, which makes them short.
 
-See ``joint_schedules.py`` for the events and the invariants, and for the way to repeat a failed schedule.
+See ``support/simulation/joint_schedules.py`` for the events and the invariants, and for the way to repeat a failed schedule.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
-from joint_schedules import ACTIONS, Schedule, run_seed, soak
-from joint_simulation import Simulation, allreduce
+from support.effort import examples
+from support.simulation.joint_schedules import ACTIONS, Schedule, run_seed, soak
+from support.simulation.joint_simulation import Simulation, allreduce
 
 MILLION = 1_000_000
 

@@ -15,7 +15,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError, UnreachableError
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.time_limits import RESTART_WINDOW, RESTARTS, Deadline, RestartLimit
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class Waiting(RankReconnect):

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import pytest
 
-from coordinator_simulation import CLIENT, hello, signature
 from hvdlab.collectives.coordinator.events import (
     Event,
     PeerConnected,
@@ -22,6 +21,7 @@ from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.failover.successor import GENERATIONS
 from hvdlab.collectives.protocol import messages as m
+from support.simulation.coordinator import CLIENT, hello, signature
 
 M = TypeVar("M", bound=m.Message)
 

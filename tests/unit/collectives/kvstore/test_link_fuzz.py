@@ -8,13 +8,13 @@ from typing import cast
 
 import pytest
 
-from effort import examples
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.servers import messages as kv
 from hvdlab.collectives.kvstore.servers.starting import ServerAddress, ServerStarter
 from hvdlab.collectives.protocol.endpoint import LOST
-from link_fuzz import PairedLink, one_link
-from protocol_fuzz import run
+from support.effort import examples
+from support.fuzz.link import PairedLink, one_link
+from support.fuzz.protocol import run
 
 
 @pytest.mark.timeout(3600)

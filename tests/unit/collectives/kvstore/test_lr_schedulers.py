@@ -1,4 +1,4 @@
-"""Learning rates by the number of updates; beside MXNet, where it is there, ``tests/beside_mxnet`` compares them to the bit."""
+"""Learning rates by the number of updates; beside MXNet, where it is there, ``tests/engines/mxnet`` compares them to the bit."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from effort import examples
 from hvdlab.collectives.errors import KVStoreError, ProtocolError
 from hvdlab.collectives.kvstore import optimizers
 from hvdlab.collectives.kvstore.lr_schedulers import FactorScheduler
@@ -33,6 +32,7 @@ from hvdlab.collectives.kvstore.servers.state import (
     WorkerDied,
     WorkerDisconnected,
 )
+from support.effort import examples
 
 STORE = 7
 KEY = "w"

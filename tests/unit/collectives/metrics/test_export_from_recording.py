@@ -14,8 +14,8 @@ from hvdlab.collectives.metrics.export import Point, RecordingExport
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import Event, Metric, encode
 from hvdlab.collectives.tracing.recording import Recording
-from patience import PATIENCE
-from timeline_traces import steps
+from support.patience import PATIENCE
+from support.timeline_traces import steps
 
 SECOND = 10**9
 

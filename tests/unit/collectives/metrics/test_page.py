@@ -12,7 +12,7 @@ from hvdlab import exporters
 from hvdlab.collectives.metrics import names
 from hvdlab.collectives.metrics.export import MOST_WAITING, Export, Point
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 def test_the_reference_has_the_names_that_ranks_record() -> None:

@@ -18,7 +18,7 @@ from hvdlab.collectives.planes import gloo
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.gloo import GlooPlane, listeners, traffic
 from hvdlab.collectives.types import DType, ReduceOp
-from patience import HOUR, PATIENCE
+from support.patience import HOUR, PATIENCE
 
 pytest.importorskip("torch.distributed")
 

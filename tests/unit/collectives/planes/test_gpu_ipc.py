@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fake_cuda import FakeCuda, bytes_at
-from gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
 from hvdlab.collectives import basics
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
@@ -20,7 +18,9 @@ from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
 from hvdlab.collectives.planes.gpu.ipc_memory import RING, TENSORS
 from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.types import DType, ReduceOp
-from patience import PATIENCE
+from support.fakes.cuda import FakeCuda, bytes_at
+from support.patience import PATIENCE
+from support.ranks.gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_kernel_that_fails_is_told_by_the_operation_and_leaves_the_process(
     def illegal(launch: Any) -> None:
         raise DeviceFailed("an illegal memory access was encountered")
 
-    monkeypatch.setattr("fake_cuda.run_kernel", illegal)
+    monkeypatch.setattr("support.fakes.cuda.run_kernel", illegal)
     error = outcome(begun(alone, on_gpu(gpu, 1.0)))
     assert isinstance(error, PlaneBroken)
     assert "illegal memory access" in str(error)

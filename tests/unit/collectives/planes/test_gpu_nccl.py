@@ -12,10 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import fake_nccl
-from fake_cuda import FakeCuda, bytes_at
-from fake_nccl import FakeCommunicator
-from gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
 from hvdlab.collectives import basics
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
@@ -29,7 +25,11 @@ from hvdlab.collectives.planes.gpu.nccl_group import RING, TABLE_BYTES
 from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
 from hvdlab.collectives.planes.gpu.nccl_plane import MOST_BLOCKS, TENSORS, NcclPlane
 from hvdlab.collectives.types import DType, ReduceOp
-from patience import PATIENCE
+from support.fakes import nccl as fake_nccl
+from support.fakes.cuda import FakeCuda, bytes_at
+from support.fakes.nccl import FakeCommunicator
+from support.patience import PATIENCE
+from support.ranks.gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
 
 
 @pytest.fixture
@@ -402,7 +402,7 @@ def test_a_kernel_that_fails_is_told_by_the_operation_and_leaves_the_process(
     def illegal(launch: Any) -> None:
         raise DeviceFailed("an illegal memory access was encountered")
 
-    monkeypatch.setattr("fake_cuda.run_kernel", illegal)
+    monkeypatch.setattr("support.fakes.cuda.run_kernel", illegal)
     error = outcome(begun(alone, on_gpu(gpu, 1.0)))
     assert isinstance(error, PlaneBroken)
     assert "illegal memory access" in str(error)

@@ -11,7 +11,7 @@ import pytest
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 from hvdlab.collectives.types import DType, ReduceOp
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 BLOCK = 4096  # bytes of a block
 

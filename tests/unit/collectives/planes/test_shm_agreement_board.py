@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effort import examples
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard, map_board
 from hvdlab.collectives.planes.shm.layout import PAGE, AgreementBoardLayout
-from patience import PATIENCE
-from threads import asleep, in_threads
+from support.effort import examples
+from support.patience import PATIENCE
+from support.threads import asleep, in_threads
 
 Boards = list[AgreementBoard]
 Post = int | str

@@ -15,8 +15,8 @@ from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.shm import signals as signals_module
 from hvdlab.collectives.planes.shm.layout import SegmentLayout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, YIELDS, Signals
-from patience import PATIENCE
-from threads import asleep, in_threads
+from support.patience import PATIENCE
+from support.threads import asleep, in_threads
 
 LAYOUT = SegmentLayout(3, 4096, 5)
 

@@ -28,7 +28,7 @@ from hvdlab.collectives.protocol.endpoint import (
     server_context,
 )
 from hvdlab.collectives.protocol.messages import Mail, Message, Ping
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 Pair = tuple[Endpoint, Endpoint]
 

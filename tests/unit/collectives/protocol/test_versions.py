@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlab
-from coordinator_simulation import Simulation
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
+from support.simulation.coordinator import Simulation
 
 OURS = {"Python": "3.11", "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
 

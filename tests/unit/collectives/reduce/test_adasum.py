@@ -1,4 +1,4 @@
-"""The tree and the arithmetic; ``conformance/test_adasum.py`` runs it over the planes."""
+"""The tree and the arithmetic; ``conformance/planes/test_adasum.py`` runs it over the planes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.adasum_cases import expected
+from conformance.planes.adasum_cases import expected
 from hvdlab.collectives.reduce.adasum import adasum, levels, products
 from hvdlab.collectives.types import DType
 

@@ -26,7 +26,7 @@ from hvdlab.collectives.tracing.record_format import (
     encode,
 )
 from hvdlab.collectives.types import DType, OpKind
-from timeline_traces import steps
+from support.timeline_traces import steps
 
 TraceEvent = dict[str, Any]
 BASE = 7_000_000_001

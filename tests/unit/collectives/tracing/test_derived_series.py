@@ -22,7 +22,7 @@ from hvdlab.collectives.tracing.record_format import (
 )
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import DType, OpKind
-from timeline_traces import steps
+from support.timeline_traces import steps
 
 MS = 1_000_000
 SECOND = 1000 * MS

@@ -27,7 +27,7 @@ from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
 from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
 from hvdlab.collectives.types import DType, Membership, OpKind
-from timeline_traces import steps
+from support.timeline_traces import steps
 
 MS = 1_000_000
 START = 5_000 * MS

@@ -17,7 +17,7 @@ from hvdlab.collectives.tracing.rank_activity import (
 from hvdlab.collectives.tracing.record_format import Event, Members, Metric, Span, encode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import DType, OpKind
-from timeline_traces import steps
+from support.timeline_traces import steps
 
 MS = 1_000_000
 START = 10**9

@@ -31,8 +31,8 @@ from hvdlab.collectives.tracing.record_format import (
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import trace_events
 from hvdlab.collectives.types import DType, Membership, OpKind
-from patience import PATIENCE
-from timeline_traces import steps
+from support.patience import PATIENCE
+from support.timeline_traces import steps
 
 MS = 1_000_000
 START = 7_000 * MS

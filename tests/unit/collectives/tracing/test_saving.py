@@ -31,7 +31,7 @@ from hvdlab.collectives.tracing.record_format import (
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import Format, format_of, save_recording, trace_events, write_trace
 from hvdlab.collectives.types import DType, Membership, OpKind
-from timeline_traces import steps
+from support.timeline_traces import steps
 
 START = 5_000_000_000
 

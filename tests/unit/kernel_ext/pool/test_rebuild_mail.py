@@ -15,7 +15,7 @@ from hvdlab.kernel_ext.rank.output_log import OutputLog
 from hvdlab.kernel_ext.wire.cells import CellDone, Output, Stream
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_pool, decode_to_rank
 from hvdlab.kernel_ext.wire.values import Acked, PushValue
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 CELL = "c"
 

@@ -18,7 +18,7 @@ from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, DiscardCell, JoinedCell, Output, RunCell, Stream
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class Said:

@@ -1,4 +1,4 @@
-"""Hostile bytes under the pool's topics, in thousands, and a million in the soak; see ``payload_fuzz.py``."""
+"""Hostile bytes under the pool's topics, in thousands, and a million in the soak; see ``support/fuzz/payload.py``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effort import examples
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import decode_to_pool, decode_to_rank, encode
-from payload_fuzz import DECODERS, KINDS, make, one_input
-from protocol_fuzz import run
+from support.effort import examples
+from support.fuzz.payload import DECODERS, KINDS, make, one_input
+from support.fuzz.protocol import run
 
 
 @pytest.mark.timeout(3600)

@@ -25,7 +25,7 @@ from hvdlab.kernel_ext.notebook.output.recorder import GuardedSink
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk
 from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
 from hvdlab.kernel_ext.wire.cells import DEBUGGER, CellDone, CellError, Chunk, PromptRequest, Stream
-from patience import PATIENCE
+from support.patience import PATIENCE
 
 
 class Sink(OutputSink):

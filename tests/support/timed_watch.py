@@ -184,7 +184,7 @@ class TimedConnections(Connections):
 
     def __init__(self, job: TimedWatches) -> None:
         super().__init__(ServerOptions(""), print)
-        self.poller.close()
+        self.loop.close()
         self._job = job
 
     def write(

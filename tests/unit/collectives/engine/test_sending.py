@@ -12,10 +12,16 @@ from hvdlab.collectives.protocol.codec import encode
 from hvdlab.collectives.protocol.endpoint import Endpoint
 
 
+class SleepingThread:
+    """Control thread that has nothing to do."""
+
+    def wake(self) -> None: ...
+
+
 def test_what_need_not_leave_at_once_leaves_with_the_next_message_in_one_packet() -> None:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     endpoint = Endpoint(here)
-    locked = LockedState(0, endpoint, lambda: None, CompletionHooks(0, lambda: None))
+    locked = LockedState(0, endpoint, thread := SleepingThread(), CompletionHooks(0, thread))
     begin, end, mail = m.CellBegin("c"), m.CellEnd("c", ""), m.Post("topic", b"done", ())
     with there:
         there.setblocking(False)

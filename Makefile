@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest torch-next test-gpu test-engines mxnet engines intel-mpi clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest torch-next test-gpu test-engines mxnet engines intel-mpi monarch clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -118,6 +118,11 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 intel-mpi: ## an environment with Intel MPI, which benchmarks/allreduce.py then measures as well
 	$(PYTHON) -m venv out/intel-mpi
 	out/intel-mpi/bin/python -m pip install --quiet impi-rt mpi4py numpy
+
+monarch: ## an environment with PyTorch Monarch, which benchmarks/versus_peers.py then measures as well
+	$(PYTHON) -m venv out/monarch
+	out/monarch/bin/python -m pip install --quiet --no-index --no-deps "$$(grep -o '^torch==[^ ]*' requirements/installed.txt)" 2>/dev/null || true
+	out/monarch/bin/python -m pip install --quiet "$$(grep -o '^torch==[^ ]*' requirements/installed.txt)" torchmonarch==0.7.0 ipykernel numpy
 
 tables: $(INSTALLED) ## write the tables of docs/reference (settings, Horovod's names and attributes) and the map of the rooms from the code
 	$(BIN)/python docs/images/rooms.py

@@ -3,10 +3,12 @@
     python benchmarks/versus_peers.py --json benchmarks/results/versus_peers.json   # some 20 minutes, needs a package index
     python benchmarks/versus_peers.py --only hvdlab --case kill
     python benchmarks/versus_peers.py --table-of benchmarks/results/versus_peers.json --page docs/reference/faults.md
+    python benchmarks/versus_peers.py --costs 5                                     # an empty call, start and memory beside Monarch
 
-Each peer is installed into an environment of its own (``--venvs`` keeps them), with the same PyTorch, and driven as a
-frontend drives it: a fresh Jupyter kernel for each case, cells sent to it, its messages read, its interrupt button
-pressed. Peers use ``torch.distributed`` with Gloo as their documentation shows; hvdlab uses its own collectives.
+Each peer is installed into an environment of its own (``--venvs`` keeps them; Monarch's is made by ``make monarch``, and
+without it Monarch is left out), with the same PyTorch, and driven as a frontend drives it: a fresh Jupyter kernel for each
+case, cells sent to it, its messages read, its interrupt button pressed. Monarch has no cells on ranks, so that a magic sends
+them to an endpoint of actors. Peers use ``torch.distributed`` with Gloo as their documentation shows; hvdlab uses its own collectives.
 
 The cases, on four ranks:
 
@@ -22,6 +24,10 @@ it, other than as one of several labels of output); whether a cell that follows 
 had before; and whether an allreduce in the cell after it gives the right sum on all ranks that live. A cell that takes
 longer than the limit is given as such, and the button is pressed before the next cell is tried. Evidence is kept in the
 result file: the text that the user saw.
+
+``--costs`` runs scripts in place of notebooks, hvdlab's and Monarch's at the same time, in turn: a fresh start of both in each
+round, then ten times twenty empty calls, and the proportional set size of the script and all its processes. A script that
+does not answer within the limit is ended, and shown as one that hangs.
 """
 
 from __future__ import annotations
@@ -36,9 +42,11 @@ import queue
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
 from collections.abc import Callable, Iterator
@@ -46,8 +54,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from jupyter_client.manager import KernelManager
-from pages import write
+from pages import conditions, write
 
 RANKS = 4
 CULPRIT = 1
@@ -96,6 +105,42 @@ GROUP = (
     "dist.init_process_group('gloo', rank=rank, world_size={ranks}, init_method='tcp://127.0.0.1:{port}')"
 )
 
+MONARCH = Path(__file__).absolute().parents[1] / "out/monarch/bin/python"
+"""Interpreter of the environment that ``make monarch`` makes."""
+
+# A notebook's user has actors run cells by an endpoint, whose call is waited for as Monarch's documentation shows. Actors that are
+# left after a death are called one by one, each with a limit, so that one that hangs does not hide the others' output.
+ACTORS = """
+import contextlib, io
+from IPython.core.magic import register_cell_magic
+from monarch import actor
+
+class Rank(actor.Actor):
+    def __init__(self):
+        self.variables = {{"actor": actor}}
+
+    @actor.endpoint
+    def run(self, code: str) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, self.variables)
+        return out.getvalue()
+
+ranks = actor.this_host().spawn_procs({{"ranks": {ranks}}}).spawn("rank", Rank)
+
+@register_cell_magic
+def actors(line, cell):
+    if not line:
+        for point, text in ranks.run.call(cell).get().items():
+            print(f"rank {{point.rank}}:", text, sep="\\n")
+        return
+    calls = {{int(rank): ranks.slice(ranks=int(rank)).run.call_one(cell) for rank in line.split(",")}}
+    for rank, call in calls.items():
+        try:
+            print(f"rank {{rank}}:", call.get(timeout=10), sep="\\n")
+        except Exception as error:
+            print(f"rank {{rank}}:", repr(error), sep="\\n")
+"""
+
 PEERS = (
     Peer(
         "hvdlab",
@@ -142,6 +187,16 @@ PEERS = (
         proxy="jupyter_distributed.kernel",
         label=r"^\W*Rank \d+\W*$",
     ),
+    Peer(
+        "monarch",
+        "0.7.0",
+        (ACTORS,),
+        "%%actors",
+        "%%actors 0,2,3",
+        "actor.current_rank().rank",
+        GROUP,
+        label=r"^rank \d+:$",
+    ),
 )
 
 
@@ -149,6 +204,8 @@ def environment(peer: Peer, directory: Path) -> Path:
     """Return the Python of an environment that has the peer; made if it is not there."""
     if peer.name == "hvdlab":
         return Path(sys.executable)
+    if peer.name == "monarch":
+        return MONARCH
     place = directory / peer.name
     python = place / "bin" / "python"
     if not (place / "installed").exists():
@@ -343,7 +400,7 @@ def names(text: str, peer: Peer) -> bool:
     """Whether the text singles rank 1 out."""
     if peer.label:
         text = re.sub(peer.label, "", text, flags=re.MULTILINE)
-    groups = re.findall(r"(?i)\b(?:ranks?|engines?|process(?:es)?|workers?)[ :=#]*([0-9][0-9, -]*)", text)
+    groups = re.findall(r"(?i)\b(?:ranks?|engines?|process(?:es)?|workers?)[ ':=#]*([0-9][0-9, -]*)", text)
     groups += re.findall(r"\[(\d+):\w+\]", text)
     if re.search(
         r"(?i)\b(rank|engine|process|worker)[ :=#]*1\b[^\n]{0,30}\b(error|failed|died|dead|lost|killed)\b",
@@ -492,6 +549,160 @@ def _clipped(text: str) -> str:
     return text if len(text) <= 4000 else text[:2000] + "\n[…]\n" + text[-2000:]
 
 
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+class HangError(Exception):
+    """Script of a contender that did not answer within the limit, and was ended.
+
+    Args:
+        name: The contender's name.
+        limit: Seconds after which it was ended.
+    """
+
+    def __init__(self, name: str, limit: float) -> None:
+        super().__init__(f"hangs (ended after {limit:g} s)")
+        self.name = name
+
+
+class CallScript:
+    """Running ``empty_calls.py`` of one contender.
+
+    Args:
+        python: The interpreter.
+        name: The contender's name.
+        limit: Seconds that each answer may take.
+    """
+
+    def __init__(self, python: Path, name: str, limit: float) -> None:
+        self._name, self._limit = name, limit
+        begin = time.perf_counter()
+        self._process = subprocess.Popen(
+            [str(python), str(Path(__file__).with_name("empty_calls.py")), name, str(RANKS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._expect("ready")
+        self.start = time.perf_counter() - begin
+        """Seconds from the script's start until PyTorch was imported on all ranks."""
+
+    def calls(self, count: int) -> list[float]:
+        """Return the seconds of as many calls, which are made now."""
+        self._input.write(f"{count}\n")
+        self._input.flush()
+        seconds: list[float] = json.loads(self._expect("["))
+        return seconds
+
+    def memory(self) -> float:
+        """Return the MiB of the script and all its processes, with shared memory divided among those that share it."""
+        return sum(one.memory_full_info().pss for one in self._family()) / 2**20
+
+    def close(self) -> None:
+        """End the script by the end of its input, or by SIGKILL if that takes longer than the limit."""
+        family = self._family()
+        self._input.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._limit)
+        self._end(family)
+        self._process.wait()
+        self._output.close()
+
+    def _family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            script = psutil.Process(self._process.pid)
+            return [script, *script.children(recursive=True)]
+        return []
+
+    @staticmethod
+    def _end(family: list[psutil.Process]) -> None:
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _expect(self, beginning: str) -> str:
+        """Return the next line that begins so. The end of the limit ends the script, and with it the wait for the line."""
+        over = threading.Event()
+
+        def end() -> None:
+            over.set()
+            self._end(self._family())
+
+        timer = threading.Timer(self._limit, end)
+        timer.start()
+        try:
+            line = next((line for line in self._output if line.startswith(beginning)), None)
+        finally:
+            timer.cancel()
+            timer.join()
+        if line is not None:
+            return line
+        self.close()
+        if over.is_set():
+            raise HangError(self._name, self._limit)
+        raise RuntimeError(
+            f"the script of {self._name} ended by itself with status {self._process.returncode}"
+        )
+
+
+def costs(rounds: int, limit: float) -> dict[str, Any]:
+    """Measure an empty call, start and memory of hvdlab and Monarch, in turn; the other one first in each round."""
+    pythons = {"hvdlab": Path(sys.executable), "monarch": MONARCH}
+    samples: dict[str, dict[str, list[float]]] = {
+        name: {"start, s": [], "call, ms": [], "memory, MiB": []} for name in pythons
+    }
+    trouble: dict[str, str] = {}
+    for number in range(rounds):
+        order = sorted(pythons, reverse=bool(number % 2))
+        scripts: dict[str, CallScript] = {}
+        with contextlib.ExitStack() as stack:
+            try:
+                for name in order:
+                    scripts[name] = CallScript(pythons[name], name, limit)
+                    stack.callback(scripts[name].close)
+                    samples[name]["start, s"].append(scripts[name].start)
+                for _ in range(10):
+                    for name in order:
+                        samples[name]["call, ms"] += [1000 * seconds for seconds in scripts[name].calls(20)]
+                for name in order:
+                    samples[name]["memory, MiB"].append(scripts[name].memory())
+            except HangError as error:
+                trouble[error.name] = str(error)
+                break
+    medians = {
+        name: {what: float(f"{statistics.median(values):.4g}") for what, values in found.items() if values}
+        for name, found in samples.items()
+    }
+    return {**conditions("versus_monarch", rounds), "ranks": RANKS, "medians": medians, "trouble": trouble, "samples": samples}  # fmt: skip
+
+
+def costs_table(report: dict[str, Any]) -> str:
+    """Return the table of a report of costs, for a page."""
+    names = list(report["medians"])
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for title, what, digits in COSTS:
+        cells = [
+            f"{report['medians'][name][what]:.{digits}f}"
+            if what in report["medians"][name]
+            else report["trouble"].get(name, "not measured")
+            for name in names
+        ]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+COSTS = (
+    ("start until PyTorch is imported on all ranks, s", "start, s", 2),
+    ("an empty call of all ranks, ms", "call, ms", 2),
+    ("memory of all processes, MiB", "memory, MiB", 0),
+)
+"""Rows of the table of costs: title, name of the figure, decimal places."""
+
+
 # -- results ----------------------------------------------------------------------------------------------------------
 
 TITLES = {
@@ -563,6 +774,13 @@ def publish(report: dict[str, Any], page: Path | None) -> None:
         write(page, "peers", text)
 
 
+def publish_costs(report: dict[str, Any], json_file: Path | None) -> None:
+    """Print the table of costs, and write the report into its file if one is given."""
+    print(costs_table(report))
+    if json_file:
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -578,10 +796,18 @@ def main() -> None:
     parser.add_argument(
         "--table-of", type=Path, metavar="JSON", help="measure nothing; the table of this result"
     )
+    parser.add_argument(
+        "--costs", type=int, metavar="ROUNDS", help="measure those of hvdlab and Monarch, and no faults"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show what users saw")
     given = parser.parse_args()
     if given.table_of:
         publish(json.loads(given.table_of.read_text()), given.page)
+        return
+    if given.costs:
+        if not MONARCH.exists():
+            parser.error("--costs needs Monarch: `make monarch` makes its environment")
+        publish_costs(costs(given.costs, given.limit), given.json)
         return
     with contextlib.ExitStack() as stack:
         venvs = given.venvs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
@@ -606,6 +832,9 @@ def measure(given: argparse.Namespace, venvs: Path) -> dict[str, Any]:
     }
     for peer in PEERS:
         if given.only and peer.name not in given.only:
+            continue
+        if peer.name == "monarch" and not MONARCH.exists():
+            print("monarch is left out: `make monarch` makes its environment", flush=True)
             continue
         python = environment(peer, venvs)
         cases: dict[str, Any] = {}

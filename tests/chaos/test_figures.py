@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from chaos.figures import Outcome, markdown, rows, table
@@ -90,6 +91,64 @@ def test_the_page_has_what_was_seen_of_the_peers(benchmarks: ModuleType) -> None
 
     result = json.loads((ROOT / "benchmarks/results/versus_peers.json").read_text())
     assert benchmarks.between(PAGE.read_text(), "peers") == versus_peers.markdown(result)
+
+
+def program(path: Path, text: str) -> Path:
+    """Return an executable that stands in for a contender's interpreter."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_script_that_does_not_answer_is_ended_and_shown_as_one_that_hangs(
+    benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import versus_peers
+
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(
+        versus_peers, "MONARCH", program(tmp_path / "hangs", f"echo $$ > {pid}; exec sleep 1000")
+    )
+    monkeypatch.setattr(
+        sys,
+        "executable",
+        str(program(tmp_path / "answers", 'echo ready; while read n; do echo "[0.5]"; done')),
+    )
+    report = versus_peers.costs(1, 3)
+    assert report["trouble"] == {"monarch": "hangs (ended after 3 s)"}
+    assert not psutil.pid_exists(int(pid.read_text()))
+    call = versus_peers.costs_table(report).splitlines()[3]
+    assert call == "| an empty call of all ranks, ms | not measured | hangs (ended after 3 s) |"
+
+
+def test_the_costs_are_those_that_the_scripts_answer(
+    benchmarks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import versus_peers
+
+    for name, seconds in (("hvdlab", 0.002), ("monarch", 0.001)):
+        program(tmp_path / name, f'echo ready; while read n; do echo "[{seconds}, {seconds}]"; done')
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "hvdlab"))
+    monkeypatch.setattr(versus_peers, "MONARCH", tmp_path / "monarch")
+    report = versus_peers.costs(2, 60)
+    assert report["trouble"] == {}
+    assert "| an empty call of all ranks, ms | 2.00 | 1.00 |" in versus_peers.costs_table(report)
+    assert all(found["memory, MiB"] > 0 for found in report["medians"].values())
+
+
+def test_a_script_that_fails_says_so(benchmarks: ModuleType, tmp_path: Path) -> None:
+    import versus_peers
+
+    with pytest.raises(RuntimeError, match="ended by itself with status 3"):
+        versus_peers.CallScript(program(tmp_path / "fails", "exit 3"), "monarch", 60)
+
+
+def test_monarch_names_a_rank_by_its_place_in_the_mesh(benchmarks: ModuleType) -> None:
+    import versus_peers
+
+    monarch = next(peer for peer in versus_peers.PEERS if peer.name == "monarch")
+    assert versus_peers.names("The actor <root>.<Rank rank{'ranks': 1/4}> has failed", monarch)
+    assert not versus_peers.names("The actor <root>.<Rank rank{'ranks': 2/4}> has failed", monarch)
 
 
 def test_the_page_has_the_simulated_hours(benchmarks: ModuleType) -> None:

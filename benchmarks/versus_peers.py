@@ -650,7 +650,10 @@ class CallScript:
 
 
 def costs(rounds: int, limit: float) -> dict[str, Any]:
-    """Measure an empty call, start and memory of hvdlab and Monarch, in turn; the other one first in each round."""
+    """Measure an empty call, start and memory of hvdlab and Monarch, in turn; the other one first in each round.
+
+    One that hangs ends its round, and is left out of those that follow.
+    """
     pythons = {"hvdlab": Path(sys.executable), "monarch": MONARCH}
     samples: dict[str, dict[str, list[float]]] = {
         name: {"start, s": [], "call, ms": [], "memory, MiB": []} for name in pythons
@@ -672,7 +675,7 @@ def costs(rounds: int, limit: float) -> dict[str, Any]:
                     samples[name]["memory, MiB"].append(scripts[name].memory())
             except HangError as error:
                 trouble[error.name] = str(error)
-                break
+                del pythons[error.name]
     medians = {
         name: {what: float(f"{statistics.median(values):.4g}") for what, values in found.items() if values}
         for name, found in samples.items()

@@ -114,11 +114,11 @@ def test_a_script_that_does_not_answer_is_ended_and_shown_as_one_that_hangs(
         "executable",
         str(program(tmp_path / "answers", 'echo ready; while read n; do echo "[0.5]"; done')),
     )
-    report = versus_peers.costs(1, 3)
-    assert report["trouble"] == {"monarch": "hangs (ended after 3 s)"}
+    report = versus_peers.costs(2, 5)
+    assert report["trouble"] == {"monarch": "hangs (ended after 5 s)"}
     assert not psutil.pid_exists(int(pid.read_text()))
     call = versus_peers.costs_table(report).splitlines()[3]
-    assert call == "| an empty call of all ranks, ms | not measured | hangs (ended after 3 s) |"
+    assert call == "| an empty call of all ranks, ms | 500.00 | hangs (ended after 5 s) |"
 
 
 def test_the_costs_are_those_that_the_scripts_answer(

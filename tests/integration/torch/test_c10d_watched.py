@@ -260,6 +260,32 @@ def test_a_launch_that_fails_while_its_generation_ends_ends(world: Ranks) -> Non
     good(world)
 
 
+def _is_stuck_after_the_abort(seconds: float) -> None:
+    """Rank 1's inner group misses the abort, as Gloo can miss the end of a connection."""
+    group: Any = dist.group.WORLD
+    dist.monitored_barrier(KEPT["gloo"])
+    if dist.get_rank() == 1:
+        watched.STUCK_AFTER, usual = seconds, watched.STUCK_AFTER
+        inner = group._generation.inner
+        stuck = SimpleNamespace(get_future=torch.futures.Future)
+        missing = SimpleNamespace(allreduce=lambda *args, **kwargs: stuck)
+        group._generation.inner = SimpleNamespace(group=missing, abort=lambda: None, close=inner.close)
+        work: Any = dist.all_reduce(torch.ones(2), async_op=True)
+        future = work.get_future()
+        group.abort()
+        with pytest.raises(AbortedError, match=r"rank 1 called abort\(\)"):
+            work.wait()
+        with pytest.raises(RuntimeError, match=r"AbortedError: .* rank 1 called abort\(\)"):
+            future.wait()
+        watched.STUCK_AFTER = usual
+        inner.abort()
+
+
+def test_an_operation_that_the_inner_group_does_not_end_ends_some_time_after_the_abort(world: Ranks) -> None:
+    world.run(_is_stuck_after_the_abort, 0.1, timeout=20)
+    good(world)
+
+
 def _descriptors() -> list[str]:
     """Return what the descriptors of this process are, without numbers."""
     for thread in threading.enumerate():

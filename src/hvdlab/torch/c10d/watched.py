@@ -68,6 +68,9 @@ from hvdlab.torch.c10d.watched_work import Generation, WatchedWork
 from hvdlab.torch.c10d.world import C10dWorld
 from hvdlab.torch.dynamo import untraced_methods
 
+STUCK_AFTER = 5.0
+"""Seconds that torch's backend has to end an operation after its group was aborted: Gloo can miss the end of a connection."""
+
 ANSWER_WITHIN = 1.0
 """Seconds that ranks have to answer the comparer."""
 ANSWER_EACH = 0.2e-3
@@ -301,15 +304,31 @@ class WatchedGroup(HvdlabProcessGroup):
         # anything in the old one that has seen its works fail.
         self._generation, old.ended = new, message
         self._inquiries.clear()
+        # Before the thread that drops the inner group, which empties the list.
+        flying = list(old.flying)
         if old.inner is not None:
             old.inner.abort()
             threading.Thread(target=self._drop, args=(old,), name="hvdlab-c10d-dropping", daemon=True).start()
         old.made.set()
-        for work in list(old.flying):
+        for work in flying:
             work.end_failed()
+        self._end_later([work for work in flying if not work.is_over()])
         # The works have the generation: in this circle they would keep torch's works, and with these the group's sockets, until Python
         # looks for garbage. One that fails from now on sees the end by itself.
         old.flying.clear()
+
+    def _end_later(self, flying: Sequence[WatchedWork]) -> None:
+        """End works of an aborted inner group that torch's backend does not end in time. Any thread."""
+        # Without references: a work that is over and forgotten must not keep the group's sockets for so long.
+        left = [weakref.ref(work) for work in flying]
+
+        def end_stuck() -> None:
+            for reference in left:
+                if (work := reference()) is not None:
+                    work.end_stuck()
+
+        if flying and not self.on_device:
+            self._engine.call_later(STUCK_AFTER, end_stuck)
 
     def _drop(self, generation: Generation) -> None:
         """Drop an inner group that was aborted; waits for torch's threads."""
@@ -420,6 +439,7 @@ class WatchedGroup(HvdlabProcessGroup):
         # thread sees the end.
         if generation.ended is not None:
             work.end_failed()
+            self._end_later([] if work.is_over() else [work])
         calls.gather(work)
         self._watch.look_later(self._pause())
         # Other ranks have their stand-ins already, and wait for this rank's in the core.

@@ -167,8 +167,19 @@ class WatchedWork(dist.Work):
         if self.failure:
             self._end()
 
+    def end_stuck(self) -> None:
+        """End it although torch's backend has not, long after its inner group was aborted. Any thread."""
+        with self._lock:
+            if self._over.is_set():
+                return
+            self.failure = self.failure or "torch's backend did not end it after the abort"
+            # Under the lock, as in `_end`: a success that comes now finds the failure, and does not end it twice.
+            self._over.set()
+        self._end()
+
     def _end(self) -> None:
-        self._over.set()
+        with self._lock:
+            self._over.set()
         if self._root is not None:
             futures_threads(os.getpid()).submit(self._end_future)
 

@@ -14,21 +14,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hvdlab.kernel_ext.rank.errors import one_line, safe_str
+from hvdlab.kernel_ext.wire.pickling import INLINE, TooLarge, dump, dump_parts
 from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, ChunkBuffer, SharedBufferReader, copy_to
 from hvdlab.kernel_ext.wire.text import rough_size, wire_text
 from hvdlab.kernel_ext.wire.values import (
-    INLINE,
     Acked,
     PullValue,
     PushValue,
     ReadChunk,
     Snapshot,
-    TooLarge,
     TransferChunk,
     Value,
     WriteChunk,
-    dump,
-    dump_parts,
 )
 
 T = TypeVar("T")

@@ -18,10 +18,10 @@ from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.results import ImportDisplay, ValueUnpickler
 from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.wire.pickling import INLINE, dump_parts
 from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
 from hvdlab.kernel_ext.wire.text import rough_size
 from hvdlab.kernel_ext.wire.values import (
-    INLINE,
     Acked,
     LoadSnapshot,
     PullValue,
@@ -34,7 +34,6 @@ from hvdlab.kernel_ext.wire.values import (
     TransferChunk,
     Value,
     WriteChunk,
-    dump_parts,
 )
 from hvdlab.launch.local import available_memory
 

@@ -18,7 +18,7 @@ _SHM = "hvdlab.collectives.planes.shm"
 _GLOO = "hvdlab.collectives.planes.gloo"
 _STAGING = "hvdlab.collectives.planes.host"
 _CUDA = "hvdlab.collectives.planes.gpu.ipc_group"
-_ENDPOINT = ("hvdlab.collectives.protocol.endpoint", "Endpoint", "send")
+_ENDPOINT = ("hvdlab.collectives.protocol.endpoint", "Endpoint", "send_all")
 _SHM_STEPS = ("SlicedReduction", "AllGather", "Broadcast", "AllToAll", "ReduceScatter")
 
 PLACES: dict[str, dict[str, list[Place]]] = {
@@ -75,7 +75,7 @@ class Ambush:
         original = cls.__dict__[method]
 
         def wrapped(this: Any, *args: Any, **kwargs: Any) -> Any:
-            meant = not announcing or type(args[0]).__name__ == "Announce"
+            meant = not announcing or any(type(message).__name__ == "Announce" for message in args[0])
             if meant and not late:
                 self._count()
             result = original(this, *args, **kwargs)

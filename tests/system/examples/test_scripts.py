@@ -183,7 +183,7 @@ def test_keras_elastic(tmp_path: Path) -> None:
 
 def test_every_script_is_run_by_a_test() -> None:
     tests = Path(__file__).parents[2]
-    folders = [tests / "examples", *tests.glob("beside_*")]
+    folders = [tests / "system" / "examples", *(tests / "engines").iterdir()]
     tested = "".join(path.read_text() for folder in folders for path in folder.glob("test_*.py"))
     missing = [p.name for p in EXAMPLES.glob("*.py") if p.name not in tested and p.name not in NOT_TRAINING]
     assert not missing

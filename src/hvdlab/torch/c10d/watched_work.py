@@ -168,18 +168,15 @@ class WatchedWork(dist.Work):
             self._end()
 
     def end_stuck(self) -> None:
-        """End it although torch's backend has not, long after its inner group was aborted. Any thread."""
-        with self._lock:
-            if self._over.is_set():
-                return
+        """End it although torch's backend has not, long after its inner group was aborted. Any thread; does not wait."""
+        # Without the lock, which a thread of the user's holds while it asks torch for the future. A success that comes between is lost:
+        # the outputs of an operation that was given up are undefined in any case.
+        if not self._over.is_set():
             self.failure = self.failure or "torch's backend did not end it after the abort"
-            # Under the lock, as in `_end`: a success that comes now finds the failure, and does not end it twice.
-            self._over.set()
-        self._end()
+            self._end()
 
     def _end(self) -> None:
-        with self._lock:
-            self._over.set()
+        self._over.set()
         if self._root is not None:
             futures_threads(os.getpid()).submit(self._end_future)
 

@@ -16,7 +16,7 @@ from support import shared_memory
 from support.clusters.slurm import SlurmCluster, running
 from support.patience import PATIENCE, eventually
 
-collect_ignore_glob = [] if any("beside_slurm" in word for word in sys.argv) else ["test_*.py"]
+collect_ignore_glob = [] if any("engines/slurm" in word for word in sys.argv) else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from support.clusters.sshd import serving
 from support.network import namespaces as hosts
 from support.network.namespaces import Network
 
-collect_ignore_glob = [] if any("beside_sshd" in word for word in sys.argv) else ["test_*.py"]
+collect_ignore_glob = [] if any("engines/sshd" in word for word in sys.argv) else ["test_*.py"]
 
 CACHE = Path(__file__).parents[3] / "out/engines/sshd"
 

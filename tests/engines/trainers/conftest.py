@@ -18,7 +18,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test
 SIZE = 2
 _SETTINGS = {
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-    "HVDLAB_PRELOAD": "beside_trainers.trainings,torch._dynamo,transformers,accelerate",
+    "HVDLAB_PRELOAD": "engines.trainers.trainings,torch._dynamo,transformers,accelerate",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
@@ -39,7 +39,7 @@ def shared() -> Iterator[Pool]:
         patch.setenv("IPYTHONDIR", os.path.join(own, "ipython"))
         pool = Pool.start(SIZE, timeout=5 * PATIENCE)  # for imports on a busy machine
         try:
-            assert pool.run("from beside_trainers import trainings", timeout=PATIENCE).errors == {}
+            assert pool.run("from engines.trainers import trainings", timeout=PATIENCE).errors == {}
             yield pool
         finally:
             pool.stop()

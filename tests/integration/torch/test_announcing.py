@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -43,13 +43,13 @@ def announcements(
         )
         engine = context.engine()
         sent: list[m.Message] = []
-        send = EngineProbe(engine).endpoint.send
+        send_all = EngineProbe(engine).endpoint.send_all
 
-        def counted(message: m.Message) -> bool:
-            sent.append(message)
-            return send(message)
+        def counted(messages: Sequence[m.Message]) -> bool:
+            sent.extend(messages)
+            return send_all(messages)
 
-        with mock.patch.object(EngineProbe(engine).endpoint, "send", counted), held(coordinator):
+        with mock.patch.object(EngineProbe(engine).endpoint, "send_all", counted), held(coordinator):
             if fails:
                 first = torch.cat(parameters).sum()
                 first.register_hook(_fail)

@@ -67,12 +67,17 @@ def names(heading: str) -> set[str]:
 
 @dataclass
 class Training:
-    """Pool with all that may be open beside it, which trains until :meth:`end`."""
+    """Pool with all that may be open beside it, which trains until :meth:`end`.
+
+    Attributes:
+        others: Listeners of the test's own process that were there before the pool, such as another module's store.
+    """
 
     pool: Pool
     mark: str
     directory: Path
     stop: Path
+    others: frozenset[Listener]
     run: Any = None
 
     def begin(self) -> None:
@@ -97,7 +102,7 @@ class Training:
         return census.marked(self.mark)
 
     def listeners(self) -> set[Listener]:
-        return listeners([os.getpid(), *self.processes()])
+        return listeners([os.getpid(), *self.processes()]) - self.others
 
     def ports(self) -> list[int]:
         """Return TCP ports on the loopback interface."""
@@ -116,12 +121,11 @@ def training(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         one.chmod(0o755)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
     monkeypatch.setenv("IPYTHONDIR", str(directory / "ipython"))
-    there = listeners([os.getpid()])
+    there = frozenset(listeners([os.getpid()]))
     pool = start_pool(2, plane="gloo", keep="strange", timeout=120)
     assert pool.run(BEGIN).errors == {}
     assert pool.cluster is not None
-    found = Training(pool, mark, directory, tmp_path / "stop")
-    assert not there & found.listeners(), "the test's own process listens"
+    found = Training(pool, mark, directory, tmp_path / "stop", there)
     yield found
     for child in (directory / "ipython").rglob("*"):
         if child.is_file():

@@ -296,7 +296,7 @@ def frozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shell() -> Iterator[InteractiveShell]:
     config = Config()
     config.HistoryManager.enabled = False

@@ -35,7 +35,7 @@ class SbomHook(BuildHookInterface):  # type: ignore[type-arg]  # of any configur
 
 
 def bill(root: Path) -> dict[str, Any]:
-    """The bill of materials of this tree."""
+    """Return the bill of materials of this tree."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     tested = tested_versions((root / "constraints.txt").read_text())
     wanted = [(text, "required") for text in project["dependencies"]]
@@ -73,7 +73,7 @@ def tested_versions(constraints: str) -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as PyPI compares it."""
+    """Return a distribution's name as PyPI compares it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
@@ -104,7 +104,7 @@ def contained(root: Path) -> list[dict[str, Any]]:
 
 
 def depends_on(requirement: str, scope: str, tested: dict[str, str]) -> dict[str, Any]:
-    """A dependency, with the version that is tested if one is."""
+    """Return a dependency, with the version that is tested if one is."""
     match = _REQUIREMENT.match(requirement)
     assert match is not None, requirement
     name = canonical(match[1])

@@ -220,7 +220,7 @@ NAMES = {
     "elastic": "elastic jobs, whose hosts, ranks and coordinators come and go",
     "collectives": "jobs and pools, whose users submit, interrupt, resize and end cells",
 }
-"""What the schedules of each kind are, for the table."""
+"""Schedules of each kind, as the table calls them."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ class HandleOwner(Protocol):
 
 
 class Wakeable(Protocol):
-    """Control thread, as far as other threads wake it: it then sends what is queued, recovers the state and calls hooks."""
+    """Thread that other threads wake. The control thread then sends queued messages, recovers the state, and calls hooks."""
 
     def wake(self) -> None:
         """Wake it. Any thread; does not wait."""

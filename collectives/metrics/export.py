@@ -177,7 +177,7 @@ def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def same_target(one: Exporter, other: Exporter) -> bool:
-    """Whether two exporters write to the same place, by their ``target``."""
+    """Return whether two exporters write to the same place, by their ``target``."""
     target = getattr(one, "target", None)
     return type(one) is type(other) and target is not None and target == getattr(other, "target", None)
 

@@ -177,7 +177,7 @@ class Thinning:
         self._at_ns = 0
 
     def wanted(self, values: Values, now_ns: int) -> bool:
-        """Whether to record these."""
+        """Return whether to record these."""
         if now_ns - self._at_ns < self._repeated_ns and not self._changed(values):
             return False
         self._recorded, self._at_ns = dict(values), now_ns

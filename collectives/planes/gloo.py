@@ -342,7 +342,7 @@ class GlooPlane(HostPlane):
                 self._half_close()
 
     def _ends(self, work: Any) -> bool:
-        """Whether the operation has ended, or ends after an abort; with or without an error.
+        """Return whether the operation has ended, or ends after an abort; with or without an error.
 
         As long as bytes flow all members may finish it, as they do unless one has died or never began. When nothing
         comes any more, the only messages that have arrived in part are those of members that died or were stopped.
@@ -353,7 +353,7 @@ class GlooPlane(HostPlane):
         return _completes(work, _GIVE_UP_SECONDS)
 
     def _finishes(self, work: Any) -> bool:
-        """Whether the operation ends while its bytes flow."""
+        """Return whether the operation ends while its bytes flow."""
         deadline = Deadline(_FLOWING_SECONDS)
         before = traffic(self._ports)
         if _completes(work, _FINISH_SECONDS):
@@ -397,7 +397,7 @@ def _raw(buffer: HostArray) -> HostArray:
 
 
 def _completes(work: Any, seconds: float) -> bool:
-    """Whether the operation ends within this time, with or without an error."""
+    """Return whether the operation ends within this time, with or without an error."""
     ended = threading.Event()
     work.get_future().add_done_callback(lambda _: ended.set())
     return ended.wait(seconds)

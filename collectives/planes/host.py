@@ -279,7 +279,7 @@ def leave_to_library(*objects: object) -> None:
 
 
 def _wraps(compute: np.dtype[Any], dtype: DType) -> bool:
-    """Whether ``compute`` is a wider integer than the storage type. That must not show in results, so values are scaled in their own
+    """Return whether ``compute`` is a wider integer than the storage type. That must not show in results, so values are scaled in their own
     type.
     """
     return compute.kind == "i" and compute != storage_type(dtype)

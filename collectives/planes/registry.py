@@ -33,7 +33,7 @@ def names() -> tuple[str, ...]:
 
 
 def under_mpi() -> bool:
-    """Whether an MPI launcher started this process."""
+    """Return whether an MPI launcher started this process."""
     return any(name in os.environ for name in MPI_LAUNCHER_VARIABLES)
 
 
@@ -118,5 +118,5 @@ def offered(wish: str = "auto") -> tuple[str, ...]:
 
 
 def _suits(wish: str) -> bool:
-    """Whether MPI can be expected to work."""
+    """Return whether MPI can be expected to work."""
     return backends.mpi_works(os.environ) if backends.started_by_mpi(os.environ) else wish == "mpi"

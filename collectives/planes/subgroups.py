@@ -99,7 +99,7 @@ class SubgroupPlanes:
 
     @property
     def gave_up(self) -> bool:
-        """Whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
+        """Return whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
         return any(getattr(plane, "gave_up", False) for plane in self._planes)
 
     def abort(self) -> None:
@@ -181,7 +181,7 @@ class PeerPlanes:
 
     @property
     def gave_up(self) -> bool:
-        """Whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
+        """Return whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
         return self._subgroups.gave_up
 
     def abort(self) -> None:

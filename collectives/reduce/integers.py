@@ -25,7 +25,7 @@ Wide = npt.NDArray[np.int64]
 
 
 def needs_width(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> bool:
-    """Whether a reduction has to be made as a :class:`WideReduction`."""
+    """Return whether a reduction has to be made as a :class:`WideReduction`."""
     if dtype.is_floating or dtype is DType.BOOL:
         return False
     return op is ReduceOp.AVERAGE or (dtype is not DType.I64 and (prescale != 1.0 or postscale != 1.0))

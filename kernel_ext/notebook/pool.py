@@ -207,7 +207,7 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """The name of a pool that outlives this process; empty for any other pool."""
+        """Return the name of a pool that outlives this process; empty for any other pool."""
         return self._parts.keeping.name if self._parts.keeping is not None else ""
 
     @property
@@ -267,7 +267,7 @@ class Pool:
 
     @property
     def client(self) -> Client:
-        """The connection to the coordinator."""
+        """Return the connection to the coordinator."""
         return self._parts.client
 
     @property
@@ -277,7 +277,7 @@ class Pool:
 
     @property
     def cluster(self) -> Cluster:
-        """The ``ipyparallel.Cluster`` of these ranks. The first use waits until its controller is up (about 1 s)."""
+        """Return the ``ipyparallel.Cluster`` of these ranks. The first use waits until its controller is up (about 1 s)."""
         self._check_running()
         return self._parts.companion.cluster
 
@@ -371,7 +371,7 @@ class Pool:
 
     @property
     def first_to_fail(self) -> int | None:
-        """The rank that failed first in the last cell that did not end well; None if there was none."""
+        """Return the rank that failed first in the last cell that did not end well; None if there was none."""
         return self._runs.first_to_fail
 
     @property
@@ -1001,7 +1001,7 @@ class Pool:
 
     @property
     def timeline(self) -> Path | None:
-        """The file that a timeline is being written to."""
+        """Return the file that a timeline is being written to."""
         return self._timeline.path if self._timeline is not None else None
 
     def start_timeline(self, path: str | os.PathLike[str]) -> Path:
@@ -1046,7 +1046,7 @@ class Pool:
     def trace(self, *, arrow: Literal[True]) -> Any: ...
 
     def trace(self, *, arrow: bool = False) -> Any:
-        """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
+        """Return all collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
 
         It has all that the ranks did before the call. ``docs/reference/trace.md`` has the columns. The newest million rows are
         kept, from the first use on and with the past events that the coordinator still has; ``table.attrs["dropped"]`` is the
@@ -1155,4 +1155,4 @@ def _of_last_death(story: Sequence[Decision]) -> tuple[Decision, ...]:
 
 
 def _say_nothing(text: str) -> None:
-    """The progress callback of a caller that gave none."""
+    """Report no progress, for a caller that gave no callback."""

@@ -83,7 +83,7 @@ class CellExecutor:
 
     @property
     def preparing(self) -> bool:
-        """Whether a cell is being compiled: IPython's messages about that go into the cell's error instead."""
+        """Return whether a cell is being compiled: IPython's messages about that go into the cell's error instead."""
         return self._run is not None and not self._inside
 
     async def run(self, request: RunCell, enter: Callable[[], None] | None = None) -> None:
@@ -288,7 +288,7 @@ class CellExecutor:
 
 
 def _is_good_exit(error: BaseException) -> bool:
-    """Whether code ended itself without a complaint, as elastic training does on a rank that is let go."""
+    """Return whether code ended itself without a complaint, as elastic training does on a rank that is let go."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 

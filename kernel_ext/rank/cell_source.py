@@ -79,7 +79,7 @@ class CellCompiler(CachingCompiler):
         self.files: dict[str, str] = {}
 
     def expect(self, source: str, label: str, lines: int, file: str = "") -> str:
-        """The next code to be compiled is ``source``, known to users as ``label``, with ``lines`` lines above it.
+        """Announce the next code to be compiled, ``source``, known to users as ``label``, with ``lines`` lines above it.
 
         Args:
             file: The file by which a frontend's debugger knows the cell.
@@ -120,7 +120,7 @@ class CellCompiler(CachingCompiler):
                 linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
-        """The file name that the code is compiled under."""
+        """Return the file name that the code is compiled under."""
         if self._source is not None and raw_code == self._source:
             return self._name
         return str(super().get_code_name(raw_code, transformed_code, number))
@@ -138,7 +138,7 @@ class CellCompiler(CachingCompiler):
         return parse(source, filename, symbol, self.flags)
 
     def format_code_name(self, name: str) -> Any:
-        """The kind and the name by which a traceback calls code of this file name."""
+        """Return the kind and the name by which a traceback calls code of this file name."""
         if name in self._names:
             label = label_of(name)
             return "Cell", f"In{label}" if cell_number(label) is not None else label
@@ -151,7 +151,7 @@ class CellCompiler(CachingCompiler):
 
 
 def without_blank_head(source: str) -> tuple[str, int]:
-    """The source without the empty lines it begins with, and their number (IPython would drop them uncounted)."""
+    """Return the source without the empty lines it begins with, and their number (IPython would drop them uncounted)."""
     lines = source.splitlines(keepends=True)
     blank = 0
     while blank < len(lines) and not lines[blank].strip():

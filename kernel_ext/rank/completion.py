@@ -122,7 +122,7 @@ MOST_NAMES = 500
 
 
 def user_names(shell: Any, ticket: int) -> UserNames:
-    """Names of the user's variables and modules, in the order in which they were made. Any thread, also while a cell runs."""
+    """Return names of the user's variables and modules, in the order in which they were made. Any thread, also while a cell runs."""
     variables: list[str] = []
     modules: list[str] = []
     for name, value in user_items(shell):

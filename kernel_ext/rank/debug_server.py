@@ -83,12 +83,12 @@ class DebugServer:
 
     @property
     def active(self) -> bool:
-        """Whether a frontend is debugging this rank."""
+        """Return whether a frontend is debugging this rank."""
         return self._session != 0
 
     @property
     def stopped(self) -> bool:
-        """Whether a thread of this rank has stopped for the debugger."""
+        """Return whether a thread of this rank has stopped for the debugger."""
         return bool(self._stopped)
 
     # -- control thread -------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class DebugServer:
         self._do(decode_to_server(body))
 
     def abandon(self) -> None:
-        """The process that debugged this rank is gone: end the session. Any thread."""
+        """End the session, since the process that debugged this rank is gone. Any thread."""
         if self._session:
             self._do(CloseDebug(self._session))
 
@@ -111,14 +111,14 @@ class DebugServer:
         self._todo.put(order)
 
     def close(self) -> None:
-        """The rank ends."""
+        """End the session, since the rank ends."""
         if self._thread is not None:
             self._todo.put(None)
             self._thread.join()
             self._thread = None
 
     def interrupted(self, again: Callable[[], object]) -> None:
-        """This rank was interrupted. If it has stopped, that may only have ended the making of a value's text, so insist.
+        """Insist on an interrupt of this rank: if it has stopped, the first one may only have ended the making of a value's text.
 
         Args:
             again: Interrupts it once more.
@@ -232,7 +232,7 @@ class DebugServer:
     # -- main thread ----------------------------------------------------------------------------------------------
 
     def cell_begins(self, file: str, name: str) -> None:
-        """A cell, which the frontend calls ``file``, is about to be compiled as ``name``, and to run."""
+        """Record that a cell, which the frontend calls ``file``, is about to be compiled as ``name``, and to run."""
         if self._session and self._server is not None:
             if file:
                 self._server.map(file, name)
@@ -251,7 +251,7 @@ class DebugServer:
             link = link.tb_next
 
     def cell_ended(self) -> None:
-        """The cell's own code has ended: what follows is no place to step to.
+        """Record that the cell's own code has ended: the frames behind it are no place to step to.
 
         If the cell was stopped, an interrupt has ended it; the server sends no event of that, so this does.
         """
@@ -264,7 +264,7 @@ class DebugServer:
 
 
 def _adapted(message: bytes) -> bytes:
-    """The request, changed so that no frontend ends a rank, whose memory is sacred, and steps skip the frames that run cells."""
+    """Return the request, changed so that no frontend ends a rank, whose memory is sacred, and steps skip the frames that run cells."""
     request = json.loads(message)
     arguments = request.get("arguments") or {}
     if request.get("command") in ("disconnect", "terminate"):

@@ -55,7 +55,7 @@ class RankDisplayHook(DisplayHook):
         self._is_active = True
 
     def write_output_prompt(self) -> None:
-        """The notebook writes it."""
+        """Write nothing: the notebook writes the prompt."""
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
         """Send the value's representations."""
@@ -104,7 +104,7 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 def wire_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
-    """A mime bundle that MessagePack and JSON can carry: images in base64, ``text/plain`` and the size bounded.
+    """Return a mime bundle that MessagePack and JSON can carry: images in base64, ``text/plain`` and the size bounded.
 
     ``text/plain`` names what can't be sent, with the reason; it never fails the cell that shows it.
     """
@@ -130,7 +130,7 @@ def wire_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
 
 
 def _size(value: Any) -> int:
-    """Bytes that a representation takes, about."""
+    """Return the number of bytes that a representation takes, about."""
     if isinstance(value, (str, bytes, bytearray)):
         return len(value)
     if isinstance(value, dict):

@@ -96,7 +96,7 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
 
 
 def held_interrupt(error: BaseException) -> BaseException:
-    """The KeyboardInterrupt in place of the error by which it has ended native code, where it could not be raised itself.
+    """Return the KeyboardInterrupt in place of the error by which it has ended native code, where it could not be raised itself.
 
     Args:
         error: What has ended a cell whose interrupt was held. One that is not from a collective is returned as it is.
@@ -109,13 +109,13 @@ def held_interrupt(error: BaseException) -> BaseException:
 
 
 def interrupt_behind_exit(error: BaseException) -> BaseException:
-    """The KeyboardInterrupt that code has caught and answered by exiting, as Lightning's Trainer does; any other error as it is."""
+    """Return the KeyboardInterrupt that code has caught and answered by exiting, as Lightning's Trainer does; any other error as it is."""
     behind = error.__context__
     return behind if isinstance(error, SystemExit) and isinstance(behind, KeyboardInterrupt) else error
 
 
 def sendable(error: CellError) -> CellError:
-    """The error itself; if a message can't carry it, one with what matters most of it."""
+    """Return the error itself; if a message can't carry it, one with what matters most of it."""
     try:
         msgspec.msgpack.encode(error)
     except (TypeError, ValueError, OverflowError) as why:
@@ -143,7 +143,7 @@ def _recorded() -> tuple[tuple[str, ...], str]:
 
 
 def _site(trace: TracebackType | None) -> str:
-    """The cell's innermost line in a traceback."""
+    """Return the cell's innermost line in a traceback."""
     for link in reversed(_links(trace)):
         code = link.tb_frame.f_code
         if label := label_of(code.co_filename):
@@ -153,7 +153,7 @@ def _site(trace: TracebackType | None) -> str:
 
 
 def _in_chain(error: BaseException | None, kind: type[E]) -> E | None:
-    """The first exception of a kind among ``error`` and what it came from."""
+    """Return the first exception of a kind among ``error`` and what it came from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, kind):
@@ -189,7 +189,7 @@ def _render(shell: Any, error: BaseException, before_exec: bool) -> list[str]:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether the report is about another rank and says of this one only that it was stopped.
+    """Return whether the report is about another rank and says of this one only that it was stopped.
 
     Python's own traceback has to do then: importing what renders IPython's and rendering it takes a tenth of a second of
     each rank's CPU, which all ranks of a host pay before the cell has ended. ``%tb`` on the rank still shows IPython's.
@@ -236,7 +236,7 @@ def remember(error: BaseException) -> None:
 
 
 def user_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's first frame on: without those of the runner that called it."""
+    """Return the traceback from the user's first frame on: without those of the runner that called it."""
     start = trace
     while start is not None and is_ours(start.tb_frame):
         start = start.tb_next
@@ -298,7 +298,7 @@ def _links(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _last_user_frame(trace: TracebackType | None) -> TracebackType | None:
-    """The frame after which only ours follow (with the plumbing they wait in); None if none of ours do."""
+    """Return the frame after which only ours follow (with the plumbing they wait in); None if none of ours do."""
     links = _links(user_part(trace))
     last = len(links)
     while last and is_internal(links[last - 1].tb_frame):
@@ -308,12 +308,12 @@ def _last_user_frame(trace: TracebackType | None) -> TracebackType | None:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """A frame of hvdlab."""
+    """Return whether a frame is hvdlab's."""
     return _module(frame).split(".", 1)[0] == "hvdlab"
 
 
 def is_internal(frame: FrameType) -> bool:
-    """A frame of hvdlab or of what its waiting and computing ends up in: frameworks below our frames are ours, too."""
+    """Return whether a frame is hvdlab's or one that its waiting and computing ends up in: frameworks below our frames are ours, too."""
     module = _module(frame)
     return is_ours(frame) or module in _PLUMBING or module.split(".", 1)[0] in names()
 

@@ -195,12 +195,12 @@ class InterruptDelivery:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the running cell has been interrupted."""
+        """Return whether the running cell has been interrupted."""
         return bool(self._raised or self.pending or self._held_since)
 
     @property
     def held(self) -> bool:
-        """Whether an interrupt of the running cell was held, and has not been raised since."""
+        """Return whether an interrupt of the running cell was held, and has not been raised since."""
         return bool(self._held_since and not self._raised)
 
     def guard(self, code: CodeType) -> None:
@@ -284,7 +284,7 @@ class InterruptDelivery:
     def _on_unraisable(
         self, previous: Callable[[UnraisableHookArgs], object], lost: UnraisableHookArgs
     ) -> None:
-        """The interpreter has dropped an exception, on any thread."""
+        """Handle an exception that the interpreter has dropped, on any thread."""
         # The type, too: memory, and with it the id, may have come to belong to another exception since.
         if type(lost.exc_value) is KeyboardInterrupt and id(lost.exc_value) == self._raised:
             self._repeat()

@@ -94,7 +94,7 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     """The last request to join that was fulfilled."""
 
     def init_connector(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The functions that connect sockets; the first also has :attr:`links` watch whether a socket is connected."""
+        """Return the functions that connect sockets; the first also has :attr:`links` watch whether a socket is connected."""
         connect, tunnel = super().init_connector()
         self._connect = connect
         self.links = Links()
@@ -117,7 +117,7 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
         await self.complete_registration(await self._registration(), connect, tunnel)
 
     async def _registration(self) -> list[bytes]:
-        """The controller's answer to this engine's registration; it may have heard of the engine already."""
+        """Return the controller's answer to this engine's registration; it may have heard of the engine already."""
         # A socket for this request alone: no other answer, and no other request that could not be sent, gets in between.
         registrar = self.context.socket(zmq.DEALER)
         try:

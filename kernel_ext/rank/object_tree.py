@@ -42,7 +42,7 @@ Array = npt.NDArray[Any]
 
 
 def numeric(raw: Bytes, dtype: str, itemsize: int) -> Array | None:
-    """These bytes as numbers of the type that a framework calls ``dtype``; None if numpy does not know the type."""
+    """Return these bytes as numbers of the type that a framework calls ``dtype``; None if numpy does not know the type."""
     if dtype in _AS_FLOAT:
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     try:
@@ -54,7 +54,7 @@ def numeric(raw: Bytes, dtype: str, itemsize: int) -> Array | None:
 
 
 def compare(ours: Bytes, theirs: Bytes, dtype: str, itemsize: int) -> Difference:
-    """How two ranges of whole elements differ, bit by bit; magnitudes where the elements are numbers.
+    """Compare two ranges of whole elements bit by bit; with magnitudes where the elements are numbers.
 
     A difference from NaN is no number, so NaN does not count for the largest differences.
     """
@@ -92,7 +92,7 @@ def compare(ours: Bytes, theirs: Bytes, dtype: str, itemsize: int) -> Difference
 
 
 def _stride(itemsize: int) -> int:
-    """Bytes of whole elements; half-precision ones become twice as large."""
+    """Return the number of bytes of whole elements; half-precision ones become twice as large."""
     return max(1, STRIDE // max(4, itemsize)) * itemsize
 
 
@@ -107,7 +107,7 @@ def _differing(a: Bytes, b: Bytes, itemsize: int) -> npt.NDArray[np.bool_]:
 
 
 def _magnitudes(a: Array, b: Array) -> tuple[float | None, float | None]:
-    """The largest absolute and relative difference."""
+    """Return the largest absolute and relative difference."""
     with np.errstate(all="ignore"):
         if a.dtype.kind == "f" and a.dtype.itemsize == 2:
             a, b = a.astype(np.float32), b.astype(np.float32)
@@ -120,7 +120,7 @@ def _magnitudes(a: Array, b: Array) -> tuple[float | None, float | None]:
 
 
 def _quick(a: Array, b: Array) -> tuple[Any, Any]:
-    """The same in the elements' own precision and few passes; not finite if elements are not, or differ by too much."""
+    """Return the same in the elements' own precision and few passes; not finite if elements are not, or differ by too much."""
     apart = np.subtract(a, b)
     np.abs(apart, out=apart)
     most = apart.max()
@@ -154,7 +154,7 @@ def _more(a: float | None, b: float | None) -> float | None:
 
 
 def element(raw: Bytes, dtype: str, itemsize: int) -> str:
-    """One element in words."""
+    """Return one element in words."""
     number = numeric(raw, dtype, itemsize)
     if number is not None:
         return str(number[0])
@@ -164,7 +164,7 @@ def element(raw: Bytes, dtype: str, itemsize: int) -> str:
 
 
 def not_finite(raw: Bytes, dtype: str, itemsize: int) -> tuple[int, int]:
-    """How many of the elements are NaN, and how many infinite."""
+    """Return how many of the elements are NaN, and how many infinite."""
     nans = infs = 0
     stride = _stride(itemsize)
     for start in range(0, raw.nbytes, stride):
@@ -240,7 +240,7 @@ Parts = Iterable[Part] | Long | None
 
 
 def parts_of(value: Any) -> Parts:
-    """The parts of a value; None if it has none that can be had, and may differ all the same."""
+    """Return the parts of a value; None if it has none that can be had, and may differ all the same."""
     kind = type(value)
     for hooks in loaded():
         try:
@@ -370,7 +370,7 @@ def _added(value: Any) -> Iterable[Part]:
 
 @functools.cache
 def is_users_module(name: str) -> bool:
-    """Whether a module is the notebook or a file of the user's: neither Python's, nor ours, nor installed."""
+    """Return whether a module is the notebook or a file of the user's: neither Python's, nor ours, nor installed."""
     if name == "__main__":
         return True
     if name.partition(".")[0] in sys.stdlib_module_names:
@@ -425,7 +425,7 @@ def _class(value: Any) -> Iterable[Part]:
 
 
 def _module(value: types.ModuleType) -> Iterable[Part]:
-    """The names in a file of the user's that was imported."""
+    """Return the names in a file of the user's that was imported."""
     inside = object.__getattribute__(value, "__dict__")
     name = inside.get("__name__")
     if not isinstance(name, str) or name == "__main__" or not is_users_module(name):
@@ -468,7 +468,7 @@ def _key(key: Any) -> str:
 
 
 def _is_exact(kind: type) -> bool:
-    """Whether a leaf is all there is to values of this type: there is nothing :func:`beside`."""
+    """Return whether a leaf is all there is to values of this type: there is nothing :func:`beside`."""
     return kind in SCALAR_TYPES or framework_of(kind) is not None or module_of(kind) == "datetime"
 
 
@@ -558,12 +558,12 @@ _CONSTANTS = (type(None), type(Ellipsis), type(NotImplemented), range, slice)
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether :func:`content` knows this value."""
+    """Return whether :func:`content` knows this value."""
     return is_scalar_type(type(value))
 
 
 def is_scalar_type(kind: type) -> bool:
-    """Whether :func:`content` knows values of this type."""
+    """Return whether :func:`content` knows values of this type."""
     return (
         issubclass(kind, tuple(_PLAIN))
         or kind in _CONSTANTS
@@ -579,7 +579,7 @@ def framework_of(kind: type) -> FrameworkHooks | None:
 
 
 def content(value: Any) -> tuple[bytes, str]:
-    """Return bytes that are equal for equal values of a type, and the value in words. Only if :func:`is_scalar` is True."""
+    """Return the number of bytes that are equal for equal values of a type, and the value in words. Only if :func:`is_scalar` is True."""
     kind = type(value)
     if kind in _PLAIN:
         return _PLAIN[kind](value)
@@ -611,7 +611,7 @@ class Hidden(str):
 
 
 def _as_plain(base: Any, value: Any) -> Any:
-    """The built-in value that an instance of a user's subclass is, without calling code of that class."""
+    """Return the built-in value that an instance of a user's subclass is, without calling code of that class."""
     if base in (bytes, bytearray):
         return base.__getitem__(value, slice(None))
     return str.__str__(value) if base is str else base.__pos__(value)
@@ -638,7 +638,7 @@ def _of_code(code: types.CodeType) -> tuple[bytes, str]:
 
 
 def _of_constant(value: Any) -> bytes:
-    """A fingerprint of a constant of code: a set has no order, and the repr of a code object has an address in it."""
+    """Return a fingerprint of a constant of code: a set has no order, and the repr of a code object has an address in it."""
     if isinstance(value, types.CodeType):
         return _of_code(value)[0]
     if isinstance(value, (tuple, frozenset)):

@@ -57,7 +57,7 @@ _Entry = tuple[str, str, int] | tuple[Display | Clear, None, int]
 
 
 def window_of(ranks: int) -> int:
-    """The window of each of so many ranks."""
+    """Return the window of each of so many ranks."""
     return max(LEAST_WINDOW, min(WINDOW, ON_THE_WAY // max(1, ranks)))
 
 
@@ -159,7 +159,7 @@ class OutputQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the current cell has written nothing, as far as is known without a look into the pipes."""
+        """Return whether the current cell has written nothing, as far as is known without a look into the pipes."""
         return not self._total
 
     def acknowledge(self, cell: str, taken: int) -> None:
@@ -323,7 +323,7 @@ class OutputQueue:
         self._wake()
 
     def _late_ahead(self) -> int:
-        """Bytes that were written after the ends of cells and that the pool has not taken. The caller holds the lock."""
+        """Return the number of bytes that were written after the ends of cells and that the pool has not taken. The caller holds the lock."""
         return self._late_queued + self._late_leaving + self.sent.late_total - self._late_taken
 
     def _await_room(self, size: int) -> None:
@@ -408,7 +408,7 @@ class OutputQueue:
                 self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
 
     def _room_for_pipes(self) -> int:
-        """How many bytes may be taken out of the pipes now: they are the cell's, or came after its end."""
+        """Return the number of bytes that may be read from the pipes now: they are the cell's, or came after its end."""
         if self._attendance.absent:
             return self._window
         return self._window - (self._late_ahead() if self._over else self._total - self._taken)
@@ -554,7 +554,7 @@ class OwnerWatch:
         self._descriptor = -1
 
     def set_owner(self, pid: int, started: int, near: bool = True) -> None:
-        """This process takes the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards.
+        """Let this process take the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards.
 
         One that is not ``near`` is not watched: it counts as there until another one is named, or none.
         """
@@ -575,11 +575,11 @@ class OwnerWatch:
             selector.register(self._descriptor, selectors.EVENT_READ)
 
     def owns(self, descriptor: int) -> bool:
-        """Whether this descriptor, which the selector has found readable, is the process's."""
+        """Return whether this descriptor, which the selector has found readable, is the process's."""
         return descriptor == self._descriptor
 
     def on_exit(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
-        """The process has ended: call ``then``. If another one has been named, do nothing; :meth:`update` watches that one.
+        """Call ``then``, since the process has ended. If another one has been named, do nothing; :meth:`update` watches that one.
 
         ``then`` runs with the lock held: a new owner could otherwise be set between the check and the call, and ``then`` would undo
         the setup for it.
@@ -663,12 +663,12 @@ def set_current_cell(cell: str) -> None:
 
 
 def current_cell() -> str:
-    """The cell of the calling thread or task; empty if it is of none."""
+    """Return the cell of the calling thread or task; empty if it is of none."""
     return CELL.get() or cell_of_thread()
 
 
 def cell_of_thread() -> str:
-    """The cell that has started the calling thread; empty if none has."""
+    """Return the cell that has started the calling thread; empty if none has."""
     return getattr(threading.current_thread(), _ATTRIBUTE, "")
 
 
@@ -718,7 +718,7 @@ class RankStream(io.TextIOBase):
 
     @property
     def buffer(self) -> IO[bytes]:
-        """A binary stream into the same place."""
+        """Return a binary stream into the same place."""
         return cast("IO[bytes]", self._binary)
 
     def write(self, text: str) -> int:
@@ -746,7 +746,7 @@ class RankStream(io.TextIOBase):
         """Ignored, as user code that closes ``sys.stdout`` would silence all later cells."""
 
     def fileno(self) -> int:
-        """The descriptor that subprocesses may write to; its output arrives in the same place."""
+        """Return the descriptor that subprocesses may write to; its output arrives in the same place."""
         if self._fd is None:
             raise io.UnsupportedOperation("fileno")
         return self._fd

@@ -88,7 +88,7 @@ class OutputLog:
 
     @property
     def ended_with_notebook(self) -> str:
-        """The label of a settled cell that was interrupted when the notebook ended that had seen it; empty if there is none."""
+        """Return the label of a settled cell that was interrupted when the notebook ended that had seen it; empty if there is none."""
         return self._ended_with_notebook
 
     def allow_trimming(self) -> None:
@@ -136,7 +136,7 @@ class OutputLog:
 
     @property
     def late_total(self) -> int:
-        """Bytes that :meth:`late` has sent."""
+        """Return the number of bytes that :meth:`late` has sent."""
         return self._late_total
 
     def late(self, cell: str, chunks: Sequence[Chunk], size: int) -> None:

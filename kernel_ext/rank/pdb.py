@@ -36,7 +36,7 @@ _plain_stop_here = bdb.Bdb.stop_here
 
 
 def looks_back(source: str) -> bool:
-    """Whether a cell looks at the error that the cell before it failed with."""
+    """Return whether a cell looks at the error that the cell before it failed with."""
     return bool(_LOOKS_BACK.search(source))
 
 
@@ -61,7 +61,7 @@ def stop_here(debugger: bdb.Bdb, frame: FrameType) -> bool:
 
 
 def _in_cell(frame: FrameType) -> bool:
-    """Whether a frame is the cell's, or was called by it. On other threads there is nothing else to stop in."""
+    """Return whether a frame is the cell's, or was called by it. On other threads there is nothing else to stop in."""
     if threading.current_thread() is not threading.main_thread():
         return True
     caller: FrameType | None = frame
@@ -80,7 +80,7 @@ def stop_tracing() -> None:
 
 
 def cut_debugger(error: BaseException) -> BaseException:
-    """The error that a cell has ended with, without a debugger's own frames if it comes out of one.
+    """Return the error that a cell has ended with, without a debugger's own frames if it comes out of one.
 
     An interrupt that became another error on its way is a KeyboardInterrupt again.
     """

@@ -93,11 +93,11 @@ class FdCapture:
                     break
 
     def written(self) -> tuple[int, ...]:
-        """How many bytes have been written to each pipe by now. The caller holds :attr:`lock`."""
+        """Return the number of bytes written to each pipe by now. The caller holds :attr:`lock`."""
         return tuple(self._read[fd] + _available(fd) for fd in self.readers)
 
     def has_read(self, written: tuple[int, ...]) -> bool:
-        """Whether so many bytes, as :meth:`written` said, have been read from each pipe. The caller holds :attr:`lock`."""
+        """Return whether so many bytes, as :meth:`written` said, have been read from each pipe. The caller holds :attr:`lock`."""
         return all(self._read[fd] >= count for fd, count in zip(self.readers, written, strict=True))
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class CStdout:
 
 
 def _available(pipe: int) -> int:
-    """Bytes that are in a pipe."""
+    """Return the number of bytes that are in a pipe."""
     count = array("i", [0])
     fcntl.ioctl(pipe, termios.FIONREAD, count)
     return count[0]

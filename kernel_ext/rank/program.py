@@ -131,7 +131,7 @@ class RankProgram:
 
 
 def make_shell() -> ZMQInteractiveShell:
-    """The shell that cells and ipyparallel's requests run in. Its history stays in memory."""
+    """Return the shell that cells and ipyparallel's requests run in. Its history stays in memory."""
     config = Config()
     config.HistoryManager.hist_file = ":memory:"
     config.HistoryManager.enabled = True

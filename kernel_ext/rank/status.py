@@ -30,7 +30,7 @@ def make_status(
     servers: tuple[ServerNow, ...] = (),
     links: Links = MappingProxyType({}),
 ) -> Status:
-    """The answer to a question for the status; memory is in bytes, ``cpu`` in seconds."""
+    """Return the answer to a question for the status; memory is in bytes, ``cpu`` in seconds."""
     rss, pss = memory()
     return Status(
         ticket=ticket,
@@ -66,7 +66,7 @@ def memory(process: str = "self") -> tuple[int, int]:
 
 
 def current_device() -> str:
-    """The device that new arrays of the calling thread go to, ``cpu`` if no framework has begun to use another."""
+    """Return the device that new arrays of the calling thread go to, ``cpu`` if no framework has begun to use another."""
     return next((device for hooks in loaded() if (device := hooks.current_device())), "cpu")
 
 
@@ -79,7 +79,7 @@ def links_now(engine: Engine) -> Links:
 
 
 def servers_now(engine: Engine) -> tuple[ServerNow, ...]:
-    """The parameter servers that this rank is connected to, for the wire."""
+    """Return the parameter servers that this rank is connected to, for the wire."""
     finding = sys.modules.get("hvdlab.collectives.kvstore.servers.discovery")
     if finding is None:  # no store has been made; it needs numpy
         return ()
@@ -97,7 +97,7 @@ def _memory_of(pid: int) -> int:
 
 
 def pending_now(pending: list[PendingCollective]) -> tuple[PendingNow, ...]:
-    """The collectives in flight, for the wire."""
+    """Return the collectives in flight, for the wire."""
     return tuple(PendingNow(p.kind, p.name, p.site, p.seconds, p.executing) for p in pending)
 
 
@@ -106,7 +106,7 @@ DEEPEST_STACK = 200
 
 
 def cell_stack(thread: int, suspended: Any = None) -> tuple[StackFrame, ...]:
-    """The frames of the cell that runs on ``thread``, from its first line to the innermost; none of hvdlab's below.
+    """Return the frames of the cell that runs on ``thread``, from its first line to the innermost; none of hvdlab's below.
 
     Args:
         thread: Identifier of the thread.

@@ -172,7 +172,7 @@ class RankStdin:
     # -- the control thread ---------------------------------------------------------------------------------------
 
     def interrupted(self) -> None:
-        """The cell is being interrupted. A signal ends what the main thread asks; this ends what other threads ask.
+        """End the prompts of other threads, since the cell is being interrupted; a signal ends that of the main thread.
 
         The main thread may be waiting for one of them where no signal reaches it: a framework that calls back from a thread
         of its own.
@@ -183,7 +183,7 @@ class RankStdin:
                 waiting.end(PromptReply(number, "", INTERRUPTED))
 
     def answered(self, reply: PromptReply) -> None:
-        """The pool has answered."""
+        """Handle the pool's answer."""
         waiting = self._waiting.get(reply.number)
         if waiting is not None:
             waiting.end(reply)

@@ -175,7 +175,7 @@ def _dotted(shell: Any, modules: Collection[str]) -> list[str]:
 
 
 def _pack(shell: Any, values: dict[str, Any]) -> tuple[list[memoryview], dict[str, str]]:
-    """One pickle of all values, with the buffers that belong to it, and what could not be in it, with the reason."""
+    """Return one pickle of all values, with the buffers that belong to it, and what could not be in it, with the reason."""
     failed: dict[str, str] = {}
     with contextlib.suppress(
         Exception

@@ -110,14 +110,14 @@ class WidgetOutputs:
         self._undo: Callable[[], None] | None = None
 
     def write(self, name: str, text: str) -> bool:
-        """Whether a widget has taken the text."""
+        """Return whether a widget has taken the text."""
         content = self._current()
         if content is not None:
             content.write(name, text)
         return content is not None
 
     def put(self, chunk: Display | Clear) -> bool:
-        """Whether a widget has taken it; none takes an update of a display, which may be shown elsewhere."""
+        """Return whether a widget has taken it; none takes an update of a display, which may be shown elsewhere."""
         content = self._current()
         if content is None or (isinstance(chunk, Display) and chunk.update):
             return False
@@ -213,7 +213,7 @@ class RankComms:
             self._before = None
 
     def deliver(self, message: CommMessage) -> None:
-        """The frontend sent this: call what the user or a widget has registered for it. Main thread."""
+        """Call the callbacks that the user or a widget has registered for a message of the frontend. Main thread."""
         content = {"comm_id": message.comm, "data": message.data}
         found = {"content": content, "metadata": message.metadata, "buffers": list(message.buffers)}
         if message.comm not in self._manager.comms:

@@ -166,7 +166,7 @@ class CrashOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def total(self) -> int:
-        """All bytes of the cell's output up to the end of ``chunks``."""
+        """Return the number of bytes of the cell's output up to the end of ``chunks``."""
         return self.before + sum(self.sizes)
 
     def after(self, received: int) -> CrashOutput:

@@ -38,7 +38,7 @@ class HandlerTable:
 
     @property
     def kinds(self) -> frozenset[type[Payload]]:
-        """The classes of messages that have a method."""
+        """Return the classes of messages that have a method."""
         return frozenset(self._methods)
 
     def handles(self, *kinds: type[Payload]) -> Callable[[Method], Method]:

@@ -107,7 +107,7 @@ class SharedBufferReader:
 
     @contextlib.contextmanager
     def look(self, shared: SharedRange) -> Iterator[memoryview]:
-        """The shared memory itself, uncopied. Raises ``OSError`` if there is no such window."""
+        """Return the shared memory itself, uncopied. Raises ``OSError`` if there is no such window."""
         with memoryview(self._look(shared)) as view, view[: shared.length] as part:
             yield part
 

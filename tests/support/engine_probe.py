@@ -15,30 +15,30 @@ class EngineProbe:
 
     @property
     def locked(self) -> Any:
-        """The rank's state under its lock."""
+        """Return the rank's state under its lock."""
         return self._engine._locked
 
     @property
     def executor(self) -> Any:
-        """The threads that execute operations."""
+        """Return the threads that execute operations."""
         return self._engine._executor
 
     @property
     def spans(self) -> Any:
-        """The log of spans."""
+        """Return the log of spans."""
         return self._engine._spans
 
     @property
     def endpoint(self) -> Any:
-        """The connection to the coordinator."""
+        """Return the connection to the coordinator."""
         return self._engine._endpoint
 
     @property
     def handlers(self) -> Any:
-        """The handlers of the coordinator's messages."""
+        """Return the handlers of the coordinator's messages."""
         return self._engine._handlers
 
     @property
     def control(self) -> Any:
-        """The control thread."""
+        """Return the control thread."""
         return self._engine._control

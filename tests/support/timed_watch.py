@@ -50,7 +50,7 @@ _EARLIER = 2 * SENT
 
 @dataclass(frozen=True)
 class Heartbeats:
-    """What the coordinator does in a second for ranks that launch without it.
+    """Load of the coordinator in a second, by ranks that launch without it.
 
     Attributes:
         frames, bytes: Messages that it reads and writes, and their bytes.

@@ -98,7 +98,7 @@ class Device(Protocol):
         ...
 
     def reaches(self, identity: str) -> bool:
-        """Whether its kernels can read and write the memory of another GPU."""
+        """Return whether its kernels can read and write the memory of another GPU."""
         ...
 
     def allocate(self, nbytes: int) -> int:
@@ -146,11 +146,11 @@ class Device(Protocol):
     def wait_event(self, stream: int, event: int) -> None: ...
 
     def has_come(self, event: int) -> bool:
-        """Whether the event has come."""
+        """Return whether the event has come."""
         ...
 
     def is_idle(self, stream: int) -> bool:
-        """Whether all that was enqueued has been done."""
+        """Return whether all that was enqueued has been done."""
         ...
 
     def synchronize(self, event: int) -> None:
@@ -158,7 +158,7 @@ class Device(Protocol):
         ...
 
     def drained(self, stream: int) -> bool:
-        """Whether nothing is left to do: all that was enqueued has been done, or never will be, since the GPU failed."""
+        """Return whether nothing is left to do: all that was enqueued has been done, or never will be, since the GPU failed."""
         ...
 
     def write_value(self, stream: int, address: int, value: int) -> None:

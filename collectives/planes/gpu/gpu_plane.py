@@ -69,7 +69,7 @@ def why_off() -> str | None:
 
 
 def is_wanted(plane: str) -> bool:
-    """Whether this process is to offer a plane, such as ``cuda/nccl``: all but those for CUDA tensors that its user did not ask for."""
+    """Return whether this process is to offer a plane, such as ``cuda/nccl``: all but those for CUDA tensors that its user did not ask for."""
     choice = os.environ.get(CHOICE, "").strip().lower()
     return choice in ("", "auto") or plane == f"{CUDA}/{choice}" or not plane.startswith(f"{CUDA}/")
 

@@ -67,7 +67,7 @@ class Communicator(Protocol):
     """
 
     def settled(self) -> bool:
-        """Whether only the GPU's part of the last call is left: its work is enqueued, or the communicator is made.
+        """Return whether only the GPU's part of the last call is left: its work is enqueued, or the communicator is made.
 
         Raises:
             NcclFailed: That call failed, or a connection was lost since.

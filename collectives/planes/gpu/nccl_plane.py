@@ -39,7 +39,7 @@ class Reduction(NamedTuple):
 
     @property
     def is_by_nccl(self) -> bool:
-        """Whether NCCL gives the results that all planes give.
+        """Return whether NCCL gives the results that all planes give.
 
         It has no 16-bit integers, rounds f16 and bf16 at each addition, and its minimum and maximum lose NaNs.
         """

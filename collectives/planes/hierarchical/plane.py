@@ -379,7 +379,7 @@ class HierarchicalPlane(HostPlane):
 
     @property
     def gave_up(self) -> bool:
-        """Whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
+        """Return whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
         return self._subgroups.gave_up
 
     def abort(self) -> None:

@@ -72,12 +72,12 @@ class Topology:
 
     @property
     def even(self) -> bool:
-        """Whether all hosts have equally many members, so that all members carry."""
+        """Return whether all hosts have equally many members, so that all members carry."""
         return all(len(members) == self.columns for members in self.hosts)
 
     @property
     def carries(self) -> bool:
-        """Whether this member is in a column."""
+        """Return whether this member is in a column."""
         return self.local < self.columns
 
     def column(self, number: int) -> tuple[int, ...]:

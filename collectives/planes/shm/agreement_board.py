@@ -87,7 +87,7 @@ class AgreementBoard:
 
     @property
     def vacant(self) -> bool:
-        """Whether this member may post its next request: all have posted the request that it has posted or declined last."""
+        """Return whether this member may post its next request: all have posted the request that it has posted or declined last."""
         return self._completed == self.number or self.complete(self.number)
 
     def post(self, digest: int, tensor: HostArray | None) -> int:

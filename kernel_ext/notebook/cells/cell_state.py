@@ -122,7 +122,7 @@ class CellInterrupts:
         return [*self.stop(running, now), *self._places.ask(running, now)]
 
     def time(self, running: Collection[int], now: float) -> list[Effect]:
-        """The deadline was reached."""
+        """Handle the deadline."""
         effects: list[Effect] = []
         if self._ask_at is not None and now >= self._ask_at:
             self._ask_at = None

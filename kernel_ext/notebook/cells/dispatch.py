@@ -164,7 +164,7 @@ class ReceiveWindow:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all parts have ended, and none had output."""
+        """Return whether all parts have ended, and none had output."""
         return all(part.ended and not part.received for part in self._parts.values())
 
     def output(self, rank: int, message: Output) -> MessageFate:

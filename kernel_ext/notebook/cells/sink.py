@@ -17,12 +17,12 @@ class KeptOutput(Protocol):
 
     @property
     def label(self) -> str:
-        """The name that users know the cell by, such as ``[7]``."""
+        """Return the name that users know the cell by, such as ``[7]``."""
         ...
 
     @property
     def directory(self) -> Path | None:
-        """The directory of the files; None as long as all is in memory."""
+        """Return the directory of the files; None as long as all is in memory."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class OutputSink:
 
     @property
     def failure(self) -> Exception | None:
-        """The exception that kept output from being shown, for a sink that goes on after one; None if there is none."""
+        """Return the exception that kept output from being shown, for a sink that goes on after one; None if there is none."""
         return None
 
     def set_transcript(self, transcript: KeptOutput) -> None:

@@ -256,7 +256,7 @@ class StallReport:
         self._quiet, self._refresh_at = True, None
 
     def close(self, ok: bool, now: float) -> list[Effect]:
-        """The cell has ended, without an error if ``ok``."""
+        """Handle the end of the cell, which had no error if ``ok``."""
         self._quiet = True
         return self._conclude(ok, now) if self._shown is not None or self._behind else []
 

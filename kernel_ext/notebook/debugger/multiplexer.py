@@ -751,7 +751,7 @@ class Multiplexer:
         return gathering.finish(gathering.replies)
 
     def _answered_by(self, rank: int, reply: Json) -> list[Effect]:
-        """A rank is ready, or gone: ``attach``, which waits for ranks and not for answers, waits for it no more."""
+        """Handle that a rank is ready, or gone: ``attach``, which waits for ranks and not for answers, waits for it no more."""
         effects: list[Effect] = []
         for key, gathering in list(self._open.items()):
             if gathering.request.get("command") == "attach":
@@ -759,8 +759,8 @@ class Multiplexer:
         return effects
 
     def _expired(self, event: Expired) -> list[Effect]:
-        """The time of ranks is up: finish without them. The kernel's own debugger is waited for: it always answers, if
-        only when a cell has ended."""
+        """Finish a request without the ranks whose time is up. The kernel's own debugger is waited for: it always answers, if only
+        when a cell has ended."""
         gathering = self._open.get(event.key)
         if gathering is None:
             return []

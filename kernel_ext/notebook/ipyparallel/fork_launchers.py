@@ -227,7 +227,7 @@ class _Keys(msgspec.Struct, frozen=True):
 
 
 def curve_environment(path: Path) -> dict[str, str]:
-    """The environment variables that have a controller use the pair of keys in this file, which is made if there is none.
+    """Return the environment variables that have a controller use the pair of keys in this file, which is made if there is none.
 
     Raises:
         OSError: The file does not belong to this user alone, or can't be made.

@@ -30,7 +30,7 @@ def crash_lines(tail: str) -> list[str]:
 
 
 def last_lines(tail: str, most: int) -> list[str]:
-    """The last ``most`` lines; if they are of a dump of the fault handler, the calls of the thread that crashed instead, ours too."""
+    """Return the last ``most`` lines; if they are of a dump of the fault handler, the calls of the thread that crashed instead, ours too."""
     lines = tail.splitlines()
     crashed = next((i for i, line in enumerate(lines) if line.startswith(_CRASHED)), None)
     if crashed is None:

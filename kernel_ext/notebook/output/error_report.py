@@ -25,7 +25,7 @@ _NOTE = re.compile(r"\[decision \d+ of the coordinator\]")
 
 
 def report(results: CellResults, *, colours: bool = True) -> list[str]:
-    """Lines (with ANSI colours, unless ``colours`` is False) that say why the cell failed; empty if it didn't."""
+    """Return lines (with ANSI colours, unless ``colours`` is False) that say why the cell failed; empty if it didn't."""
     cause = results.root_cause
     if cause is None:
         return []

@@ -111,7 +111,7 @@ class _Row:
 
     @property
     def rewritten(self) -> bool:
-        """Whether it is the line of a bar, as far as is known."""
+        """Return whether it is the line of a bar, as far as is known."""
         return not self.written or "\r" in self.text.rstrip("\r")
 
 
@@ -174,7 +174,7 @@ class LineSplitter:
 
     @property
     def partial(self) -> str:
-        """The line of the cursor, with its carriage returns."""
+        """Return the line of the cursor, with its carriage returns."""
         return self._rows[self._at].text
 
     @property
@@ -184,7 +184,7 @@ class LineSplitter:
 
     @property
     def rewrites(self) -> bool:
-        """Whether an unfinished line was overwritten after a carriage return, as progress bars do."""
+        """Return whether an unfinished line was overwritten after a carriage return, as progress bars do."""
         return any("\r" in row.text for row in self._rows)
 
     @property

@@ -58,7 +58,7 @@ class GuardedSink(OutputSink):
 
     @property
     def failure(self) -> Exception | None:
-        """The first exception that the inner sink raised; None if it raised none."""
+        """Return the first exception that the inner sink raised; None if it raised none."""
         return self._failure
 
     def set_transcript(self, transcript: KeptOutput) -> None:
@@ -125,7 +125,7 @@ class CellRecorder(OutputSink):
 
     @property
     def failure(self) -> Exception | None:
-        """The first exception of the recording or of a sink that the run began with; None if there is none."""
+        """Return the first exception of the recording or of a sink that the run began with; None if there is none."""
         return self._failure or next((sink.failure for sink in self._own if sink.failure is not None), None)
 
     def driven(self, wake: Callable[[], None]) -> None:
@@ -137,7 +137,7 @@ class CellRecorder(OutputSink):
         self._late = show
 
     def late(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
-        """A thread, task or subprocess of the cell wrote on this rank after the cell's end. Any thread.
+        """Show output that a thread, task or subprocess of the cell has written on this rank after the cell's end. Any thread.
 
         Args:
             rank: The rank.
@@ -287,7 +287,7 @@ class TranscriptStore:
         return None
 
     def late(self, rank: int, cell: str, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
-        """A rank wrote this after the end of a cell; see :meth:`CellRecorder.late`. Output of a forgotten cell is dropped. Any thread."""
+        """Show output of a rank after the end of a cell; see :meth:`CellRecorder.late`. Output of a forgotten cell is dropped. Any thread."""
         with self._lock:
             recorder = self._recorders.get(cell)
         if recorder is None:

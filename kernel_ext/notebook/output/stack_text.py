@@ -18,7 +18,7 @@ _CELL = "cell "
 
 
 def short_place(stack: Stack) -> str:
-    """One line: the cell's innermost line, and where the calls from there have led.
+    """Return one line: the cell's innermost line, and where the calls from there have led.
 
     ``cell [7] line 12 in train_step: loader.next() (at data/loader.py line 630 in __next__)``
     """
@@ -109,7 +109,7 @@ class RankLocations:
         return "\n".join(blocks)
 
     def lines(self, ranks: Sequence[int]) -> list[str]:
-        """One line for each place where these ranks are."""
+        """Return one line for each place where these ranks are."""
         return grouped(
             {r: short_place(self.stacks[r]) if r in self.stacks else self.silent[r] for r in ranks}
         )

@@ -50,7 +50,7 @@ class Ending:
 
     @property
     def plain_report(self) -> tuple[str, ...]:
-        """The report without colours."""
+        """Return the report without colours."""
         return tuple(_ANSI.sub("", line) for line in self.report)
 
 
@@ -97,7 +97,7 @@ class Transcript:
     # -- while the cell runs ------------------------------------------------------------------------------------------
 
     def add(self, rank: int, chunks: Sequence[Chunk]) -> None:
-        """A rank wrote."""
+        """Append output of a rank."""
         with self.lock:
             for chunk in chunks:
                 self._add(rank, chunk, _size(chunk))
@@ -106,7 +106,7 @@ class Transcript:
             self._settle()
 
     def note(self, text: str, *, warning: bool = False) -> None:
-        """One line about the run itself."""
+        """Append one line about the run itself."""
         with self.lock:
             self._add(WARNING if warning else NOTE, text, len(text))
 
@@ -177,12 +177,12 @@ class Transcript:
 
     @property
     def in_memory(self) -> int:
-        """Bytes that are in memory."""
+        """Return the number of bytes that are in memory."""
         return self._recent_bytes
 
     @property
     def on_disk(self) -> int:
-        """Bytes that are in files."""
+        """Return the number of bytes that are in files."""
         return self._spool.size
 
     @property

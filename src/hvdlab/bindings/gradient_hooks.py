@@ -124,7 +124,7 @@ class BackwardPassCounter(ABC, Generic[P]):
 
     @property
     def watching(self) -> bool:
-        """Whether it sees backward passes at all: not, for example, on a rank outside the process set."""
+        """Return whether it sees backward passes at all: not, for example, on a rank outside the process set."""
         return bool(self._left)
 
     def watches(self, parameter: P) -> bool:
@@ -147,7 +147,7 @@ class BackwardPassCounter(ABC, Generic[P]):
 
     @property
     def in_progress(self) -> bool:
-        """Whether a backward pass has been made since the last step (and not in a cell that failed)."""
+        """Return whether a backward pass has been made since the last step (and not in a cell that failed)."""
         self._drop_what_was_given_up()
         return self._touched
 

@@ -96,7 +96,7 @@ class ForwardPass:
 
     @property
     def linear(self) -> bool:
-        """Whether the gradient does not depend on the tensors."""
+        """Return whether the gradient does not depend on the tensors."""
         return self.operation.kind not in _REDUCTIONS or self.operation.op in LINEAR
 
     @property

@@ -44,7 +44,7 @@ class Sample(Protocol):
 
     @property
     def finite(self) -> bool:
-        """Whether all elements are, also those that are not kept."""
+        """Return whether all elements are, also those that are not kept."""
         ...
 
     def digest(self) -> bytes:

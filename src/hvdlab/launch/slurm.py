@@ -506,22 +506,22 @@ class JobState:
 
     @property
     def waits(self) -> bool:
-        """Whether it has not begun."""
+        """Return whether it has not begun."""
         return self.state in _WAITING
 
     @property
     def runs(self) -> bool:
-        """Whether it has its nodes."""
+        """Return whether it has its nodes."""
         return self.state in _ALIVE
 
     @property
     def settled(self) -> bool:
-        """Whether it is known how many tasks each node has: the job's script has written it, or there is one node only."""
+        """Return whether it is known how many tasks each node has: the job's script has written it, or there is one node only."""
         return self.runs and bool(self.tasks or not set(self.nodes) & set("[,"))
 
     @property
     def never(self) -> bool:
-        """Whether it would wait for ever."""
+        """Return whether it would wait for ever."""
         return self.state == "PENDING" and (self.reason in _NEVER or _REFUSAL.search(self.reason) is not None)
 
     def waiting_text(self, job: str, now: datetime) -> str:

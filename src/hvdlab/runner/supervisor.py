@@ -441,7 +441,7 @@ class Supervisor:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the program has ended on a rank that neither left nor was given up."""
+        """Return whether the program has ended on a rank that neither left nor was given up."""
         return any(map(self._has_finished, self.ranks))
 
     def _go_on(self, rank: int, outcome: ExitStatus, now: float) -> bool:

@@ -228,7 +228,7 @@ class DistributedGradients:
 
     @property
     def scale_local_gradients(self) -> bool:
-        """Whether gradients of local variables are divided by the number of ranks."""
+        """Return whether gradients of local variables are divided by the number of ranks."""
         return self._hvdlab_parts()[0].scale_local_gradients  # type: ignore[no-any-return]
 
     @scale_local_gradients.setter

@@ -342,7 +342,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def sparse_as_dense(self) -> bool:
-        """Whether sparse gradients are reduced as dense ones."""
+        """Return whether sparse gradients are reduced as dense ones."""
         return self._settings.sparse_as_dense
 
     @sparse_as_dense.setter

@@ -54,7 +54,7 @@ def test_the_example_of_a_module_of_another_environment_runs(module: str) -> Non
 
 
 def complete(path: str, count: int = 3, *, process_set: object = None) -> int:
-    """Count what is there.
+    """Count the things that are there.
 
     Args:
         path: A path.

@@ -409,7 +409,7 @@ START_WITHIN = 20.0
 START_TRIES = 3
 """How many successors are tried if they fail to come up."""
 UNKNOWN = 16
-"""How many incarnations a coordinator may be ahead of what is known here: its notebook may have replaced it."""
+"""Number of incarnations that are left free for coordinators which the notebook has started without a report to this process."""
 
 
 class DetachedSupervisor:
@@ -541,7 +541,7 @@ class PoolLink:
 
     @property
     def alive(self) -> bool:
-        """Whether the pool's process lives and has not hung up."""
+        """Return whether the pool's process lives and has not hung up."""
         if self.endpoint.closed:
             return False
         hangup = select.poll()

@@ -266,7 +266,7 @@ class ForkServerState:
 
     @property
     def kept(self) -> bool:
-        """Whether this process stays when the pool's ends."""
+        """Return whether this process stays when the pool's ends."""
         return self._kept and not self._stopping
 
     def children(self) -> dict[int, int]:

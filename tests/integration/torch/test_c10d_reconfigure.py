@@ -17,7 +17,7 @@ import torch.distributed as dist
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, UnsupportedError
 from hvdlab.torch.c10d import reconfigure
-from hvdlab.torch.c10d.inner_groups import closing_duplicate
+from hvdlab.torch.c10d.inner_groups import duplicate_socket
 from support.ranks.resident import Ranks
 
 has_interface = pytest.mark.skipif(
@@ -78,7 +78,7 @@ def _repaired() -> list[list[float]]:
     hvd.barrier()
     for name in range(1024):
         try:
-            with closing_duplicate(name) as end:
+            with duplicate_socket(name) as end:
                 if end.family == socket.AF_INET and end.getpeername():
                     end.shutdown(socket.SHUT_RDWR)
         except OSError:

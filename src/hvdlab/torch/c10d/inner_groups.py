@@ -1,7 +1,11 @@
 """Inner groups: groups of torch's own backends to which a watched group hands over its operations, and their abort.
 
 NCCL can abort a communicator. Gloo can't: a wait of its ends only as its connections do. So each inner group of Gloo's has an address of its
-own on the loopback interface, by which its connections are found in this process, and its abort shuts them.
+own on the loopback interface, by which its connections are found in this process, and its abort shuts their receiving side.
+
+Not the sending side: Gloo keeps a message whose transmission fails for an event that never comes, and the thread that sends it waits until the
+timeout. For the same reason an aborted group keeps a duplicate of each connection. Gloo closes its own descriptor as soon as it reads the end, and a
+closed connection would answer the messages that the other ranks send before their own abort with a reset.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -71,25 +77,30 @@ def _in_group(backend: Any, store: Any, rank: int, size: int, device: str, kind:
     return group
 
 
-@contextlib.contextmanager
-def closing_duplicate(descriptor: int) -> Iterator[socket.socket]:
-    """Yield a socket with a duplicate of a descriptor, and close the duplicate.
+def duplicate_socket(descriptor: int) -> socket.socket:
+    """Return a socket with a duplicate of a descriptor.
 
     Raises:
         OSError: The descriptor is closed, or is no socket's.
     """
     duplicate = os.dup(descriptor)
     try:
-        end = socket.socket(fileno=duplicate)
+        return socket.socket(fileno=duplicate)
     except OSError:  # no object owns it
         os.close(duplicate)
         raise
-    with end:
-        yield end
+
+
+def _close_all(ends: Sequence[socket.socket]) -> None:
+    for end in ends:
+        end.close()
 
 
 class GlooInner:
-    """Inner group of Gloo's, of ranks on one host."""
+    """Inner group of Gloo's, of ranks on one host.
+
+    After an abort its owner keeps the object until the other ranks have aborted theirs: it has the connections to them.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -101,25 +112,56 @@ class GlooInner:
         backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
         # An end of each connection has the address of the rank that has accepted it; the other one is not bound to its rank's.
         self._addresses = {store.get(f"address {other}").decode() for other in range(size)}
+        # Before the group is used: a rank that is connected to all and destroys its group at once would close a connection that another
+        # rank has not completed yet.
+        store.set(f"connected {rank}", "")
+        for other in range(size):
+            store.get(f"connected {other}")
         self.group = _in_group(backend, store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO)
+        #: Guards the next two: a user's thread may close the group while the control thread aborts it.
+        self._lock = threading.Lock()
+        self._closed = False
+        #: The connections that an abort has shut. They are open for as long as this object lives.
+        self._duplicates: list[socket.socket] = []
+        weakref.finalize(self, _close_all, self._duplicates)
 
     def abort(self) -> None:
+        with self._lock:
+            if not self._closed:
+                found = self._connections()
+                self._duplicates += found
+                for end in found:
+                    with contextlib.suppress(OSError):  # the other end has reset it
+                        end.shutdown(socket.SHUT_RD)
+
+    def _connections(self) -> list[socket.socket]:
+        """Return duplicates of this group's connections."""
+        found = []
         for name in os.listdir("/proc/self/fd"):
             # A descriptor can be closed at any time by the thread that has it, so all that follows is done with a duplicate.
-            with contextlib.suppress(OSError), closing_duplicate(int(name)) as end:
-                if self._is_connection(end):
-                    end.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                end = duplicate_socket(int(name))
+                try:
+                    ours = self._is_connection(end)
+                except OSError:
+                    ours = False
+                if ours:
+                    found.append(end)
+                else:
+                    end.close()
+        return found
 
     def _is_connection(self, end: socket.socket) -> bool:
         if end.family != socket.AF_INET or end.type != socket.SOCK_STREAM:
             return False
-        peer = end.getpeername()[
-            0
-        ]  # raises for a listening socket, whose end would have Gloo end the process
+        # Raises for a listening socket, whose end would have Gloo end the process.
+        peer = end.getpeername()[0]
         return peer in self._addresses or end.getsockname()[0] in self._addresses
 
     def close(self) -> None:
-        self.group = None
+        with self._lock:
+            self._closed = True
+        self.group = None  # waits in Gloo's destructor
 
 
 class NcclInner:

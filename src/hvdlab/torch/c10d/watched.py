@@ -205,6 +205,9 @@ class WatchedGroup(HvdlabProcessGroup):
         self._generation = Generation(
             -1
         )  # until the ranks have met; ends of generations before that move it on
+        #: The inner group that was aborted last. It has its connections until the next one is aborted: a rank that aborts it later must not
+        #: find them reset.
+        self._aborted: InnerGroup | None = None
         self._watch = context.companion(LaunchWatch)
         self._watch.add(self._name_in_mail, self)
         world.histories.attach(self._name_in_mail, self)
@@ -248,6 +251,7 @@ class WatchedGroup(HvdlabProcessGroup):
         else:
             generation.inner = inner
             if generation.ended is not None:
+                self._aborted = inner
                 inner.abort()
                 inner.close()
         generation.made.set()
@@ -306,8 +310,9 @@ class WatchedGroup(HvdlabProcessGroup):
         self._inquiries.clear()
         # Before the thread that drops the inner group, which empties the list.
         flying = list(old.flying)
-        if old.inner is not None:
-            old.inner.abort()
+        if (inner := old.inner) is not None:
+            self._aborted = inner
+            inner.abort()
             threading.Thread(target=self._drop, args=(old,), name="hvdlab-c10d-dropping", daemon=True).start()
         old.made.set()
         for work in flying:
@@ -346,7 +351,7 @@ class WatchedGroup(HvdlabProcessGroup):
         super().shutdown()
         self._watch.remove(self._name_in_mail)
         generation = self._generation
-        inner, generation.inner = generation.inner, None
+        inner, generation.inner, self._aborted = generation.inner, None, None
         if inner is not None:
             if any(not work.is_over() for work in list(generation.flying)):
                 generation.ended = Abort(
@@ -357,6 +362,7 @@ class WatchedGroup(HvdlabProcessGroup):
                     "the group was destroyed",
                     "",
                 )
+                self._aborted = inner
                 inner.abort()
             inner.close()
 

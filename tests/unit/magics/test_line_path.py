@@ -18,7 +18,7 @@ from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher, CellRequest
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
-from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
+from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore
 from hvdlab.kernel_ext.rank.output import OutputQueue, RankStream
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
@@ -26,7 +26,7 @@ from hvdlab.magics.screens.cell_strip import Strip, StripSink
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publishers import LineTracking, RunningCellChannel
 
-LIMIT = 15
+LIMIT = 14
 """Modules of the rank and of the notebook; the engine and the coordinator between them carry the line as bytes of a mail."""
 
 LINE = "a line that is looked for"

@@ -14,8 +14,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
-from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder
-from hvdlab.kernel_ext.notebook.output.transcript import Transcript
+from hvdlab.kernel_ext.notebook.output.transcript import CellRecorder, Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
 from hvdlab.magics.screens.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, strips_enabled
 from hvdlab.magics.screens.notebook import NotebookScreen

@@ -30,7 +30,7 @@ from hvdlab.kernel_ext.notebook.output.error_report import failure_of, report
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink, Screen, hold_time
 from hvdlab.kernel_ext.notebook.output.transcript import GuardedSink
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter
+from hvdlab.kernel_ext.notebook.stdin import ProcessPrompter
 from hvdlab.kernel_ext.wire.cells import Chunk
 from hvdlab.magics.notebook_pool import (
     CellImportDisplay,

@@ -33,7 +33,7 @@ from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
 from hvdlab.kernel_ext.notebook.output.transcript import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import A
 from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks, native_stacks
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter, Prompter
+from hvdlab.kernel_ext.notebook.stdin import ProcessPrompter, Prompter
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter, save_trace
 from hvdlab.kernel_ext.notebook.variables import transfer

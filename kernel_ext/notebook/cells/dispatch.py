@@ -38,7 +38,7 @@ from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.transcript import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
+from hvdlab.kernel_ext.notebook.stdin import PromptDesk, Prompter
 from hvdlab.kernel_ext.wire.cells import (
     NO_NOTEBOOK,
     Acknowledge,

@@ -32,6 +32,7 @@ from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink, Scr
 from hvdlab.kernel_ext.notebook.output.transcript import GuardedSink
 from hvdlab.kernel_ext.notebook.stdin import ProcessPrompter
 from hvdlab.kernel_ext.wire.cells import Chunk
+from hvdlab.magics.cell_strip import StripSink, strips_enabled
 from hvdlab.magics.notebook_pool import (
     CellImportDisplay,
     NotebookPool,
@@ -39,16 +40,14 @@ from hvdlab.magics.notebook_pool import (
     cell_number,
     shell_colours,
 )
-from hvdlab.magics.screens.cell_strip import StripSink, strips_enabled
-from hvdlab.magics.screens.notebook import DisplayIds, NotebookScreen
-from hvdlab.magics.screens.publishers import (
+from hvdlab.magics.output_channels import (
     FixedCellChannel,
     LineTracking,
     OutputChannel,
     RunningCellChannel,
     in_notebook,
 )
-from hvdlab.magics.screens.screen import TerminalScreen, write_to_terminal
+from hvdlab.magics.screens import DisplayIds, NotebookScreen, TerminalScreen, write_to_terminal
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool

@@ -25,7 +25,7 @@ So a carrier sends one message to each host, however many members that has.
 A member knows only its own messages, so the sizes of the pieces travel first, by the same route.
 
 In :mod:`hvdlab.collectives.planes`: ``subgroups``, the planes that it is made of; ``segment``, memory that the members of one host make
-for themselves; ``scoped``, a part of the rendezvous store.
+for themselves.
 """
 
 from __future__ import annotations

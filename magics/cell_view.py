@@ -29,9 +29,10 @@ from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.output.error_report import failure_of, report
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink, Screen, hold_time
-from hvdlab.kernel_ext.notebook.output.recorder import GuardedSink
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter
+from hvdlab.kernel_ext.notebook.output.transcript import GuardedSink
+from hvdlab.kernel_ext.notebook.stdin import ProcessPrompter
 from hvdlab.kernel_ext.wire.cells import Chunk
+from hvdlab.magics.cell_strip import StripSink, strips_enabled
 from hvdlab.magics.notebook_pool import (
     CellImportDisplay,
     NotebookPool,
@@ -39,16 +40,14 @@ from hvdlab.magics.notebook_pool import (
     cell_number,
     shell_colours,
 )
-from hvdlab.magics.screens.cell_strip import StripSink, strips_enabled
-from hvdlab.magics.screens.notebook import DisplayIds, NotebookScreen
-from hvdlab.magics.screens.publishers import (
+from hvdlab.magics.output_channels import (
     FixedCellChannel,
     LineTracking,
     OutputChannel,
     RunningCellChannel,
     in_notebook,
 )
-from hvdlab.magics.screens.screen import TerminalScreen, write_to_terminal
+from hvdlab.magics.screens import DisplayIds, NotebookScreen, TerminalScreen, write_to_terminal
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool

@@ -23,7 +23,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults
-from hvdlab.magics.screens.publishers import FixedCellChannel, RunningCellChannel, in_notebook
+from hvdlab.magics.output_channels import FixedCellChannel, RunningCellChannel, in_notebook
 
 if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.prestart import Prestart
     from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
     from hvdlab.kernel_ext.wire.status import Completions, Inspection
-    from hvdlab.magics.screens.cell_strip import Strips
-    from hvdlab.magics.screens.notebook import DisplayIds
+    from hvdlab.magics.cell_strip import Strips
+    from hvdlab.magics.screens import DisplayIds
 
 
 class NotebookPool:
@@ -87,14 +87,14 @@ class NotebookPool:
     @cached_property
     def strips(self) -> Strips:
         """Return the live strips under cells."""
-        from hvdlab.magics.screens.cell_strip import Strips
+        from hvdlab.magics.cell_strip import Strips
 
         return Strips()
 
     @cached_property
     def areas(self) -> DisplayIds:
         """Return the display areas of the ranks' display ids."""
-        from hvdlab.magics.screens.notebook import DisplayIds
+        from hvdlab.magics.screens import DisplayIds
 
         return DisplayIds()
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
     from hvdlab.kernel_ext.notebook.membership_history import ElasticState
-    from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder
-    from hvdlab.kernel_ext.notebook.output.transcript import Ending, Transcript
+    from hvdlab.kernel_ext.notebook.output.transcript import CellRecorder, Ending, Transcript
     from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.widgets.metrics import MetricsWidget
 

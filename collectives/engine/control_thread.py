@@ -38,10 +38,9 @@ from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.engine.store import EngineStore, StoreWaits
 from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.errors import Cause, CauseKind, ProtocolError
-from hvdlab.collectives.planes.base import PlaneContext
+from hvdlab.collectives.planes.base import PlaneContext, ScopedStore
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.links import Links, plane_text, planes_text
-from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.planes.shm.agreement_board import MEMBERS, map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m

@@ -51,6 +51,20 @@ class KeyValue(ABC):
 def _nothing_to_do(known: object, /) -> None: ...
 
 
+class ScopedStore(KeyValue):
+    """Part of the rendezvous store: keys of ``store`` that begin with ``prefix``."""
+
+    def __init__(self, store: KeyValue, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        return self._store.get(self._prefix + key, timeout)
+
+
 @dataclass(frozen=True, slots=True)
 class PlaneContext:
     """Facts about the process set and generation that a plane is built for.

@@ -13,10 +13,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hvdlab.collectives.planes import registry, segment
-from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import (
+    KeyValue,
+    PhaseTimes,
+    PlaneAborted,
+    PlaneBroken,
+    PlaneContext,
+    ScopedStore,
+)
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.time_limits import Deadline
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hvdlab.bindings.framework_preloads import FrameworkPreloads
+from hvdlab.bindings.framework_hooks import FrameworkPreloads
 from hvdlab.kernel_ext.wire import crash_ring
 from hvdlab.kernel_ext.wire.cells import CrashOutput, Stream
 from hvdlab.launch.forkserver.program import StdPipes

@@ -35,7 +35,7 @@ from hvdlab.kernel_ext.notebook.ipyparallel.cluster import EngineRegistration, I
 from hvdlab.kernel_ext.notebook.ipyparallel.launchers import PoolRequest
 from hvdlab.kernel_ext.notebook.kept_pools import KeptPool, LauncherKeptPool, LocalKeptPool, adopt_ranks
 from hvdlab.kernel_ext.notebook.membership_history import MembershipHistory
-from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore, kept_limit
+from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore, kept_limit
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import LEAVE_WITHIN, RankLifecycle
 from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry

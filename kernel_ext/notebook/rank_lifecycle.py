@@ -17,7 +17,7 @@ from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.collectives.settings import sizes
 from hvdlab.collectives.system import host_key
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.notebook.output.crash import last_lines
+from hvdlab.kernel_ext.notebook.output.stack_text import last_lines
 from hvdlab.kernel_ext.notebook.rank_states import (
     AgentReady,
     AskReady,

@@ -23,8 +23,7 @@ from hvdlab.collectives.system import process_state
 from hvdlab.collectives.text import visible
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
-from hvdlab.kernel_ext.notebook.output.crash import called
-from hvdlab.kernel_ext.notebook.output.stack_text import short_path
+from hvdlab.kernel_ext.notebook.output.stack_text import called, short_path
 from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankMail, RankRequests
 from hvdlab.kernel_ext.wire.channel import RankReply
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode

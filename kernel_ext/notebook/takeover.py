@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.sink import Sinks
 from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
-from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
+from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, RetainedCells, RunCell

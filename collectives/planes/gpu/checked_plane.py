@@ -34,6 +34,7 @@ from hvdlab.collectives.planes.base import (
     PlaneAborted,
     PlaneBroken,
     PlaneContext,
+    ScopedStore,
 )
 from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.gpu import gpu_plane, nccl_library
@@ -43,7 +44,6 @@ from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory, StagedPlane
 from hvdlab.collectives.planes.links import THROUGH_HOST, Links
-from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.types import DType, ReduceOp
 
 LOG = logging.getLogger("hvdlab")

@@ -35,10 +35,10 @@ from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink, Sinks
 from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
-from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
+from hvdlab.kernel_ext.notebook.output.transcript import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
+from hvdlab.kernel_ext.notebook.stdin import PromptDesk, Prompter
 from hvdlab.kernel_ext.wire.cells import (
     NO_NOTEBOOK,
     Acknowledge,

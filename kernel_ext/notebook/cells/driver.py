@@ -44,8 +44,7 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import (
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import IN_BACKGROUND, PromptDesk, drive_meanwhile
-from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
+from hvdlab.kernel_ext.notebook.stdin import IN_BACKGROUND, PromptDesk, Question, drive_meanwhile
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol, overload
 from hvdlab.collectives.errors import compact_ranks, format_ranks
 from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.kernel_ext.notebook.elastic import UnsyncedRank
-from hvdlab.kernel_ext.notebook.output.crash import crash_lines
+from hvdlab.kernel_ext.notebook.output.stack_text import crash_lines
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display
 
 Groups = Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]

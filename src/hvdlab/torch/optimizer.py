@@ -20,8 +20,15 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdlab.bindings.arguments import Adasum, Average, gradient_operator, predivide_factor
-from hvdlab.bindings.gradient_hooks import BackwardPassCounter, GradientHook, Groups, bucketed, check_unique
-from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
+from hvdlab.bindings.gradient_reducer import (
+    BackwardPassCounter,
+    GradientHook,
+    GradientReducer,
+    Groups,
+    ReductionSettings,
+    bucketed,
+    check_unique,
+)
 from hvdlab.bindings.handles import Handle, wait_for_all
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.context import is_initialized

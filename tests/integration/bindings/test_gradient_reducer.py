@@ -10,8 +10,7 @@ import pytest
 
 from hvdlab.bindings import gradient_reducer
 from hvdlab.bindings.compression import Compressor, NoneCompressor
-from hvdlab.bindings.gradient_hooks import bucketed
-from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
+from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings, bucketed
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import DuplicateNameError, MismatchError
 from hvdlab.collectives.process_sets import global_process_set

@@ -32,8 +32,8 @@ HEAVY = {
     "hvdlab.kernel_ext.notebook.pool",
     "hvdlab.launch.forkserver.children",
     "hvdlab.magics.cell_view",
-    "hvdlab.magics.screens.cell_strip",
-    "hvdlab.magics.screens.notebook",
+    "hvdlab.magics.cell_strip",
+    "hvdlab.magics.screens",
 }
 """Modules that a thread imports while the user types the first cell, or that no cell may ever need."""
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.bindings.gradient_hooks import GradientHook
-from hvdlab.bindings.gradient_reducer import ReductionSettings
+from hvdlab.bindings.gradient_reducer import GradientHook, ReductionSettings
 from hvdlab.bindings.handles import Handle
 
 Array = npt.NDArray[Any]

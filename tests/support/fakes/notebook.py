@@ -24,7 +24,7 @@ from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
+from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore
 from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Chunk, Display, Stream
 from hvdlab.kernel_ext.wire.status import UserNames

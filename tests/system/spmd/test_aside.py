@@ -10,7 +10,7 @@ import pytest
 import zmq
 from jupyter_client.session import Session
 
-from hvdlab.kernel_ext.kernel.busy_replies import BusyReplies
+from hvdlab.kernel_ext.kernel.kernel import BusyReplies
 
 SESSION = Session(key=b"secret")
 

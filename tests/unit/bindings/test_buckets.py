@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.bindings.gradient_hooks import bucketed, check_unique
+from hvdlab.bindings.gradient_reducer import bucketed, check_unique
 from hvdlab.collectives.errors import InvalidRequestError
 
 

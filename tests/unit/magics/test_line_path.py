@@ -18,15 +18,15 @@ from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher, CellRequest
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
-from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
+from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore
 from hvdlab.kernel_ext.rank.output import OutputQueue, RankStream
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
-from hvdlab.magics.screens.cell_strip import Strip, StripSink
-from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.publishers import LineTracking, RunningCellChannel
+from hvdlab.magics.cell_strip import Strip, StripSink
+from hvdlab.magics.output_channels import LineTracking, RunningCellChannel
+from hvdlab.magics.screens import NotebookScreen
 
-LIMIT = 15
+LIMIT = 13
 """Modules of the rank and of the notebook; the engine and the coordinator between them carry the line as bytes of a mail."""
 
 LINE = "a line that is looked for"

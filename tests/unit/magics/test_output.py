@@ -78,7 +78,7 @@ def test_a_cell_in_the_background_goes_on_where_it_was_asked_for(
     started.run(
         "%%hvd_run --background --out job\nprint('early')\ntry: block()\nexcept KeyboardInterrupt: print('late')"
     )
-    monkeypatch.setattr("hvdlab.magics.screens.screen.write_to_terminal", write)
+    monkeypatch.setattr("hvdlab.magics.screens.write_to_terminal", write)
     monkeypatch.setattr("hvdlab.magics.cell_view.write_to_terminal", write)
     started.run("%hvd_output")
     job = started.shell.user_ns["job"]

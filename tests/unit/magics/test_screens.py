@@ -12,9 +12,14 @@ import pytest
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LineMerger, LiveLines, MergingSink, Shown, Text
 from hvdlab.kernel_ext.wire.cells import Display, Stream
 from hvdlab.magics.notebook_pool import CellImportDisplay
-from hvdlab.magics.screens.notebook import DisplayIds, NotebookScreen
-from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS, RateLimiter, wire_size
-from hvdlab.magics.screens.screen import TerminalScreen
+from hvdlab.magics.screens import (
+    MESSAGE_CHARACTERS,
+    DisplayIds,
+    NotebookScreen,
+    RateLimiter,
+    TerminalScreen,
+    wire_size,
+)
 from support.fakes.notebook_recorder import Clock, Recorder
 
 

@@ -14,12 +14,11 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
-from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder
-from hvdlab.kernel_ext.notebook.output.transcript import Transcript
+from hvdlab.kernel_ext.notebook.output.transcript import CellRecorder, Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
-from hvdlab.magics.screens.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, strips_enabled
-from hvdlab.magics.screens.notebook import NotebookScreen
-from hvdlab.magics.screens.publishers import LineTracking
+from hvdlab.magics.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, strips_enabled
+from hvdlab.magics.output_channels import LineTracking
+from hvdlab.magics.screens import NotebookScreen
 from support.fakes.notebook_recorder import Clock, Recorder
 from support.patience import PATIENCE
 
@@ -248,7 +247,7 @@ class Slow(View):
 
 def test_what_takes_long_is_done_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 0.0}
-    monkeypatch.setattr("hvdlab.magics.screens.cell_strip.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("hvdlab.magics.cell_strip.time.monotonic", lambda: clock["now"])
     cell = Cell(Slow(clock))
     cell.run(30.0)
     assert len(cell.view.refreshed) <= 30 / (COST * 0.1) + 1
@@ -286,5 +285,5 @@ def test_a_setting_and_a_missing_package_turn_it_off(monkeypatch: pytest.MonkeyP
     assert not strips_enabled({"HVDLAB_STRIP": "0"})
     with pytest.raises(InvalidRequestError, match="HVDLAB_STRIP"):
         strips_enabled({"HVDLAB_STRIP": "perhaps"})
-    monkeypatch.setattr("hvdlab.magics.screens.cell_strip.find_spec", lambda name: None)
+    monkeypatch.setattr("hvdlab.magics.cell_strip.find_spec", lambda name: None)
     assert not strips_enabled({})

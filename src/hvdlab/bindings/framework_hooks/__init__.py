@@ -225,3 +225,39 @@ def is_instance_type(kind: type, module: str, name: str) -> bool:
     """Return whether a type is ``module.name`` or derived from it, if that has been imported."""
     base = getattr(sys.modules.get(module), name, None)
     return isinstance(base, type) and issubclass(kind, base)
+
+
+class FrameworkPreloads:
+    """A :class:`~hvdlab.launch.forkserver.program.Preloads` that adds nothing to the requested modules.
+
+    It imports frameworks in a process that forks ranks, and renews the state of frameworks that a fork must not share.
+
+    Attributes:
+        required: Nothing.
+    """
+
+    required: Sequence[str] = ()
+
+    def after_required(self) -> None:
+        """Set the variables that frameworks read when they are imported."""
+        set_environment()
+
+    def usual(self) -> Sequence[str]:
+        """Return frameworks whose hooks ask to be preloaded."""
+        return tuple(name for name in names() if hooks_of(name).preload)
+
+    def along_with(self, framework: str) -> Sequence[str]:
+        """Return our binding of a framework, by the framework's hooks; an empty sequence for a framework without hooks."""
+        known = framework in names()
+        binding = hooks_of(framework).binding if known else ""
+        return (binding,) if binding else ()
+
+    def for_training(self) -> Sequence[str]:
+        """Return the modules that the hooks of the imported frameworks name."""
+        return [module for hooks in loaded() for module in hooks.training]
+
+    def refresh(self, threads: int) -> None:
+        """Make new random states and thread pools for the frameworks that were imported before the fork."""
+        for hooks in loaded():
+            hooks.reseed()
+            hooks.set_threads(threads)

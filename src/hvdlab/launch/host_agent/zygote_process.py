@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from hvdlab.bindings.framework_preloads import FrameworkPreloads
+from hvdlab.bindings.framework_hooks import FrameworkPreloads
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.system import die_with_parent, name_process
 from hvdlab.launch.forkserver.children import refresh_libraries, why_not

@@ -17,7 +17,7 @@ from hvdlab.collectives.kvstore.servers.messages import RequestDone
 from hvdlab.collectives.kvstore.servers.spans import ServerClock
 from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.chrome_trace import SERVERS_PID
-from hvdlab.collectives.tracing.tables import columns
+from hvdlab.collectives.tracing.recording import span_columns
 from hvdlab.collectives.tracing.trace_file import load_trace as load_recording
 from hvdlab.collectives.tracing.trace_file import save_recording
 from support.ranks.resident import Ranks
@@ -135,7 +135,7 @@ def test_requests_of_a_saved_trace_come_back_as_they_were(ranks: Ranks, tmp_path
         )
 
     assert requests(again) == requests(load(path.read_text()))
-    table = columns(recording)
+    table = span_columns(recording)
     push = table["kind"] == "push"
     assert push.sum() == 12
     assert (table["ranks"][push | (table["kind"] == "pull")] == 1).all()

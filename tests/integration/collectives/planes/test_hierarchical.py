@@ -16,7 +16,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
-from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Topology
+from hvdlab.collectives.planes.hierarchical import GatherPlan, Topology
 from hvdlab.collectives.system import HOST_VARIABLE
 from support.ranks.resident import Ranks
 

@@ -19,7 +19,7 @@ from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.compare import SharedRange
 from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
-from hvdlab.magics.screens.notebook import NotebookScreen
+from hvdlab.magics.screens import NotebookScreen
 from support.pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]

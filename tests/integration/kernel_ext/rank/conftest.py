@@ -20,7 +20,7 @@ from traitlets.config import Config
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.settings import Settings
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import NO_STDIN
+from hvdlab.kernel_ext.notebook.stdin import NO_STDIN
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire import codec

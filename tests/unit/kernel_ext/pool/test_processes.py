@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.notebook.output.crash import called
+from hvdlab.kernel_ext.notebook.output.stack_text import called
 from hvdlab.kernel_ext.notebook.stack_probe import describe_state
 
 

@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
-from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
+from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, DiscardCell, JoinedCell, Output, RunCell, Stream
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode

@@ -21,9 +21,8 @@ from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG, CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
-from hvdlab.kernel_ext.notebook.output.recorder import GuardedSink
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk
-from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
+from hvdlab.kernel_ext.notebook.output.transcript import GuardedSink
+from hvdlab.kernel_ext.notebook.stdin import PromptDesk, Question
 from hvdlab.kernel_ext.wire.cells import DEBUGGER, CellDone, CellError, Chunk, PromptRequest, Stream
 from support.patience import PATIENCE
 

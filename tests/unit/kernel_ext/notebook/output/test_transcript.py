@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
-from hvdlab.kernel_ext.notebook.output import recorder as transcript_recorder
 from hvdlab.kernel_ext.notebook.output import transcript as transcript_module
-from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder, TranscriptStore
+from hvdlab.kernel_ext.notebook.output import transcript as transcript_recorder
 from hvdlab.kernel_ext.notebook.output.transcript import (
     AT_ONCE,
     IN_MEMORY,
     NOTE,
+    CellRecorder,
     Ending,
     Entry,
     Spool,
     Transcript,
+    TranscriptStore,
     last_lines,
     write_text,
 )

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from hvdlab.bindings.gradient_hooks import BackwardPassCounter
+from hvdlab.bindings.gradient_reducer import BackwardPassCounter
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from support.fakes.framework import FakeGradients, Parameter

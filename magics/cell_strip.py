@@ -14,7 +14,7 @@ from hvdlab.collectives.time_limits import Clock
 from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone
-from hvdlab.magics.screens.publishers import FixedCellChannel, LineTracking
+from hvdlab.magics.output_channels import FixedCellChannel, LineTracking
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.notebook.stdin.prompt_queue import (
+from hvdlab.kernel_ext.notebook.stdin import (
     GATHER,
     RETURN,
     Answer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlab.kernel_ext.notebook.output.crash import last_lines
+from hvdlab.kernel_ext.notebook.output.stack_text import last_lines
 
 OTHERS = "".join(f'Thread 0x{n}:\n  File "other.py", line {n} in wait\n\n' for n in range(1, 20))
 CRASHED = [

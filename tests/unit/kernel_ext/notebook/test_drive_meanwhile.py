@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from hvdlab.kernel_ext.notebook.stdin.prompt_desk import drive_meanwhile
+from hvdlab.kernel_ext.notebook.stdin import drive_meanwhile
 
 LONG = 30.0  # seconds until a wait for the other thread fails
 

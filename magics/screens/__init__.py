@@ -1,1 +1,0 @@
-"""Where merged output is shown: a notebook or a terminal."""

@@ -366,6 +366,8 @@ class LocalKeptPool:
     def disconnect(self, processes: PoolProcesses) -> None:
         """Let go of the pool's processes."""
         processes.detach()
+        # Only now no other fork server can be started. An entry with one that has died counts as that of a pool which has ended.
+        self.kept = msgspec.structs.replace(self.kept, warm=Process.of(processes.fork_server.pid))
 
     def release(self) -> None:
         """Note that the pool has no owner any more."""

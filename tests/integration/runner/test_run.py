@@ -170,18 +170,23 @@ def test_mpiexec_starts_the_ranks(launcher) -> None:
 
 def test_stalls_are_told(launcher) -> None:
     script = """
-        import os, sys, time
         import numpy as np
         import hvdlab.numpy as hvd
         from hvdlab.collectives import context
         engine = context.init()
         if engine.rank == 1:
-            time.sleep(2.5)
+            open("told").close()  # waits until the test opens the pipe, too
         hvd.allreduce(np.ones(1), name="late")
     """
-    ran = launcher.python(2, script, flags=("--stall-check-warning-time-seconds", "1"))
-    assert ran.code == 0
-    assert any("stalled: allreduce `late`" in line and "rank 1 missing" in line for line in ran.launcher)
+    # Rank 1 goes on when the warning has been read, however late either rank begins.
+    told = launcher.directory / "told"
+    os.mkfifo(told)
+    flags = ("--stall-check-warning-time-seconds", "1")
+    process = launcher.start("-np", "2", *flags, sys.executable, launcher.script(script))
+    warning = next((line for line in process.stderr if "stalled: allreduce `late`" in line), "")
+    assert "rank 1 missing" in warning
+    os.close(os.open(told, os.O_WRONLY))
+    assert launcher.finish(process).code == 0
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["run", "--version"]])

@@ -55,6 +55,8 @@ TRIES = 8
 """… and this many in a row at most, with pauses that begin with :data:`PAUSE` seconds and double each time."""
 PAUSE = 1.0
 """Seconds before the first successor that is not started at once."""
+STAY_WITHIN = 20.0
+"""Seconds that :meth:`ForkServer.detach` waits for a successor that is to stay: an interpreter starts in them on a busy host."""
 
 
 class ForkServer:
@@ -130,6 +132,7 @@ class ForkServer:
             )
             if self._lifeline is not None:
                 self._journal.remember(Keep(path))
+                self._kept = Kept(path)  # it has stayed already
                 return self
             why = f"process {self._refused} has it" if self._refused else self._lost or "it does not answer"
         self.detach()
@@ -260,6 +263,7 @@ class ForkServer:
                 return True
             if self._failures >= TRIES:
                 self._hopeless = True
+                self._changed.notify_all()
                 raise StartError(f"{self._failures} in a row were of no use, the last one: {self._lost}")
             assert self._lifeline is not None
             try:
@@ -298,10 +302,26 @@ class ForkServer:
         self._orphans.release(timeout)
 
     def detach(self) -> None:
-        """Release the fork server; it stays if it was asked to (:meth:`keep`). Idempotent."""
+        """Release the fork server; it stays if it was asked to (:meth:`keep`). Idempotent.
+
+        If it has died, this waits up to :data:`STAY_WITHIN` seconds until its successor stays.
+        """
+        self._wait_staying()
         if self._claim():
             self._orphans.release()
             self._let_go()
+
+    def _wait_staying(self) -> None:
+        """Wait until a fork server that is to stay does so: without one, its children would end with this process."""
+        with self._lock:
+            # The callback starts the successor, on the reading thread, so that thread can't wait for it.
+            mended = self._on_lost is not None and threading.current_thread() is not self._thread
+            if mended and self._journal.keeps:
+                self._changed.wait_for(lambda: self._closing or self._hopeless or self._stays(), STAY_WITHIN)
+
+    def _stays(self) -> bool:
+        """Return whether the fork server has answered that it stays, and lives. The reading thread may not know of its end yet."""
+        return self._lost is None and self._kept is not None and not self._handle.has_ended(0)
 
     def _claim(self) -> bool:
         """Return whether the caller is the one that ends this."""
@@ -460,6 +480,11 @@ class Journal:
     def guarded(self) -> tuple[str, ...]:
         """Return the files that the fork server removes at its end."""
         return self._guard.paths if self._guard is not None else ()
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether the fork server is to stay when this process ends."""
+        return self._keep is not None
 
     def forget_keeping(self) -> None:
         """Drop the last :class:`Keep`, which failed."""

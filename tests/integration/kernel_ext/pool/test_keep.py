@@ -27,8 +27,10 @@ from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.kept_pools import main as pools_command
 from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.prestart import PoolProcesses
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, table
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
+from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.server import DetachedSupervisor
 from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable
@@ -515,6 +517,39 @@ def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() ->
     while PoolProbe(pool).fork_server.pid == dead:
         PoolProbe(pool).recovery.await_recovered(30)
     pool.detach()
+    with Pool.attach("mine") as again:
+        assert again.pull("os.getpid()") == pids == again.pull("mine")
+
+
+def test_a_pool_is_let_go_before_the_successor_of_its_fork_server_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The entry names the successor, which stays with the ranks."""
+    respawn, disconnect = ForkServer.respawn, kept_pools.LocalKeptPool.disconnect
+    lost, letting_go = threading.Event(), threading.Event()
+
+    def late(server: ForkServer) -> None:
+        lost.set()
+        assert letting_go.wait(PATIENCE)
+        respawn(server)
+
+    def let_go(kept: kept_pools.LocalKeptPool, processes: PoolProcesses) -> None:
+        letting_go.set()
+        disconnect(kept, processes)
+
+    pool = Pool.start(2, keep="mine")
+    pool.run("import os; mine = os.getpid()")
+    pids = pool.pull("mine")
+    dead = PoolProbe(pool).fork_server.pid
+    with monkeypatch.context() as patched:
+        patched.setattr(ForkServer, "respawn", late)
+        patched.setattr(kept_pools.LocalKeptPool, "disconnect", let_go)
+        os.kill(dead, signal.SIGKILL)
+        assert lost.wait(PATIENCE)
+        pool.detach()
+    kept = KeptPoolRegistry().get("mine")
+    assert kept.warm.pid != dead
+    assert kept.warm.lives
     with Pool.attach("mine") as again:
         assert again.pull("os.getpid()") == pids == again.pull("mine")
 

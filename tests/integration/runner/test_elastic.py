@@ -70,19 +70,19 @@ NEVER_JOINS = """
 
     if os.environ["HVDLAB_RANK"] in sys.argv[1:]:
         time.sleep(1000)
-    import torch
-    import hvdlab.torch as hvd
+    import numpy as np
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives.elastic import ObjectState, run_fn
 
     hvd.init()
 
-    @hvd.elastic.run
     def train(state):
         while state.batch < 3:
-            hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x")
+            hvd.allreduce(np.ones(1), op=hvd.Sum, name="x")
             state.batch += 1
             state.commit()
 
-    train(hvd.elastic.TorchState(batch=0))
+    run_fn(train, lambda: None)(ObjectState(hvd.broadcast_object, hvd.rank, batch=0))
     print("done", hvd.rank(), hvd.size())
 """
 

@@ -22,9 +22,10 @@ exec sh -c "$*"
 """
 
 SCRIPT = """
-    import os, pathlib, sys
-    import torch
-    import hvdlab.torch as hvd
+    import os, pathlib, sys, time
+    import numpy as np
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives.elastic import ObjectState, run_fn
 
     hvd.init()
     print("begins as", hvd.rank(), os.environ["HOROVOD_HOSTNAME"])
@@ -32,10 +33,9 @@ SCRIPT = """
     # For each number of ranks that is seen, the hosts that there are from then on.
     steps = [step.split("=") for step in sys.argv[1:]]
 
-    @hvd.elastic.run
     def train(state):
         while state.step < len(steps):
-            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x")
+            total = hvd.allreduce(np.ones(1), op=hvd.Sum, name="x")
             assert total.item() == hvd.size()
             state.batch += 1
             wanted, hosts = steps[state.step]
@@ -53,9 +53,9 @@ SCRIPT = """
                         os.rename("new", "hosts")
                 state.step += 1
             state.commit()
+            time.sleep(0.01)  # as a step that computes elsewhere: a newcomer finds a core to start on
 
-    state = hvd.elastic.TorchState(batch=0, step=0)
-    train(state)
+    run_fn(train, lambda: None)(ObjectState(hvd.broadcast_object, hvd.rank, batch=0, step=0))
     print("done", hvd.rank(), hvd.size())
 """
 

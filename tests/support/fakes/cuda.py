@@ -228,7 +228,7 @@ class FakeCuda:
 
         self._put(stream, wait)
 
-    def _put(self, stream: int, work: Callable[[], None]) -> None:
+    def _put(self, stream: int, work: Callable[[], object]) -> None:
         self._streams[stream].put(work)
 
     # -- work ---------------------------------------------------------------------------------------------------------

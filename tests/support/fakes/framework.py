@@ -47,7 +47,8 @@ class FakeGradients:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Run a backward pass; its end is not reached if it fails."""
-        self.at_its_end = callbacks = []
+        callbacks: list[Callable[[], None]] = []
+        self.at_its_end = callbacks
         try:
             yield
             for callback in callbacks:  # one may add another

@@ -181,4 +181,4 @@ class FakeCommunicator:
 
 def install(device: FakeCuda) -> None:
     """Give this process, which has a simulated GPU, a simulated NCCL."""
-    nccl_library.nccl = functools.cache(lambda: FakeNccl(device))  # type: ignore[assignment]
+    nccl_library.nccl = functools.cache(lambda: FakeNccl(device))

@@ -28,6 +28,8 @@ from hvdlab.collectives.coordinator.events import (
     PeerConnected,
     PeerLost,
     Received,
+    Send,
+    SendConfigure,
     Tick,
 )
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
@@ -200,7 +202,8 @@ _HANDLERS: list[tuple[dict[Any, Any], type]] = [
 
 
 def _converse(state: CoordinatorState, chance: random.Random) -> None:
-    now, connected, peers = 0.0, {}, 0
+    now, peers = 0.0, 0
+    connected: dict[int, bool] = {}
     for _ in range(chance.randint(1, 40)):
         now += chance.choice((0.0, 0.0, 0.1, 1.0, 11.0))
         action = chance.random()
@@ -226,7 +229,7 @@ def _converse(state: CoordinatorState, chance: random.Random) -> None:
         for effect in state.handle(event, now):
             if isinstance(effect, CloseConnection):
                 connected.pop(effect.peer, None)
-            elif hasattr(effect, "message"):
+            elif isinstance(effect, Send | SendConfigure):
                 with contextlib.suppress(ProtocolError):  # the server leaves those out
                     codec.encode(effect.message)
         if state.unsound:

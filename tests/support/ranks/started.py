@@ -23,7 +23,8 @@ from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.local import LocalStarter
 from hvdlab.launch.options import parse
 from hvdlab.launch.starter import Ended, Launcher, Started, Waiting
-from support.ranks.fork_server import PATIENCE, living
+from support.patience import PATIENCE
+from support.ranks.fork_server import living
 
 
 class StartedRanks:

@@ -11,7 +11,7 @@ from support.jupyter.loop import jupyter_loop  # noqa: F401  # fixture
 from support.jupyter.spmd_kernel import kernelspec_in
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def kernelspec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Yield a directory of Jupyter's in which there is the kernel; two ranks."""
     with pytest.MonkeyPatch.context() as patch:

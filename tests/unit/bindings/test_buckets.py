@@ -46,9 +46,9 @@ def test_bad_groups_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="number"):
         bucketed([0, 1], names, -1, is_parameter)
     with pytest.raises(InvalidRequestError, match="lists of parameters"):
-        bucketed([0, 1], names, [["weight"]], is_parameter)  # type: ignore[list-item]
+        bucketed([0, 1], names, [["weight"]], is_parameter)  # type: ignore[misc]
     with pytest.raises(InvalidRequestError, match="lists of parameters"):
-        bucketed([0, 1], names, ["weight"], is_parameter)  # type: ignore[list-item]
+        bucketed([0, 1], names, ["weight"], is_parameter)  # type: ignore[misc]
 
 
 def test_names_that_come_twice_are_named() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdlab.collectives import numbering
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, InvalidRequestError
 from hvdlab.collectives.numbering import CONSECUTIVE, core_rank, own_number, shown_number
 
@@ -15,7 +15,7 @@ def world(monkeypatch: pytest.MonkeyPatch, *ranks: int, failure: Cause | None = 
     """This is rank 7 of a world of these ranks, in this order."""
     settings = SimpleNamespace(rank_numbers=CONSECUTIVE)
     engine = SimpleNamespace(rank=7, settings=settings, failure=failure, ranks=lambda: ranks)
-    monkeypatch.setattr(numbering.context, "engine", lambda what="": engine)
+    monkeypatch.setattr(context, "engine", lambda what="": engine)
 
 
 def test_numbers_are_positions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ def test_a_traceback_ends_at_the_users_line() -> None:
 def test_a_traceback_of_our_own_frames_stays() -> None:
     with pytest.raises(Exception, match=r"hvd\.init") as caught:
         context.engine("this")
+    assert caught.value.__traceback__ is not None
     own = caught.value.__traceback__.tb_next  # without this test's frame
     before = traceback.extract_tb(own)
     cut_own_frames(own)

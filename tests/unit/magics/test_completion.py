@@ -6,9 +6,8 @@ import pytest
 from IPython.core.completer import provisionalcompleter
 
 from hvdlab.kernel_ext.wire.status import UserNames
-from hvdlab.magics.arguments import Values
+from hvdlab.magics.arguments import Values, run_parser
 from hvdlab.magics.pool_magics import pool_parser
-from hvdlab.magics.run_magics import run_parser
 from support.fakes.notebook import Notebook
 
 

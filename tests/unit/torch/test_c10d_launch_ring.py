@@ -39,7 +39,7 @@ def report(
 ) -> LaunchReport:
     ring = LaunchRing()
     for number, (operation, tensor, site) in enumerate(calls, start=1):
-        root = SimpleNamespace(rootRank=1) if operation == "broadcast" else dist.AllreduceOptions()  # type: ignore[attr-defined]
+        root = SimpleNamespace(rootRank=1) if operation == "broadcast" else dist.AllreduceOptions()
         ring.add(
             LaunchSlot(
                 7,

@@ -222,7 +222,7 @@ def test_whatever_a_page_asks_for_it_is_answered(panel: Panel, desk: Desk, page:
         {"a": 1},
         True,
     )
-    kinds = ("hello", "pools", "change", "save", 7, None, [], {})
+    kinds: tuple[Any, ...] = ("hello", "pools", "change", "save", 7, None, [], {})
     desk.recordings[""] = Recording()
 
     def one(chance: random.Random) -> None:

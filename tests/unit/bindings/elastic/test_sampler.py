@@ -72,7 +72,7 @@ def test_without_shuffling_ranks_take_turns(place: Place) -> None:
 
 def test_the_order_depends_on_seed_and_epoch_alone(place: Place) -> None:
     place(0, 2)
-    orders = {}
+    orders: dict[tuple[int, int], list[int]] = {}
     for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
         for _ in range(2):
             sampler = ElasticSampler(range(100), seed=seed)

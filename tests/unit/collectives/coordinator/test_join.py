@@ -81,8 +81,8 @@ def test_what_is_fused_may_be_submitted_by_some_that_have_joined() -> None:
         view.submit(signature(name))
     # One frame, so that they are fused.
     messages = [view.outgoing.popleft() for _ in range(3)]
-    locals = tuple(x.locals[0] for x in messages)  # type: ignore[union-attr]  # they are announcements
-    view.say(m.Announce(0, 1, locals, tuple(d for x in messages for d in x.definitions)))  # type: ignore[union-attr]
+    locals = tuple(x.locals[0] for x in messages)  # type: ignore[attr-defined]  # they are announcements
+    view.say(m.Announce(0, 1, locals, tuple(d for x in messages for d in x.definitions)))  # type: ignore[attr-defined]
     sim.drain()
     (batch,) = last(sim.ranks[1], m.Execute).batches
     assert [local < 0 for local in batch.locals] == [True, False, True]

@@ -90,7 +90,7 @@ def test_a_rank_that_died_before_it_came_is_not_waited_for() -> None:
 def test_a_living_rank_is_not_replaced() -> None:
     sim = simulate(1)
     second = sim.connect(0)
-    assert "already connected" in second.incoming[0].reason  # type: ignore[union-attr]  # it is Refused
+    assert "already connected" in second.incoming[0].reason  # type: ignore[attr-defined]  # it is Refused
     assert sim.state.membership.ranks[0].peer != second.peer
 
 

@@ -406,7 +406,7 @@ def test_one_in_the_place_of_a_lost_rank_comes_behind_those_that_were_there() ->
     (added,) = [id for id in sim.ranks[0].sets if id]
     assert sim.ranks[3].sets[added].ranks == (3, 0, 2)
     # Messages to clients are in the order of the numbers that are shown.
-    assert sim.to_client[-1].formed == (0, 1, 2, 3, 4)  # type: ignore[union-attr]
+    assert sim.to_client[-1].formed == (0, 1, 2, 3, 4)  # type: ignore[attr-defined]
 
 
 @settings(max_examples=examples(200), deadline=None)

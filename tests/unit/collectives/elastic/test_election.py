@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hvdlab.collectives import context
 from hvdlab.collectives.elastic import state
 from hvdlab.collectives.elastic.state import ATTEMPT, is_overtaken, next_attempt
 from hvdlab.collectives.protocol.messages import MOST_RANKS
@@ -14,13 +15,13 @@ from hvdlab.collectives.protocol.messages import MOST_RANKS
 
 def elected(ranks: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return each rank's result; ``ranks`` has how often each of them has saved."""
-    monkeypatch.setattr(state.context, "is_initialized", lambda: True)
+    monkeypatch.setattr(context, "is_initialized", lambda: True)
 
     def on_each(least: Any) -> list[tuple[int, int]]:
         found = []
         for rank, saves in ranks.items():
             engine = SimpleNamespace(size=len(ranks), rank=rank)
-            monkeypatch.setattr(state.context, "engine", lambda engine=engine: engine)
+            monkeypatch.setattr(context, "engine", lambda engine=engine: engine)
             monkeypatch.setattr(state, "_reduced", least)
             found.append(state.elect(saves))
         return found

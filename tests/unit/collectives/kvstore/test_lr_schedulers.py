@@ -91,7 +91,7 @@ def test_what_would_travel_as_code_is_refused() -> None:
             portable(kvstore.optimizer.SGD(lr_scheduler=own))
     with pytest.raises(KVStoreError, match="no scheduler 'Odd'"):
         lr_schedulers.restored("Odd", {})
-    numbers = FactorScheduler(2, base_lr=np.float64(0.5))  # type: ignore[arg-type]
+    numbers = FactorScheduler(2, base_lr=np.float64(0.5))
     assert portable(kvstore.optimizer.SGD(lr_scheduler=numbers)).schedule is not None
     numbers.factor = {}  # type: ignore[assignment]
     with pytest.raises(KVStoreError, match="lr_scheduler"):

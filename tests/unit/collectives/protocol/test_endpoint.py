@@ -110,7 +110,7 @@ def test_a_flood_over_tls_is_read_in_pieces(tmp_path: Path) -> None:
     shaking.join()
     stranger.setblocking(False)
     sent = 0
-    payload = encode(Mail("x", bytes(1000), 0))
+    payload = encode(Mail("x", 0, bytes(1000)))
     # Until the system's buffers are full: the receiver has not read yet.
     with contextlib.suppress(ssl.SSLWantWriteError):
         while sent < 64 << 20:

@@ -19,7 +19,7 @@ OURS = {"Python": "3.11", "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
 
 
 def test_what_a_process_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.9.1+cpu"))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.9.1+cpu"))
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert handshake.own_versions() == {"Python": python, "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
     monkeypatch.delitem(sys.modules, "torch")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.text import UNKNOWN_SITE
-from hvdlab.collectives.tracing import recorder as module
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
+    BATCH_RECORDS,
     AbortEvent,
     CellBeginEvent,
     CellEndEvent,
@@ -193,14 +193,14 @@ def test_a_batch_tells_how_many_were_dropped() -> None:
 
 
 def test_a_large_ring_is_drained_in_bounded_batches_that_stand_alone() -> None:
-    recorder = Recorder(capacity=3 * module.BATCH_RECORDS)
-    for number in range(2 * module.BATCH_RECORDS + 5):
+    recorder = Recorder(capacity=3 * BATCH_RECORDS)
+    for number in range(2 * BATCH_RECORDS + 5):
         put(recorder, number, name=f"name {number % 7}")
     batches = [decode(data) for data in recorder.drain()]
-    assert [len(batch.events) for batch in batches] == [module.BATCH_RECORDS, module.BATCH_RECORDS, 5]
+    assert [len(batch.events) for batch in batches] == [BATCH_RECORDS, BATCH_RECORDS, 5]
     events = [event for batch in batches for event in batch.events]
     assert [event.name for event in events if isinstance(event, Span)] == [
-        f"name {number % 7}" for number in range(2 * module.BATCH_RECORDS + 5)
+        f"name {number % 7}" for number in range(2 * BATCH_RECORDS + 5)
     ]
 
 

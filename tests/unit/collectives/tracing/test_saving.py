@@ -120,7 +120,7 @@ def test_cells_lost_ranks_aborts_and_numbers_are_saved() -> None:
         CellBeginEvent("8", START + 600),
     ]
     recording = recorded([(0, encode(0, happened, clock=clock_domain()))])
-    members = (m.Member(0, 1, "h", "", ()), m.Member(1, 2, "h", "", ()))
+    members = (m.Member(0, "h", 1, "", ()), m.Member(1, "h", 2, "", ()))
     recording.take_membership(Membership((0, 1), members))
     death = m.Death(1, 2, 0.0, "killed by SIGKILL")
     recording.take_membership(Membership((0, 1), members[:1], (death,)))

@@ -10,7 +10,6 @@ from hvdlab.kernel_ext.notebook.rank_states import (
     AskReady,
     AwaitLeaving,
     Effect,
-    Ended,
     ExpectRanks,
     LeaveAtCommit,
     PoolSizeSet,
@@ -22,8 +21,8 @@ from hvdlab.kernel_ext.notebook.rank_states import (
     ReportRankLost,
     Resized,
     SpawnRanks,
-    Started,
 )
+from hvdlab.launch.starter import Ended, Started
 
 
 def ready_members(count: int) -> RankStates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -246,7 +247,7 @@ events = st.one_of(
 
 
 @given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=40), st.one_of(st.none(), st.floats(0.1, 5)))
-def test_any_schedule_ends_with_each_rank_reported_once(schedule: list, timeout: float | None) -> None:
+def test_any_schedule_ends_with_each_rank_reported_once(schedule: list[Any], timeout: float | None) -> None:
     machine = CellState("c1", range(RANKS), now=0.0, timeout=timeout, stall_time=2.0)
     now, effects = 0.0, []
     for event, step in schedule:
@@ -269,7 +270,7 @@ def test_any_schedule_ends_with_each_rank_reported_once(schedule: list, timeout:
 
 
 @given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=20))
-def test_only_running_ranks_are_interrupted(schedule: list) -> None:
+def test_only_running_ranks_are_interrupted(schedule: list[Any]) -> None:
     machine, now = CellState("c1", range(RANKS), now=0.0), 0.0
     for event, step in schedule:
         now += step
@@ -280,7 +281,7 @@ def test_only_running_ranks_are_interrupted(schedule: list) -> None:
 
 
 @given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=20))
-def test_time_that_has_passed_is_not_waited_for_again(schedule: list) -> None:
+def test_time_that_has_passed_is_not_waited_for_again(schedule: list[Any]) -> None:
     machine, now = CellState("c1", range(RANKS), now=0.0, timeout=3.0, stall_time=2.0), 0.0
     for event, step in schedule:
         now += step

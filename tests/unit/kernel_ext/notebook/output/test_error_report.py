@@ -242,7 +242,9 @@ def test_of_interrupted_ranks_the_odd_one_is_shown_and_the_others_named() -> Non
             site=site,
         )
 
-    errors = {rank: stop("cell [7] line 9" if rank == 2 else "cell [7] line 4 in step") for rank in range(4)}
+    errors: dict[int, CellError | None] = {
+        rank: stop("cell [7] line 9" if rank == 2 else "cell [7] line 4 in step") for rank in range(4)
+    }
     assert shown(results(errors, interrupted=True, stopped=set(range(4)))) == [
         "KeyboardInterrupt: ranks 0-3 were interrupted; rank 2 was here:",
         "cell [7] line 9",

@@ -108,8 +108,8 @@ class CoordinatorRecovery:
         self._closing.set()
         self._jobs.put(None)
 
-    def await_recovered(self, timeout: float) -> bool:
-        """Wait until all known deaths are handled. Returns False if that takes longer than ``timeout`` seconds."""
+    def await_recovered(self, timeout: float | None) -> bool:
+        """Wait until all known deaths are handled. Returns False if that takes longer than ``timeout`` seconds; None: no limit."""
         done = threading.Event()
         self._jobs.put(done.set)
         return done.wait(timeout)

@@ -872,6 +872,8 @@ class Pool:
                 finally:
                     self._parts.update_kept_entry()  # the ranks have been let go, also if they have not left in time
             self._group.set_ranks(range(wanted), deadline)
+            # A new rank can be ready over the next connection to a coordinator before those that stay were sent the size again.
+            self._parts.rebuilder.await_recovered(deadline.remaining())
             new = [rank for rank in self._group.ready() if rank not in before]
             self._admission.ranks_added("resize", new)
             self._parts.update_kept_entry()

@@ -25,7 +25,7 @@ from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN
-from support.patience import GONE
+from support.patience import GONE, PATIENCE
 from support.pool_probe import PoolProbe
 from support.pool_recorder import Recorder
 
@@ -287,6 +287,35 @@ def test_the_pool_is_resized_while_there_is_no_coordinator(start_pool: StartPool
     assert watched.pool.ranks == (0,)
     watched.pids = {0: watched.pids[0]}
     watched.check()
+
+
+def test_a_resize_ends_after_the_recovery_that_tells_the_ranks_of_it(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new rank can be ready over the next connection before the recovery has sent again what was lost with the last one."""
+    watched = Watched(start_pool(2))
+    group, recovery = PoolProbe(watched.pool).group, PoolProbe(watched.pool).recovery
+    go_on = threading.Event()
+    reconnected, await_recovered = group.reconnected, recovery.await_recovered
+
+    def late() -> None:
+        assert go_on.wait(PATIENCE)
+        reconnected()
+
+    def awaited(timeout: float | None) -> bool:
+        go_on.set()
+        return await_recovered(timeout)
+
+    monkeypatch.setattr(group, "reconnected", late)
+    monkeypatch.setattr(recovery, "await_recovered", awaited)
+    lost = threading.Event()
+    watched.pool.client.on_lost(lambda reason: lost.set())
+    watched.kill_coordinator()
+    assert lost.wait(PATIENCE)
+    watched.pool.resize(3)
+    found = watched.pool.pull("os.environ['WORLD_SIZE']", [0, 1])
+    go_on.set()
+    assert found == {0: "3", 1: "3"}
 
 
 @pytest.mark.soak

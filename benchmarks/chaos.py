@@ -10,7 +10,7 @@
     python benchmarks/chaos.py --elastic 100 --hosts                            # whole hosts that do (needs root)
     python benchmarks/chaos.py --gpu 200                                        # ranks that share a GPU
     python benchmarks/chaos.py --watched gloo --ranks 2                         # watched groups, with Gloo inside
-    python benchmarks/chaos.py --watched nccl --ranks 4                         # with NCCL inside (a GPU for each rank)
+    python benchmarks/chaos.py --watched nccl --ranks 4                         # with NCCL inside (needs a GPU)
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. The faults, their places and the
 checks afterwards are in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -213,10 +213,8 @@ class WatchedFaults(PoolFaults):
         if self.inner == "nccl":
             import torch
 
-            if torch.cuda.device_count() < given.ranks:
-                sys.exit(
-                    f"{given.ranks} ranks with NCCL need a GPU each; there are {torch.cuda.device_count()}"
-                )
+            if not torch.cuda.is_available():
+                sys.exit("Watched groups with NCCL need a GPU: torch finds none here.")
         self.planes = ["shm"]  # of what the ranks do beside the model; the bytes of the model go another way
 
 

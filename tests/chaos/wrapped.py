@@ -48,9 +48,7 @@ class Wrapped(Victim):
     def __init__(self, seed: int, mailbox: str, inner: str = "") -> None:
         super().__init__(mailbox)
         torch.manual_seed(seed)
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if inner == "nccl" else torch.device("cpu")
-        )
+        self.device = _own_gpu() if inner == "nccl" else torch.device("cpu")
         self.module = nn.Sequential(
             nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
         ).to(self.device)
@@ -152,6 +150,15 @@ class Wrapped(Victim):
         self._group.abort()
 
 
+def _own_gpu() -> torch.device:
+    """Choose this rank's GPU, as a user does. Ranks that share one are hosts of their own for NCCL, which refuses that on one host."""
+    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    torch.cuda.set_device(rank % gpus)
+    return torch.device("cuda", rank % gpus)
+
+
 def _start_threads() -> None:
     """Start all threads that futures may ever end on: one that is started later would be taken for a leak."""
     pool = futures_threads(os.getpid())
@@ -165,15 +172,21 @@ def _skip(victim: Victim, order: dict[str, Any]) -> None:
 
 
 def _other(victim: Victim, order: dict[str, Any]) -> None:
-    dist.broadcast(torch.zeros(3), victim.rank)
+    # On the device of the model: a watched group with NCCL inside agrees on operations of the host.
+    dist.broadcast(torch.zeros(3, device=_device_of(victim)), victim.rank)
 
 
 def _mismatch(victim: Victim, order: dict[str, Any]) -> None:
-    dist.all_reduce(torch.zeros(7))
+    dist.all_reduce(torch.zeros(7, device=_device_of(victim)))
+
+
+def _device_of(victim: Victim) -> torch.device:
+    assert isinstance(victim, Wrapped)
+    return victim.device
 
 
 def _break(victim: Victim, order: dict[str, Any]) -> None:
-    """End the connections of a watched group's inner group, as a network that fails does."""
+    """End the inner group of a watched group on this rank alone, as a network that fails does."""
     group: Any = dist.group.WORLD
     group._generation.inner.abort()
 

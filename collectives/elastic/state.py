@@ -10,7 +10,8 @@ import copy
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntFlag
 from typing import Any, Protocol
 
@@ -21,7 +22,6 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.buffers import host_view
-from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 
@@ -213,40 +213,159 @@ def next_attempt(saves: int) -> int:
     return (saves // ATTEMPT + 1) * ATTEMPT
 
 
-def is_overtaken(saves: int, elected: int) -> bool:
-    """Return whether the others have restarted without a rank.
+BEFORE_THE_JOB = 0
+"""Lineage of a training that began without other ranks, or in another job. The generations of a world begin at 1."""
 
-    Args:
-        saves: That rank's count of saves.
-        elected: Count of the rank that is ahead.
+
+@dataclass(frozen=True)
+class Standing:
+    """Standing of a rank's state in an election.
+
+    Attributes:
+        rank: The rank, as the core numbers it.
+        lineage: Generation of the world in which the training began that the state comes from (:class:`Lineage`).
+        saves: Count of saves (:data:`ATTEMPT`).
+        commits: Commits since that beginning.
     """
-    return saves // ATTEMPT < elected // ATTEMPT
+
+    rank: int
+    lineage: int
+    saves: int
+    commits: int
+
+    @property
+    def begun(self) -> bool:
+        """Return whether training has begun with this state: it was synchronized. Otherwise it is as its script has made it."""
+        return self.saves >= ATTEMPT
 
 
-def elect(saves: int) -> tuple[int, int]:
-    """Agree on the rank whose state is ahead.
+class Lineage:
+    """Lineage of the states of this process: the generation of the world in which its training began from nothing.
 
-    That is, of those that restarted last, the one that saved most often; among several, the one that was started with the lowest number.
+    All that synchronize from one state share its lineage. A coordinator's successor continues above all generations of before, so a lineage
+    that begins later in a job has a higher number. A process keeps its lineage for further states: a program that begins another
+    training is no newcomer.
+    """
 
-    A newcomer has not saved yet, so its state is never chosen, which would undo the others' training. After a failure that hit
-    ranks at different points, one of them may have committed once more than the others.
+    def __init__(self) -> None:
+        #: Address of the coordinator that counted the generations; ``None`` before the first training.
+        self._job: str | None = None
+        self.began = BEFORE_THE_JOB
+
+    def number(self, job: str, generation: int, *, begun: bool) -> int:
+        """Return the lineage of a state of this process.
+
+        Args:
+            job: Address of the coordinator of the world that it synchronizes in.
+            generation: Present generation of that world: the lineage of a process that has none yet.
+            begun: Whether training has begun with the state. If it has in no world, or in another job's, whose generations
+                are no measure here, it is older than any training of this job.
+        """
+        if self._job == job:
+            return self.began
+        return BEFORE_THE_JOB if begun else generation
+
+    def join(self, job: str, began: int) -> None:
+        """Keep the lineage that this process has synchronized to."""
+        self._job, self.began = job, began
+
+
+process_lineage = Lineage()
+"""The lineage of this process."""
+
+
+@dataclass(frozen=True)
+class Election:
+    """Result of an election, and the standing of this rank in it.
+
+    Attributes:
+        source: The rank whose state all go on from.
+        own: This rank.
+        lineage: Lineage of all ranks from now on.
+        saves: Count of saves from which all go on: above any of before.
+        job: Address of the coordinator that counts the generations; ``None`` without other ranks.
+    """
+
+    source: Standing
+    own: Standing
+    lineage: int
+    saves: int
+    job: str | None
+
+    @property
+    def replaced(self) -> bool:
+        """Return whether this rank has trained, and all go on from another lineage, that of the source."""
+        return self.own.begun and self.own.lineage != self.lineage
+
+    @property
+    def overtaken(self) -> bool:
+        """Return whether the source's state has not learnt from all that this rank has processed.
+
+        That is so if the others have restarted without this rank, or if it has trained in another lineage.
+        """
+        return self.own.saves // ATTEMPT < self.source.saves // ATTEMPT or self.replaced
+
+    def join(self) -> None:
+        """Have this process continue the lineage of the source, with whose state it has synchronized."""
+        if self.job is not None:
+            process_lineage.join(self.job, self.lineage)
+
+
+def elect(saves: int, commits: int) -> Election:
+    """Agree on the rank whose state is ahead. A small collective: all ranks call it alike.
 
     Args:
         saves: This rank's count of saves (:data:`ATTEMPT`).
+        commits: Commits since the beginning of its training.
 
     Returns:
-        The rank, as the core numbers it, and its count. Without other ranks, this one.
+        The result. Without other ranks, this one is the source.
     """
-    # Not as scripts number them: ranks that are let go before training has begun may change these numbers on the way.
     if not context.is_initialized():
-        return 0, saves
+        own = Standing(0, BEFORE_THE_JOB, saves, commits)
+        return _election([own], own, None)
     engine = context.engine()
+    job = engine.settings.coordinator
+    assert job is not None
+    lineage = process_lineage.number(job, engine.processes()[0], begun=saves >= ATTEMPT)
+    # Not as scripts number them: ranks that are let go before training has begun may change these numbers on the way.
+    own = Standing(engine.rank, lineage, saves, commits)
     if engine.size == 1:
-        return engine.rank, saves
-    # One number whose minimum is the rank with the most saves, and among several the lowest.
-    mine = np.array([engine.rank - saves * MOST_RANKS], dtype=np.int64)
-    least = int(_reduced(mine, DType.I64, "elastic.root", ReduceOp.MIN)[0])
-    return least % MOST_RANKS, -(least // MOST_RANKS)
+        return _election([own], own, job)
+    # Gathered, since the world can change in order on the way: nothing here depends on its size.
+    mine = np.array([[own.rank, own.lineage, own.saves, own.commits]], dtype=np.int64)
+    rows = _run(Request(OpKind.ALLGATHER, "elastic.root", mine, dtype=DType.I64))
+    return _election([Standing(*row) for row in rows.reshape(-1, 4).tolist()], own, job)
+
+
+def _election(every: Sequence[Standing], own: Standing, job: str | None) -> Election:
+    source = ahead(every)
+    # Without a state that training has begun with, a lineage begins here, or goes on from that of a process which had trained before.
+    lineage = source.lineage if source.begun else min(standing.lineage for standing in every)
+    saves = next_attempt(max(standing.saves for standing in every))
+    return Election(source, own, lineage, saves, job)
+
+
+def ahead(every: Sequence[Standing]) -> Standing:
+    """Return the rank whose state all go on from.
+
+    Within a lineage that is, of those that restarted last, the rank that saved most often; among several, the one that was started with the
+    lowest number. After a failure that hit ranks at different points, one of them may have committed once more than the
+    others. A newcomer has not begun, so its state is never chosen if another has: that would undo the others' training.
+
+    There are several lineages if all ranks that could be reached were lost, newcomers began from nothing, and one that was only
+    cut off is back with its memory. Then the oldest lineage with a commit is gone on from. What was committed lasts
+    as long as a rank lives that has it, and the ranks of a later lineage began only because that rank was out of reach.
+    Restarts and commits do not tell which training has come further: each counts from a beginning of its own, which may be a checkpoint, and
+    a rank alone commits after fewer samples than several. A lineage without a commit has only the state that its script began with, and
+    gives way to one that has trained.
+    """
+    begun = [standing for standing in every if standing.begun]
+    fronts: dict[int, Standing] = {}
+    for standing in sorted(begun or every, key=lambda one: (one.saves, -one.rank)):
+        # Of states that training has not begun with, none is older than another.
+        fronts[standing.lineage if begun else 0] = standing
+    return min(fronts.values(), key=lambda one: (one.commits == 0, one.lineage))
 
 
 def merge_news(news: News) -> News:
@@ -256,13 +375,14 @@ def merge_news(news: News) -> News:
     before, latest, changes = news
     removed, added = bool(changes & HostUpdateResult.removed), bool(changes & HostUpdateResult.added)
     mine = np.array([before, latest, removed, added], dtype=np.float64)
-    before, latest, removed, added = _reduced(mine, DType.F64, "elastic.news", ReduceOp.MAX).tolist()
+    request = Request(OpKind.ALLREDUCE, "elastic.news", mine, dtype=DType.F64, op=ReduceOp.MAX)
+    before, latest, removed, added = _run(request).tolist()
     return before, latest, HostUpdateResult.removed * int(removed) | HostUpdateResult.added * int(added)
 
 
-def _reduced(values: npt.NDArray[Any], dtype: DType, name: str, op: ReduceOp) -> npt.NDArray[Any]:
-    """Allreduce a few numbers."""
-    result = context.engine().run(Request(OpKind.ALLREDUCE, name, values, dtype=dtype, op=op))
+def _run(request: Request) -> npt.NDArray[Any]:
+    """Run a collective of a few numbers, and return its result."""
+    result = context.engine().run(request)
     assert result.output is not None
     return host_view(result.output)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -48,19 +49,72 @@ def test_a_newcomer_alone_does_not_become_the_source_of_the_state() -> None:
     When the first is back, both train on with its state, from which more steps were committed, though the newcomer may have trained, and may
     have the lower number.
     """
-    alone = 0
-    for seed in range(60):
+    alone = _played(range(60), _newcomer_trains_alone)
+    assert alone > 0, "no newcomer trained before the other was back"
+
+
+def test_a_newcomer_that_has_saved_more_often_gives_way_to_a_rank_that_was_cut_off() -> None:
+    """It began from nothing, only because the other was out of reach: its count measures another training."""
+    assert _played(range(200), _newcomer_saves_more_often) > 0
+
+
+def test_newcomers_that_have_restarted_together_give_way_to_a_rank_that_was_cut_off() -> None:
+    """Restarts count within a training, too."""
+    assert _played(range(200), _second_newcomer_joins) > 0
+
+
+def _played(seeds: Iterable[int], play: Callable[[ElasticSchedule], bool]) -> int:
+    """Play in schedules where one rank may train alone; return in how many of them it came to what is tested."""
+    came = 0
+    for seed in seeds:
         schedule = ElasticSchedule(seed)
         if schedule.least > 1 or schedule.start > 2:
             schedule.close()
             continue
         with schedule.playing():
-            alone += _newcomer_trains_alone(schedule)
-    assert alone > 0, "no newcomer trained before the other was back"
+            came += play(schedule)
+    return came
 
 
 def _newcomer_trains_alone(schedule: ElasticSchedule) -> bool:
-    """Play it. Returns whether the newcomer trained before the rank that was cut off was back."""
+    """Let a newcomer train, but not as far as the rank that was cut off, unless it waits for that. Return whether it has."""
+    kept, newcomers = _only_one_is_left(schedule)
+    # It may train now, but does not get as far as that.
+    _steps_until(schedule, lambda: any(process.saved >= 6 for process in newcomers()), 300)
+    alone = any(process.saved for process in newcomers())
+    _goes_on_from(schedule, kept)
+    return alone
+
+
+def _newcomer_saves_more_often(schedule: ElasticSchedule) -> bool:
+    """Let a newcomer train for longer than the rank that was cut off. Return whether it has."""
+    kept, newcomers = _only_one_is_left(schedule)
+    saved = kept.saved
+    further = _steps_until(schedule, lambda: any(process.saved >= saved + 6 for process in newcomers()), 1500)
+    _goes_on_from(schedule, kept)
+    return further
+
+
+def _second_newcomer_joins(schedule: ElasticSchedule) -> bool:
+    """Let a second newcomer get the state of the first, and both train. Return whether they have."""
+    if schedule.most < 3:
+        return False
+    kept, newcomers = _only_one_is_left(schedule)
+
+    def joined() -> bool:
+        training = [process for process in newcomers() if process.saved]
+        return len(training) > 1 and len({process.origin for process in training}) == 1
+
+    first = _steps_until(schedule, lambda: any(process.saved >= 3 for process in newcomers()), 750)
+    schedule.listed = {"a": 1, "b": 1, "c": 1}
+    schedule.do_answer()
+    both = first and _steps_until(schedule, joined, 750)
+    _goes_on_from(schedule, kept)
+    return both
+
+
+def _only_one_is_left(schedule: ElasticSchedule) -> tuple[Process, Callable[[], list[Process]]]:
+    """Let two ranks train, one be cut off, and the other die. Return the former, and a function that returns the newcomers."""
     schedule.listed = {"a": 1, "b": 1}
     schedule.do_answer()
 
@@ -69,7 +123,6 @@ def _newcomer_trains_alone(schedule: ElasticSchedule) -> bool:
 
     schedule.until(both, "two ranks do not train")
     lost, kept = sorted(schedule.processes, key=lambda process: process.host)
-    saved, origin = kept.saved, kept.origin
     schedule.cut_off(kept, away=True)
     schedule.faults.append("the other rank is killed")
     schedule.kill_process(lost, (0, signal.SIGKILL, ""))
@@ -77,22 +130,32 @@ def _newcomer_trains_alone(schedule: ElasticSchedule) -> bool:
     def newcomers() -> list[Process]:
         return [process for process in schedule.processes if process not in (lost, kept)]
 
-    def agreed() -> bool:
-        return kept in schedule.processes and len({process.origin for process in schedule.processes}) == 1
-
     schedule.until(
         lambda: any(process.me for process in newcomers()), "no rank comes in place of the lost one"
     )
-    for _ in range(300):  # it may train now, unless it waits for the other, but does not get as far as that
-        if any(process.saved >= 6 for process in newcomers()):
-            break
+    return kept, newcomers
+
+
+def _steps_until(schedule: ElasticSchedule, condition: Callable[[], bool], most: int) -> bool:
+    """Play at most so many events, which may not lead there since newcomers may wait. Return whether the condition holds."""
+    for _ in range(most):
+        if condition():
+            return True
         schedule.step()
-    alone = any(process.saved for process in newcomers())
+    return condition()
+
+
+def _goes_on_from(schedule: ElasticSchedule, kept: Process) -> None:
+    """Let the rank that was cut off come back: all train on with its state."""
+    saved, origin = kept.saved, kept.origin
+
+    def agreed() -> bool:
+        return kept in schedule.processes and len({process.origin for process in schedule.processes}) == 1
+
     schedule.do_mend()
-    schedule.until(lambda: schedule.all_train() and agreed(), "the two do not train with one state")
+    schedule.until(lambda: schedule.all_train() and agreed(), "they do not train with one state")
     assert {process.origin for process in schedule.processes} == {origin}
     assert kept.saved >= saved
-    return alone
 
 
 @pytest.mark.soak

@@ -648,6 +648,8 @@ class _Watcher:
         process.origin = state.origin
         assert state.batch >= process.passed, f"{process.passed} steps were committed, {state.batch} are left"
         assert sum(count for _, count in state.groups) == state.batch, "steps were lost, or done twice"
+        # No two trainings that began from nothing count as one.
+        self._schedule.same(("lineage", engine.lineage.began), state.origin)
         if engine.size > 1:
             self._schedule.same(("state", engine.generation), (state.batch, state.groups))
 

@@ -23,8 +23,9 @@ from hvdlab.bindings.elastic import state as bindings_state
 from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.elastic import state as elastic_state
 from hvdlab.collectives.elastic import training_loop
-from hvdlab.collectives.elastic.state import News, NotificationManager
+from hvdlab.collectives.elastic.state import Lineage, News, NotificationManager
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
@@ -139,8 +140,9 @@ class SimEngine:
         self.job = job
         self.world = WorldView()
         self.settings = SimpleNamespace(
-            rank_numbers=numbers, min_np=least, reset_limit=0, elastic_timeout=600.0
+            coordinator="simulated", rank_numbers=numbers, min_np=least, reset_limit=0, elastic_timeout=600.0
         )
+        self.lineage = Lineage()
         self.manager = NotificationManager()
         #: Generation of the last collective that ended well.
         self.generation = 0
@@ -208,7 +210,10 @@ class SimEngine:
         if request.kind is OpKind.BROADCAST:
             root = self.job.members(request.process_set, outcome[2]).index(request.root)
             return Result(copy.deepcopy(self.job.objects[met[root]]))  # type: ignore[arg-type]  # any object
-        return Result(_FOLDS[request.op]([self.job.values[number] for number in met], axis=0))
+        values = [self.job.values[number] for number in met]
+        if request.kind is OpKind.ALLGATHER:
+            return Result(np.concatenate(values))  # type: ignore[arg-type]  # all are arrays
+        return Result(_FOLDS[request.op](values, axis=0))
 
     def allreduce(
         self, name: str, value: float, op: ReduceOp = ReduceOp.SUM, process_set: int = 0, *, directly: bool
@@ -228,7 +233,8 @@ class SimEngine:
 
     def broadcast_object(self, obj: object, root: int) -> object:
         """Return the object of the rank that scripts know by the number ``root``."""
-        if self.size == 1:
+        # A rank whose others have just died fails in its next collective, before it begins again alone.
+        if self.size == 1 and self.failure is None:
             return obj
         tensor = np.zeros(3, np.float32)
         request = Request(
@@ -313,6 +319,13 @@ class _OwnManager:
         return getattr(_own().manager, name)
 
 
+class _OwnLineage:
+    """Lineage of the process whose program asks."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(_own().lineage, name)
+
+
 def _own() -> SimEngine:
     """Return the engine of the program that asks."""
     engine = getcurrent().engine
@@ -329,6 +342,7 @@ def own_engines() -> Iterator[None]:
             (context, "engine", lambda what="": _own()),
             (context, "shutdown", lambda: _own().shutdown()),
             (training_loop, "notification_manager", _OwnManager()),
+            (elastic_state, "process_lineage", _OwnLineage()),
             (bindings_state, "broadcast_object", lambda obj, root: _own().broadcast_object(obj, root)),
         ):
             stack.enter_context(mock.patch.object(where, name, stand_in))

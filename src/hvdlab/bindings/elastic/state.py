@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -10,9 +11,11 @@ from typing import Any, Generic, TypeVar
 from hvdlab.bindings.elastic.sampler import ElasticSampler, Share, number_of
 from hvdlab.bindings.objects import allgather_object, broadcast_object
 from hvdlab.collectives.basics import rank
-from hvdlab.collectives.elastic.state import News, ObjectState, elect, is_overtaken, merge_news, next_attempt
+from hvdlab.collectives.elastic.state import ATTEMPT, News, ObjectState, elect, merge_news
 
 T = TypeVar("T")
+
+logger = logging.getLogger("hvdlab.elastic")
 
 
 class StateHandler(Generic[T]):
@@ -234,6 +237,8 @@ class HandledState(ObjectState):
         object.__setattr__(self, "_registry", registry)
         #: The rank whose state :meth:`sync` has given to all; ``None`` for the first that lives.
         self._root: int | None = None
+        #: Commits since the beginning of training up to the last sync, whichever ranks made them.
+        self._commits_before = 0
         super().__init__(bcast_object=self._from_root, get_rank=rank, **values)
         for name, handler in handlers.items():
             object.__setattr__(self, name, handler.value)
@@ -249,17 +254,28 @@ class HandledState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Make the state the same on all ranks: that of the rank that has committed most often (at the start, the first)."""
-        root, saves = elect(self._saves)
-        if is_overtaken(self._saves, saves):
+        """Make the state the same on all ranks: that of the rank that is ahead (:func:`~hvdlab.collectives.elastic.state.ahead`)."""
+        election = elect(self._saves, self._commits_before + self._saves % ATTEMPT)
+        source = election.source
+        if election.replaced:
+            logger.warning(
+                "the state of this rank is replaced by that of rank %d, since each had begun to train while it could not reach the "
+                "other: %d of its own commits are dropped, and training goes on after %d of that rank",
+                source.rank,
+                election.own.commits,
+                source.commits,
+            )
+        if election.overtaken:
             for handler in self._handlers.values():
                 handler.overtaken()
         for handler in self._handlers.values():
-            handler.root = root
+            handler.root = source.rank
             handler.sync()
-        self._root = root
+        self._root = source.rank
         super().sync()
-        self._saves = next_attempt(saves)
+        # Last: a rank on which this fails is in the next election what it was in this one.
+        self._saves, self._commits_before = election.saves, source.commits if source.begun else 0
+        election.join()
 
     def reset(self) -> None:
         self._root = None  # that rank may be gone

@@ -3,8 +3,10 @@ it."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,8 +19,10 @@ from hvdlab.bindings.elastic.state import (
     SamplerStateHandler,
     StateHandler,
 )
+from hvdlab.collectives import context
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt
-from hvdlab.collectives.elastic.state import next_attempt
+from hvdlab.collectives.elastic import state as elastic_state
+from hvdlab.collectives.elastic.state import ATTEMPT, Lineage, next_attempt
 from support.ranks.resident import Ranks, resident_ranks
 
 
@@ -144,6 +148,52 @@ def cut_off() -> list[Any]:
 
 def test_a_rank_that_was_cut_off_gets_the_state_of_those_that_have_begun_again(three: Ranks) -> None:
     assert three.run(cut_off) == [[1, [0.0, 1.0], []]] * 3
+
+
+class Lines(logging.Handler):
+    """Handler that keeps the texts of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def lost_each_other() -> list[Any]:
+    """Rank 1 was cut off after a commit. Rank 0 has begun from nothing meanwhile, and committed more often; rank 2 is new."""
+    rank = hvd.rank()
+    lineage, lines = Lineage(), Lines()
+    sampler = ElasticSampler(range(6), shuffle=False)
+    state: Any = HandledState(REGISTRY, schedule=Schedule(float(rank)), sampler=sampler, rank=rank)
+    if rank < 2:
+        job = context.engine().settings.coordinator
+        assert job is not None
+        lineage.join(job, 2 - rank)
+        state._saves = (2 - rank) * ATTEMPT
+        sampler.record_indices([rank])
+        for _ in range(3 - 2 * rank):
+            state.save()
+    logger = logging.getLogger("hvdlab.elastic")
+    with (
+        mock.patch.object(elastic_state, "process_lineage", lineage),
+        mock.patch.object(logger, "handlers", [lines]),
+        mock.patch.object(logger, "propagate", False),
+    ):
+        state.sync()
+    found = [state.rank, state.schedule.rates, sorted(sampler.processed_indices), lineage.began]
+    return [*found, state._saves, state._commits_before, lines.texts]
+
+
+def test_all_go_on_from_the_first_training_and_none_from_samples_of_another(three: Ranks) -> None:
+    """The model has not learnt from the samples that rank 0 has processed alone: they are processed again."""
+    expected = [1, [1.0], [1], 1, 3 * ATTEMPT, 1]
+    replaced = (
+        "the state of this rank is replaced by that of rank 1, since each had begun to train while it could not reach the other: "
+        "3 of its own commits are dropped, and training goes on after 1 of that rank"
+    )
+    assert three.run(lost_each_other) == [[*expected, [replaced]], [*expected, []], [*expected, []]]
 
 
 def another_epoch() -> list[Any]:

@@ -85,8 +85,9 @@ def test_a_job_goes_on(launcher) -> None:
     ran = launcher.python(2, SCRIPT)
     assert ran.code == 0, ran.err
     assert [ran.of(rank) for rank in range(2)] == [["done 2.0 3"]] * 2
-    assert len(ran.launcher) == 3
-    assert "another coordinator took over within" in ran.launcher[0]
+    # Fewer than three if one dies before the launcher is connected to it, or as the job ends: that death has no line of its own.
+    assert 1 <= len(ran.launcher) <= 3
+    assert all("another coordinator took over within" in line for line in ran.launcher)
 
 
 def test_elastic_training_goes_on(launcher) -> None:

@@ -5,7 +5,8 @@ own on the loopback interface, by which its connections are found in this proces
 
 Not the sending side: Gloo keeps a message whose transmission fails for an event that never comes, and the thread that sends it waits until the
 timeout. For the same reason an aborted group keeps a duplicate of each connection. Gloo closes its own descriptor as soon as it reads the end, and a
-closed connection would answer the messages that the other ranks send before their own abort with a reset.
+closed connection would answer the messages that the other ranks send before their own abort with a reset. A large message of which a part is
+sent at the abort can be left even so: then the watched group ends the work by itself.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ _NEWS_SECONDS = 0.5
 """Seconds to wait for an abort after an error of Gloo: a peer that got the abort first closes its connections before it arrives here."""
 _FINISH_SECONDS = 0.3
 """Seconds that an aborted operation may go on in any case."""
-_LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.1
 """After that a byte has to be sent or received in each such time."""
-_FLOWING_SECONDS = 1.0
+FLOWING_SECONDS = 1.0
 """An operation whose bytes flow may go on for this long, and not much longer."""
 _GIVE_UP_SECONDS = 0.2
 """Seconds that an operation gets to end once its sockets are shut down, before it is left to Gloo."""
@@ -354,7 +354,7 @@ class GlooPlane(HostPlane):
 
     def _finishes(self, work: Any) -> bool:
         """Return whether the operation ends while its bytes flow."""
-        deadline = Deadline(_FLOWING_SECONDS)
+        deadline = Deadline(FLOWING_SECONDS)
         before = traffic(self._ports)
         if _completes(work, _FINISH_SECONDS):
             return True
@@ -364,7 +364,7 @@ class GlooPlane(HostPlane):
             if all(count == before.get(connection, 0) for connection, count in now.items()):
                 return False
             before = now
-            if _completes(work, _LOOK_SECONDS):
+            if _completes(work, LOOK_SECONDS):
                 return True
         return False
 
@@ -583,6 +583,15 @@ def traffic(
         for sock, local, peer in connections():
             if local in ports or peer in ports:
                 with suppress(OSError, struct.error):  # ended meanwhile; a system that does not count
-                    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_COUNTS.size)
-                    counts[local, peer] = sum(_TCP_COUNTS.unpack(info))
+                    counts[local, peer] = transferred(sock)
     return counts
+
+
+def transferred(sock: _socket.socket) -> int:
+    """Return the bytes that were sent and received over a connection. Bytes that were sent count once the other host has them.
+
+    Raises:
+        OSError, struct.error: It has ended, or this system does not count.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_COUNTS.size)
+    return sum(_TCP_COUNTS.unpack(info))

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, UnsupportedError
+from hvdlab.collectives.planes.gloo import connections
 from hvdlab.torch.c10d import reconfigure
-from hvdlab.torch.c10d.inner_groups import duplicate_socket
 from support.ranks.resident import Ranks
 
 has_interface = pytest.mark.skipif(
@@ -76,13 +76,10 @@ def _repaired() -> list[list[float]]:
     assert reconfigure() == (0, 1)
     found = [_summed(group)]
     hvd.barrier()
-    for name in range(1024):
-        try:
-            with duplicate_socket(name) as end:
-                if end.family == socket.AF_INET and end.getpeername():
-                    end.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue
+    for end, _, _ in connections():
+        if end.family == socket.AF_INET:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                end.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RuntimeError):
         _summed(group)
     assert reconfigure() == (0, 1)

@@ -26,7 +26,7 @@ def world() -> Iterator[Ranks]:
         yield ranks
 
 
-def _unended(path: str, rank: int, groups: int) -> int:
+def _unended(path: str, rank: int, elements: int, groups: int) -> int:
     """Abort many groups at different moments of an operation, and return how many operations did not end by that."""
     pauses, pausing, unended = random.Random(rank), threading.Event(), 0
     store: Any = dist.FileStore(path, RANKS)
@@ -34,10 +34,10 @@ def _unended(path: str, rank: int, groups: int) -> int:
         space: Any = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
         inner = make_inner("gloo", space, rank, RANKS, LIMIT)
         options: Any = dist.AllreduceOptions()  # type: ignore[attr-defined]
-        inner.group.allreduce([torch.ones(2)], options).wait()
+        inner.group.allreduce([torch.ones(elements)], options).wait()
         pausing.wait(pauses.uniform(0, 1e-3))
         ended = threading.Event()
-        work = inner.group.allreduce([torch.ones(2)], options)
+        work = inner.group.allreduce([torch.ones(elements)], options)
         work.get_future().add_done_callback(lambda _, ended=ended: ended.set())
         pausing.wait(pauses.uniform(0, 1e-3))
         inner.abort()
@@ -49,9 +49,11 @@ def _unended(path: str, rank: int, groups: int) -> int:
     return unended
 
 
-def test_an_abort_ends_small_operations_of_gloo_at_any_moment(world: Ranks, tmp_path: Path) -> None:
-    """A large message that is in the middle of its transmission can be left: then only the watched work ends."""
-    ranks = [(str(tmp_path / "store"), rank, 40) for rank in range(RANKS)]
+@pytest.mark.parametrize(("elements", "groups"), [(2, 40), (1_000_000, 20)])
+def test_an_abort_ends_operations_of_gloo_at_any_moment(
+    world: Ranks, tmp_path: Path, elements: int, groups: int
+) -> None:
+    ranks = [(str(tmp_path / "store"), rank, elements, groups) for rank in range(RANKS)]
     assert world.start(_unended, per_rank=ranks).results(120) == [0] * RANKS
 
 

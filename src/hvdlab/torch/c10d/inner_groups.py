@@ -3,10 +3,10 @@
 NCCL can abort a communicator. Gloo can't: a wait of its ends only as its connections do. So each inner group of Gloo's has an address of its
 own on the loopback interface, by which its connections are found in this process, and its abort shuts their receiving side.
 
-Not the sending side: Gloo keeps a message whose transmission fails for an event that never comes, and the thread that sends it waits until the
-timeout. For the same reason an aborted group keeps a duplicate of each connection. Gloo closes its own descriptor as soon as it reads the end, and a
-closed connection would answer the messages that the other ranks send before their own abort with a reset. A large message of which a part is
-sent at the abort can be left even so: then the watched group ends the work by itself.
+Gloo keeps a message whose transmission fails, or is cut off, for an event that never comes, and the thread that sends it waits until the timeout.
+So an abort first lets messages through that are on their way. It does not shut the sending side. And an aborted group keeps a duplicate of each
+connection: Gloo closes its own descriptor as soon as it reads the end, and a closed connection would answer the messages that the
+other ranks send before their own abort with a reset.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,6 +27,8 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.collectives.planes.gloo import FLOWING_SECONDS, LOOK_SECONDS, connections, transferred
+from hvdlab.collectives.time_limits import Deadline
 
 _LOOPBACK = "127."
 _OUTLIVES = 2
@@ -41,7 +45,7 @@ class InnerGroup(Protocol):
     group: Any
 
     def abort(self) -> None:
-        """End the operations in flight with an error. Does not wait for them."""
+        """End the operations in flight with an error. Does not wait for them, but for bytes that flow: a second at most."""
 
     def close(self) -> None:
         """Drop the group, after :meth:`abort`; waits until its threads have ended."""
@@ -78,23 +82,26 @@ def _in_group(backend: Any, store: Any, rank: int, size: int, device: str, kind:
     return group
 
 
-def duplicate_socket(descriptor: int) -> socket.socket:
-    """Return a socket with a duplicate of a descriptor.
-
-    Raises:
-        OSError: The descriptor is closed, or is no socket's.
-    """
-    duplicate = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=duplicate)
-    except OSError:  # no object owns it
-        os.close(duplicate)
-        raise
-
-
 def _close_all(ends: Sequence[socket.socket]) -> None:
     for end in ends:
         end.close()
+
+
+def _wait_idle(ends: Sequence[socket.socket]) -> None:
+    """Wait until no more bytes flow over these connections; for :data:`FLOWING_SECONDS` at most.
+
+    No event shows that Gloo has sent all of a message: what can be seen is how many bytes the other side has got.
+    """
+    deadline, before = Deadline(FLOWING_SECONDS), None
+    while not deadline.expired:
+        try:
+            now = [transferred(end) for end in ends]
+        except (OSError, struct.error):  # one has ended, or this system does not count
+            return
+        if now == before:
+            return
+        before = now
+        time.sleep(LOOK_SECONDS)
 
 
 class GlooInner:
@@ -127,37 +134,24 @@ class GlooInner:
         weakref.finalize(self, _close_all, self._duplicates)
 
     def abort(self) -> None:
+        found = self._connections()
         with self._lock:
-            if not self._closed:
-                found = self._connections()
-                self._duplicates += found
-                for end in found:
-                    with contextlib.suppress(OSError):  # the other end has reset it
-                        end.shutdown(socket.SHUT_RD)
+            if self._closed:
+                _close_all(found)
+                return
+            self._duplicates += found
+        _wait_idle(found)
+        for end in found:
+            with contextlib.suppress(OSError):  # the other end has reset it
+                end.shutdown(socket.SHUT_RD)
 
     def _connections(self) -> list[socket.socket]:
         """Return duplicates of this group's connections."""
-        found = []
-        for name in os.listdir("/proc/self/fd"):
-            # A descriptor can be closed at any time by the thread that has it, so all that follows is done with a duplicate.
-            with contextlib.suppress(OSError):
-                end = duplicate_socket(int(name))
-                try:
-                    ours = self._is_connection(end)
-                except OSError:
-                    ours = False
-                if ours:
-                    found.append(end)
-                else:
-                    end.close()
-        return found
-
-    def _is_connection(self, end: socket.socket) -> bool:
-        if end.family != socket.AF_INET or end.type != socket.SOCK_STREAM:
-            return False
-        # Raises for a listening socket, whose end would have Gloo end the process.
-        peer = end.getpeername()[0]
-        return peer in self._addresses or end.getsockname()[0] in self._addresses
+        return [
+            socket.socket(sock.family, sock.type, sock.proto, fileno=os.dup(sock.fileno()))
+            for sock, (own, *_), (peer, *_) in connections()
+            if own in self._addresses or peer in self._addresses
+        ]
 
     def close(self) -> None:
         with self._lock:

@@ -332,8 +332,6 @@ def _other_errors() -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name in _wrong_calls(None, rank, size):
-        # Some calls fail in a thread of Gloo's, of which the ranks of a watched group compare what they launch: all in the same call.
-        dist.monitored_barrier(_GROUPS["gloo"])
         kinds: list[type[Exception] | None] = []
         for group in (_GROUPS["gloo"], dist.group.WORLD):
             if name == "gather" and rank:  # only the root can find it wrong

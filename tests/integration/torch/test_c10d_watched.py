@@ -221,6 +221,40 @@ def test_abort_gives_up_what_is_in_flight(world: Ranks) -> None:
     good(world)
 
 
+def _refuses_while_others_compare() -> float:
+    """Rank 1's torch refuses another operation while the comparer asks for the launches."""
+    group: Any = dist.group.WORLD
+    tensor = torch.ones(2)
+    if dist.get_rank() == 1:
+        asked = threading.Event()
+        usual, inner = group._on_query, group._generation.inner
+
+        def on_query(*args: Any) -> None:
+            usual(*args)
+            asked.set()
+
+        def refuse(*args: Any) -> None:
+            asked.wait()
+            raise ValueError("refused")
+
+        refusing = SimpleNamespace(broadcast=refuse)
+        watched.REFUSED_WITHIN, within = 0.5, watched.REFUSED_WITHIN
+        group._on_query = on_query
+        group._generation.inner = SimpleNamespace(group=refusing, abort=inner.abort, close=inner.close)
+        with pytest.raises(ValueError, match="refused"):
+            dist.broadcast(tensor, 0)
+        group._generation.inner = inner
+        del group._on_query
+        watched.REFUSED_WITHIN = within
+    dist.all_reduce(tensor)
+    return float(tensor[0])
+
+
+def test_a_launch_that_torch_refuses_is_not_compared(world: Ranks) -> None:
+    assert world.run(_refuses_while_others_compare, timeout=60) == [float(world.size)] * world.size
+    good(world)
+
+
 def _backend_fails() -> None:
     group: Any = dist.group.WORLD
     if dist.get_rank() == 0:

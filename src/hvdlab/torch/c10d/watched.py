@@ -75,6 +75,8 @@ ANSWER_WITHIN = 1.0
 """Seconds that ranks have to answer the comparer."""
 ANSWER_EACH = 0.2e-3
 """Seconds more for each rank that is asked: the coordinator relays their reports, the query and the answers one after the other."""
+REFUSED_WITHIN = 0.05
+"""Seconds after which a launch counts as made although torch's call has not returned: NCCL can wait in it, and refuses at once."""
 _LOOKS = 4
 """How often within that time a rank looks for late launches."""
 _TOPIC = "c10d.watched"
@@ -199,6 +201,8 @@ class WatchedGroup(HvdlabProcessGroup):
         self._ring = LaunchRing()
         #: Held while a rank launches: the ring, the counts and the inner group have one order.
         self._launching = threading.RLock()
+        #: The launch whose call torch has not returned from, and when that began: torch may still refuse it.
+        self._entered: tuple[LaunchSlot, float] | None = None
         #: At the comparer: inquiries by generation, channel and number, and the ranks that can make a generation's inner group.
         self._inquiries: dict[tuple[int, str, int], Inquiry] = {}
         self._ended_on: dict[int, set[int]] = {}
@@ -312,8 +316,11 @@ class WatchedGroup(HvdlabProcessGroup):
         flying = list(old.flying)
         if (inner := old.inner) is not None:
             self._aborted = inner
-            inner.abort()
-            threading.Thread(target=self._drop, args=(old,), name="hvdlab-c10d-dropping", daemon=True).start()
+            # From now on no thread launches anything in it. The abort can wait for bytes that flow, which the control thread must not do.
+            old.inner = None
+            threading.Thread(
+                target=self._drop, args=(inner, old), name="hvdlab-c10d-dropping", daemon=True
+            ).start()
         old.made.set()
         for work in flying:
             work.end_failed()
@@ -335,13 +342,13 @@ class WatchedGroup(HvdlabProcessGroup):
         if flying and not self.on_device:
             self._engine.call_later(STUCK_AFTER, end_stuck)
 
-    def _drop(self, generation: Generation) -> None:
-        """Drop an inner group that was aborted; waits for torch's threads."""
-        inner, generation.inner = generation.inner, None
+    def _drop(self, inner: InnerGroup, generation: Generation) -> None:
+        """Abort an inner group and drop it; waits for torch's threads."""
+        # Before the lock: a thread that launches can be waiting in torch's call.
+        inner.abort()
         with self._launching:  # a thread in the middle of a launch has a reference of its own
             pass
-        if inner is not None:
-            inner.close()
+        inner.close()
         # The works have the generation: in this circle they would keep torch's works, and with these the group's sockets, until Python
         # looks for garbage.
         generation.flying.clear()
@@ -421,7 +428,8 @@ class WatchedGroup(HvdlabProcessGroup):
             generation.number, channel, number, calls.sequence, operation, described, options, call_site(2), about,
             self._world.steps.taken,
         )  # fmt: skip
-        # Before torch's call: other ranks can ask for the ring while that runs.
+        # Before torch's call: other ranks can ask for the ring while that runs. The mark before both.
+        self._entered = slot, time.monotonic()
         self._ring.add(slot)
         work = WatchedWork(self, generation, slot, calls.seconds)
         try:
@@ -433,13 +441,16 @@ class WatchedGroup(HvdlabProcessGroup):
             ):  # torch refuses the arguments: no other rank has seen anything
                 self._ring.drop_last()
                 generation.counts[channel] -= 1
+                self._entered = None
                 raise
             work.failed(error)  # a connection that has ended
         else:
             if begun is None:  # within a coalescing block of the inner group, which makes one work of all
+                self._entered = None
                 return work
             work.begun(begun, args[0] if args else [])
         # After torch's call: a launch that it refuses was never in flight.
+        self._entered = None
         generation.flying.append(work)
         # The control thread stores the end of the generation before it searches the launches in flight: either it has found this one, or this
         # thread sees the end.
@@ -608,6 +619,10 @@ class WatchedGroup(HvdlabProcessGroup):
 
     def _on_query(self, generation: Generation, sender: int, mail: LaunchQuery) -> None:
         channel, number = mail.channel, mail.number
+        if self._may_be_refused(channel, number):
+            # Otherwise a call that fails on this rank alone would count as the launch that the others wait for.
+            self._engine.call_later(REFUSED_WITHIN, lambda: self.handle(sender, mail))
+            return
         if not self._engine.runs_cell and generation.counts.get(channel, 0) >= number:
             # Launched in a cell that has ended. Its stand-in goes before the answer, and so before those of all others: without it the
             # coordinator would take them to wait for a rank that has left the operation out.
@@ -640,10 +655,26 @@ class WatchedGroup(HvdlabProcessGroup):
             return  # the end of the generation follows
         if mail.stand_in:
             generation.wanted[channel] = max(number, generation.wanted.get(channel, 0))
-            if generation.counts.get(channel, 0) >= number:
-                self._stand_in(generation, channel, number)
+            if self._may_be_refused(channel, number):
+                self._engine.call_later(
+                    REFUSED_WITHIN, lambda: self._stand_in_launched(generation, channel, number)
+                )
+            else:
+                self._stand_in_launched(generation, channel, number)
             return
         self._all_launched(generation, channel, number)
+
+    def _may_be_refused(self, channel: str, number: int) -> bool:
+        """Return whether torch may still refuse this launch. Control thread."""
+        entered = self._entered
+        if entered is None or entered[0][1:3] != (channel, number):
+            return False
+        return time.monotonic() - entered[1] < REFUSED_WITHIN
+
+    def _stand_in_launched(self, generation: Generation, channel: str, number: int) -> None:
+        """Let this rank's launch take part in the core if it was made; a later one does so by itself. Control thread."""
+        if generation.counts.get(channel, 0) >= number:
+            self._stand_in(generation, channel, number)
 
     def _stand_in(self, generation: Generation, channel: str, number: int) -> None:
         """Let this rank's launch take part in the core, too. Control thread."""

@@ -354,7 +354,7 @@ def ahead(every: Sequence[Standing]) -> Standing:
     others. A newcomer has not begun, so its state is never chosen if another has: that would undo the others' training.
 
     There are several lineages if all ranks that could be reached were lost, newcomers began from nothing, and one that was only
-    cut off is back with its memory. Then the oldest lineage with a commit is gone on from. What was committed lasts
+    cut off is back with its memory. Then training continues from the oldest lineage with a commit. A commit lasts
     as long as a rank lives that has it, and the ranks of a later lineage began only because that rank was out of reach.
     Restarts and commits do not tell which training has come further: each counts from a beginning of its own, which may be a checkpoint, and
     a rank alone commits after fewer samples than several. A lineage without a commit has only the state that its script began with, and

@@ -60,7 +60,7 @@ LARGEST_VALUES = 1 << 20
 
 FREE_BYTES = 256 << 20
 FREE_PART = 10
-"""What is left free on the disk: these bytes, or one part in so many of a small one."""
+"""Bytes of the disk that stay free, and of a small disk the part of it that does, as its inverse: one in so many."""
 
 
 @dataclass(frozen=True, slots=True)

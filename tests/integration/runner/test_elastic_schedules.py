@@ -64,7 +64,7 @@ def test_newcomers_that_have_restarted_together_give_way_to_a_rank_that_was_cut_
 
 
 def _played(seeds: Iterable[int], play: Callable[[ElasticSchedule], bool]) -> int:
-    """Play in schedules where one rank may train alone; return in how many of them it came to what is tested."""
+    """Play a case in schedules in which one rank may train alone. Return the number of schedules in which the case occurred."""
     came = 0
     for seed in seeds:
         schedule = ElasticSchedule(seed)

@@ -292,7 +292,7 @@ def test_the_pool_is_resized_while_there_is_no_coordinator(start_pool: StartPool
 def test_a_resize_ends_after_the_recovery_that_tells_the_ranks_of_it(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new rank can be ready over the next connection before the recovery has sent again what was lost with the last one."""
+    """The new rank can connect to the successor and be ready before the recovery has sent the size to the ranks that stay."""
     watched = Watched(start_pool(2))
     group, recovery = PoolProbe(watched.pool).group, PoolProbe(watched.pool).recovery
     go_on = threading.Event()

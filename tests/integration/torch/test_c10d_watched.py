@@ -22,7 +22,6 @@ import torch.distributed as dist
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
 from hvdlab.torch.c10d import WatchOptions, watch_options, watched
-from support.patience import PATIENCE
 from support.ranks.resident import Ranks
 
 LATE = 0.3  # seconds after which a rank counts as late in a watched group
@@ -325,7 +324,7 @@ def _descriptors() -> list[str]:
     """Return what the descriptors of this process are, without numbers."""
     for thread in threading.enumerate():
         if thread.name == "hvdlab-c10d-dropping":
-            thread.join(PATIENCE)
+            thread.join()
     gc.collect()  # an error that was caught has its work, in whose frames it was raised
     kinds = []
     for name in os.listdir("/proc/self/fd"):

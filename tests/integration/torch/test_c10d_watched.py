@@ -228,9 +228,10 @@ def _refuses_while_others_compare() -> float:
         asked = threading.Event()
         usual, inner = group._on_query, group._generation.inner
 
-        def on_query(*args: Any) -> None:
-            usual(*args)
-            asked.set()
+        def on_query(generation: Any, sender: int, mail: Any) -> None:
+            usual(generation, sender, mail)
+            if mail.number == generation.counts[mail.channel]:  # not one that was late before
+                asked.set()
 
         def refuse(*args: Any) -> None:
             asked.wait()
@@ -249,9 +250,16 @@ def _refuses_while_others_compare() -> float:
     return float(tensor[0])
 
 
+def _generation() -> int:
+    group: Any = dist.group.WORLD
+    return int(group._generation.number)
+
+
 def test_a_launch_that_torch_refuses_is_not_compared(world: Ranks) -> None:
+    before = world.run(_generation)
     assert world.run(_refuses_while_others_compare, timeout=60) == [float(world.size)] * world.size
     good(world)
+    assert world.run(_generation) == before
 
 
 def _backend_fails() -> None:

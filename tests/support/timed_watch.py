@@ -161,7 +161,7 @@ class TimedGroup(WatchedGroup):
             ),
         )
         self._ring = LaunchRing()
-        self._inquiries, self._ended_on = {}, {}
+        self._inquiries, self._ended_on, self._entered = {}, {}, None
         self._generation = Generation(1)
 
     @property

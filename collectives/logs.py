@@ -1,4 +1,4 @@
-"""Lines of ranks in the logger ``hvdlab``: membership, planes and aborts, at level INFO."""
+"""Lines of ranks in the logger ``hvdlab`` (membership, planes and aborts, at level INFO), and logs of our processes for their operators."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from hvdlab.collectives.text import visible, visible_coloured
 
 #: The logger of all ranks' lines; applications configure it by this name.
 LOG = logging.getLogger("hvdlab")
+
+LONGEST_LINE = 4000
+"""Characters of a line for an operator at most: peers choose parts of some lines."""
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
@@ -28,8 +31,12 @@ class _Stderr(logging.StreamHandler[TextIO]):
 class _Visible(logging.Formatter):
     """Formatter that makes one line of each record, also with line ends in a peer's text; a traceback stands below it."""
 
+    def __init__(self, form: str, datefmt: str | None = None, longest: int | None = None) -> None:
+        super().__init__(form, datefmt)
+        self._longest = longest
+
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = visible(record.message)
+        record.message = visible(record.message, self._longest)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
@@ -52,6 +59,30 @@ def set_up(level: int, *, hide_time: bool) -> None:
         time = "" if hide_time else "%(asctime)s "
         handler.setFormatter(_Visible(f"{time}hvdlab %(levelname)s: %(message)s"))
         LOG.addHandler(handler)
+
+
+def operator_log(process: str, *, level: int = logging.WARNING, journal: str = "") -> logging.Logger:
+    """Return the log of one of our processes, one visible line for each record.
+
+    Args:
+        process: The process's name, with which lines on stderr begin.
+        level: The level from which on lines go to stderr.
+        journal: A file that gets the lines of all levels with their times; empty for none. It can be moved or removed meanwhile.
+    """
+    # Not in the hierarchy, which an application's modules may configure.
+    log = logging.Logger(f"hvdlab {process}")  # noqa: LOG001
+    on_stderr = _Stderr()
+    on_stderr.setLevel(level)
+    on_stderr.setFormatter(_Visible(f"{log.name}: %(message)s", longest=LONGEST_LINE))
+    log.addHandler(on_stderr)
+    if journal:
+        # Imported only here: it needs modules that no coordinator has otherwise.
+        from logging.handlers import WatchedFileHandler
+
+        in_file = WatchedFileHandler(journal, encoding="utf-8", delay=True)
+        in_file.setFormatter(_Visible("%(asctime)s %(message)s", "%F %T", LONGEST_LINE))
+        log.addHandler(in_file)
+    return log
 
 
 def configured(rank: int, message: Configure) -> None:

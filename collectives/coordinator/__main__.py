@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,9 +20,9 @@ import msgspec
 from hvdlab.collectives.coordinator.handover import Handover
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorReady, state_options
-from hvdlab.collectives.coordinator.server import CoordinatorServer, log_to_file, log_to_stderr
+from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.variables import LEVELS
+from hvdlab.collectives.logs import operator_log
 
 
 def main() -> int:
@@ -41,8 +40,9 @@ def main() -> int:
             tuning_log=launch.autotune_log,
             state=state_options(launch),
         )
+        journal = os.environ.get("HVDLAB_COORDINATOR_LOG", "")
         server = CoordinatorServer(
-            options, log=_log(launch, LEVELS["warning"]), note=_log(launch, LEVELS["info"])
+            options, log=operator_log("coordinator", level=launch.log_level, journal=journal)
         )
         try:
             ready = _listen(server, launch, directory)
@@ -70,20 +70,6 @@ def main() -> int:
         if not launch.keeps or server is None or (server.alone and found and not server.state.unsound):
             shutil.rmtree(directory, ignore_errors=True)  # otherwise the successor uses the directory, too
     return 0
-
-
-def _log(launch: CoordinatorLaunch, level: int) -> Callable[[str], None]:
-    """Return a function that writes lines of this level to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr from the set level on."""
-    sinks: list[Callable[[str], None]] = [log_to_stderr] if level >= launch.log_level else []
-    journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
-    if journal:
-        sinks.append(log_to_file(journal))
-
-    def log(text: str) -> None:
-        for sink in sinks:
-            sink(text)
-
-    return log
 
 
 def _listen(server: CoordinatorServer, launch: CoordinatorLaunch, directory: Path) -> CoordinatorReady:

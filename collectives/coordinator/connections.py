@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import ssl
 import time
@@ -59,7 +60,7 @@ class Connections:
         met: Whether any peer was ever introduced.
     """
 
-    def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
+    def __init__(self, options: ServerOptions, log: logging.Logger) -> None:
         self.loop: EventLoop[Connection | Callable[[], None]] = EventLoop()
         self.listeners: list[socket.socket] = []
         self.open: dict[int, Connection] = {}
@@ -196,7 +197,7 @@ class Connections:
             self.loop.modify(connection, READ | WRITE)
         if connection.endpoint.backlog > self._options.backlog_limit and connection.phase == OPEN:
             # Into ``lost``, not the present events: the state is in the middle of handling those.
-            self._log(f"{connection.name} is dropped: it does not read what it is sent")
+            self._log.warning("%s is dropped: it does not read what it is sent", connection.name)
             self.peer_lost(connection, "it did not read what it was sent", self.lost)
 
     def flush(self, connection: Connection) -> None:
@@ -307,14 +308,14 @@ class RejectionLog:
     """Log of rejected connections, a few lines each minute.
 
     Args:
-        log: Called with a line for the operator.
+        log: Receives the lines for the operator.
         scheduler: Calls at the end of each minute.
         clock: Returns the time, in seconds.
     """
 
     def __init__(
         self,
-        log: Callable[[str], None],
+        log: logging.Logger,
         scheduler: CallScheduler,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -333,7 +334,7 @@ class RejectionLog:
             self._scheduler.call_at(self._clock() + MINUTE, self._minute_over)
         if self._logged < LOGGED_PER_MINUTE:
             self._logged += 1
-            self._log(text)
+            self._log.warning("%s", text)
         else:
             self._counted += 1
             self._last = text

@@ -15,7 +15,7 @@ carry its number. So a healthy job, with generations that last, writes nothing h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -119,7 +119,7 @@ class DecisionLog:
     """Ring of the newest decisions, and of the events that led to them.
 
     Args:
-        wall: Turns monotonic seconds into seconds since 1970.
+        wall_offset: Seconds to add to monotonic ones for those since 1970.
         first: Number of the first entry; those of each coordinator are above those of the ones before.
         kept: Entries that are kept.
 
@@ -127,9 +127,9 @@ class DecisionLog:
         now: Time of the present batch of events, in monotonic seconds.
     """
 
-    def __init__(self, wall: Callable[[float], float], first: int = 1, kept: int = KEPT) -> None:
+    def __init__(self, wall_offset: float, first: int = 1, kept: int = KEPT) -> None:
         self.now = 0.0
-        self._wall = wall
+        self._wall_offset = wall_offset
         self._first = first
         #: Number of the next entry.
         self._next = first
@@ -195,7 +195,7 @@ class DecisionLog:
         facts: dict[str, str],
     ) -> int:
         number, self._next = self._next, self._next + 1
-        when = self._wall(self.now)
+        when = self.now + self._wall_offset
         self._entries.append(
             Decision(number, when, kind.value, cause, process_set, generation, names, ranks, facts)
         )

@@ -14,7 +14,7 @@ A peer that is paused for its user can be silent, perhaps with all its threads s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
 from typing import Protocol
 
 from hvdlab.collectives.coordinator.connections import Connection, Connections
@@ -50,7 +50,7 @@ class Liveness:
         connections: The connections, to close those of dead peers.
         job: Membership of the job, and the ranks that are paused; it is only read.
         options: Times after which silent peers are pinged, and count as dead.
-        log: Called with warnings for the operator.
+        log: Receives warnings for the operator.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Liveness:
         connections: Connections,
         job: WatchedJob,
         options: ServerOptions,
-        log: Callable[[str], None],
+        log: logging.Logger,
     ) -> None:
         self._connections = connections
         self._job = job
@@ -84,7 +84,7 @@ class Liveness:
             detail = f" ({error})" if connection.tls else ""
             self._connections.peer_lost(connection, f"its connection ended without a goodbye{detail}", events)
         except ProtocolError as error:
-            self._log(f"{connection.name} is closed: {error}")
+            self._log.warning("%s is closed: %s", connection.name, error)
             self._connections.peer_lost(connection, f"it sent {error}", events, faulty=True)
 
     def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
@@ -114,7 +114,7 @@ class Liveness:
             elif silence >= options.dead_after and not (
                 self._job.is_paused(connection.peer) or may_be_busy(connection)
             ):
-                self._log(f"{connection.name} has been silent for {silence:.0f} s")
+                self._log.warning("%s has been silent for %.0f s", connection.name, silence)
                 self._connections.peer_lost(connection, f"no sign of life for {silence:.0f} s", events)
             else:
                 silent.append(connection)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind, InvariantOf
@@ -95,7 +95,7 @@ class MembershipTable:
         ranks_sent_at: Time at which ranks got it last (monotonic seconds).
     """
 
-    def __init__(self, expected: Iterable[int] | None, wall: Callable[[float], float]) -> None:
+    def __init__(self, expected: Iterable[int] | None, wall_offset: float) -> None:
         self.ranks: dict[int, RankPeer] = {}
         self.clients: dict[int, None] = {}
         self.observers: dict[int, None] = {}
@@ -114,7 +114,7 @@ class MembershipTable:
         #: Whether ranks have to get a changed membership that clients have got already.
         self._ranks_owed = False
         #: Turns monotonic seconds into seconds since 1970.
-        self._wall = wall
+        self._wall_offset = wall_offset
         #: Process id of each rank that has sent Bye: the end of that process is no death.
         self._left: dict[int, int] = {}
         #: Ranks that are dead only because their connection ended, with the time of their last sign of life.
@@ -145,7 +145,7 @@ class MembershipTable:
     def add(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
         self._left.pop(rank, None)
         self.leaving.discard(rank)
-        newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now))
+        newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, now + self._wall_offset)
         self.hosts[hello.host] += 1
         self.versions.add(hello.versions)
         self.awaited.discard(rank)
@@ -279,7 +279,7 @@ class MembershipTable:
                 return
             self.deaths[rank] = Death(rank, pid, known.when, reason, known.admitted)
         elif self.expected is None or rank in self.expected:
-            self.deaths[rank] = Death(rank, pid, self._wall(now), reason, admitted)
+            self.deaths[rank] = Death(rank, pid, now + self._wall_offset, reason, admitted)
         else:
             return
         self._unexplained.pop(rank, None)

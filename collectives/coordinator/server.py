@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -40,6 +40,7 @@ from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.event_loop import NEVER, READ, WRITE
+from hvdlab.collectives.logs import operator_log
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
@@ -52,32 +53,9 @@ from hvdlab.collectives.protocol.messages import (
     Refused,
 )
 from hvdlab.collectives.system import create_memory, require_own_peer
-from hvdlab.collectives.text import visible
 
-LONGEST_LINE = 4000
-"""Characters of a line of the log at most: peers choose parts of some lines."""
 _ACCEPT_AGAIN = 0.2
 """Seconds until the server accepts again after it had no descriptor or no place left for a new connection."""
-
-
-def log_to_stderr(text: str) -> None:
-    """Write one line for the operator, with its control characters escaped."""
-    print(f"hvdlab coordinator: {visible(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
-
-
-def drop(text: str) -> None:
-    """Drop a line of the log."""
-
-
-def log_to_file(path: str) -> Callable[[str], None]:
-    """Return a function that appends lines with their time to a file."""
-
-    # Opened for each line, so that the file can be moved or removed while the coordinator runs.
-    def log(text: str) -> None:
-        with open(path, "a", encoding="utf-8") as file:
-            print(f"{time.strftime('%F %T')} {visible(text, LONGEST_LINE)}", file=file)
-
-    return log
 
 
 class UnsoundStateError(Exception):
@@ -89,9 +67,8 @@ class CoordinatorServer:
 
     Args:
         options: Settings.
-        log: Called with warnings for the operator.
-        note: Called with lines about ordinary events, deaths included, which peers learn anyway.
-        memory: Creates shared memory, as :func:`create_memory` does; tests let it fail.
+        log: Receives warnings for the operator and, at level INFO, ordinary events, deaths included, which peers learn anyway.
+            By default warnings go to stderr.
 
     Attributes:
         options: The settings.
@@ -105,20 +82,19 @@ class CoordinatorServer:
         self,
         options: ServerOptions,
         *,
-        log: Callable[[str], None] = log_to_stderr,
-        note: Callable[[str], None] = drop,
-        memory: Callable[[str, int], int] = create_memory,
+        log: logging.Logger | None = None,
     ) -> None:
         self.options = options
-        offset = time.time() - time.monotonic()
-        self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
+        log = log or operator_log("coordinator")
+        self.state = CoordinatorState(
+            options.state, wall_offset=time.time() - time.monotonic(), clock=time.monotonic_ns
+        )
         self.connections = Connections(options, log)
         #: Detection of dead peers; it reads from all that are introduced.
         self._liveness = Liveness(self.connections, self.state, options, log)
         #: The loop of the connections, which watches the listeners as well.
         self._loop = self.connections.loop
-        self._log, self._note = log, note
-        self._memory = memory
+        self._log = log
         #: Descriptions of members that were sent to any rank; each connection has the number of the last one that it got.
         self._members = SentMembers()
         #: File of the tuner's log, empty once it can't be written.
@@ -336,7 +312,7 @@ class CoordinatorServer:
                 try:
                     frame = encode(effect.message)
                 except ProtocolError as error:
-                    self._log(str(error))
+                    self._log.warning("%s", error)
                     continue
                 if type(effect.message) is RankEvents:
                     self._pass_events_on(effect.message, frame, effect.peers)
@@ -354,7 +330,9 @@ class CoordinatorServer:
                     connections.close_after_flush(closing)
             elif type(effect) is Log:
                 decision = f" [decision {effect.decision}]" if effect.decision else ""
-                (self._log if effect.warning else self._note)(effect.text + decision)
+                self._log.log(
+                    logging.WARNING if effect.warning else logging.INFO, "%s%s", effect.text, decision
+                )
             elif type(effect) is Tuned:
                 self._write_tuning(effect.line)
 
@@ -375,7 +353,7 @@ class CoordinatorServer:
                 try:
                     frames[known] = encode(short), after
                 except ProtocolError as error:
-                    self._log(str(error))
+                    self._log.warning("%s", error)
                     return
             frame, connection.members_sent = frames[known]
             self.connections.write(connection, frame, descriptor)
@@ -400,7 +378,7 @@ class CoordinatorServer:
             with open(self._tuning_log, mode, encoding="utf-8") as file:
                 print(line, file=file)
         except OSError as error:
-            self._log(f"the tuner's log can't be written: {error}")
+            self._log.warning("the tuner's log can't be written: %s", error)
             self._tuning_log = ""
 
     def _configure(self, effect: SendConfigure) -> None:
@@ -412,9 +390,11 @@ class CoordinatorServer:
                 # TLS carries no descriptors: the ranks of each host make the memory themselves.
                 message = effect.fallback
             else:
-                descriptor = self._memory(f"hvdlab-{message.process_set}-{message.generation}", effect.memory)
+                descriptor = create_memory(
+                    f"hvdlab-{message.process_set}-{message.generation}", effect.memory
+                )
         except OSError as error:
-            self._log(f"process set {message.process_set} goes without shared memory: {error}")
+            self._log.warning("process set %d goes without shared memory: %s", message.process_set, error)
             message = effect.fallback
         try:
             self._send_roster(message, effect.peers, descriptor)

@@ -73,7 +73,7 @@ class CoordinatorState:
 
     Args:
         options: Settings.
-        wall: Turns ``now`` into seconds since 1970, for texts that users see.
+        wall_offset: Seconds to add to ``now`` for those since 1970, for texts that users see.
         clock: Nanoseconds of the clock that ranks compare theirs with.
 
     Attributes:
@@ -103,14 +103,14 @@ class CoordinatorState:
         self,
         options: CoordinatorOptions | None = None,
         *,
-        wall: Callable[[float], float] = float,
+        wall_offset: float = 0.0,
         clock: Callable[[], int] = int,
     ) -> None:
         self.options = options = options or CoordinatorOptions()
         self.clock = clock
         self.effects = Effects()
-        self.log = DecisionLog(wall, options.incarnation * GENERATIONS + 1)
-        self.membership = MembershipTable(None if options.size is None else range(options.size), wall)
+        self.log = DecisionLog(wall_offset, options.incarnation * GENERATIONS + 1)
+        self.membership = MembershipTable(None if options.size is None else range(options.size), wall_offset)
         self.sets = ProcessSets(
             self.membership,
             Hierarchy(options.hierarchical_allreduce, options.hierarchical_allgather),

@@ -22,6 +22,7 @@ from hvdlab.collectives.coordinator.liveness import Liveness
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.requests import CompletionHook, Request
+from hvdlab.collectives.logs import operator_log
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.torch.c10d.launch_ring import (
@@ -213,7 +214,7 @@ class TimedWatches(TimedJob):
             self._connections,
             cast(Any, SimpleNamespace(is_paused=lambda peer: False)),
             ServerOptions(""),
-            print,
+            operator_log("coordinator"),
         )
 
     # -- heartbeats -------------------------------------------------------------------------------------------------

@@ -46,13 +46,13 @@ from hvdlab.collectives.kvstore.servers.state import (
     WorkerDied,
     WorkerDisconnected,
 )
+from hvdlab.collectives.logs import operator_log
 from hvdlab.collectives.protocol import messages as jobs
 from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint, server_context
 from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.system import name_process, require_own_peer
-from hvdlab.collectives.text import visible
 from hvdlab.collectives.time_limits import Deadline
 
 STRANGERS = 256
@@ -63,6 +63,7 @@ INTRODUCE_WITHIN = 10.0
 """Seconds that a connection has for the TLS handshake and its first message."""
 _TRY_AGAIN_SECONDS = 0.1
 """Pause between two tries to reach the coordinator or its successor."""
+_LOG = operator_log("parameter server")
 _ACCEPT_AGAIN_SECONDS = 0.2
 """Time until the server accepts again after it had no descriptor or no place left for a new connection."""
 
@@ -232,7 +233,7 @@ class ParameterServer:
         self._wakeup = WakeUp()
         #: Events of the job; None when it is over.
         self._events: deque[Event | None] = deque()
-        self._rejections = RejectionLog(_log, self._loop)
+        self._rejections = RejectionLog(_LOG, self._loop)
         #: Listeners at which the server accepts nothing for a while, or until a connection ends.
         self._waiting: list[socket.socket] = []
         #: The loop ends after this step; the job is over as well.
@@ -514,7 +515,7 @@ def _import_optimizers(launch: ServerLaunch) -> str:
                 importlib.import_module(name)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (user's code; set_optimizer fails with this text)
                 for line in traceback.format_exc().splitlines():
-                    _log(line)
+                    _LOG.warning("%s", line)
                 failed.append(f"import {name} failed on a server: {type(error).__name__}: {error}")
         sys.stdout.flush()
     finally:
@@ -530,11 +531,6 @@ def _descriptor(endpoint: Endpoint) -> int:
     return descriptor
 
 
-def _log(text: str) -> None:
-    sys.stderr.write(f"hvdlab parameter server: {visible(text)}\n")
-    sys.stderr.flush()
-
-
 def main() -> int:
     """Run a server with the settings on standard input; returns the exit status."""
     # Ctrl-C in a terminal reaches all processes of the group; the values have to outlive it.
@@ -547,7 +543,7 @@ def main() -> int:
     try:
         over = ParameterServer(launch).serve()
     except StartError as error:
-        _log(str(error))
+        _LOG.warning("%s", error)
         return 1
     if over:
         shutil.rmtree(launch.directory, ignore_errors=True)

@@ -10,6 +10,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +21,6 @@ import torch
 
 from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.coordinator.connections import RejectionLog
-from hvdlab.collectives.coordinator.server import log_to_file, log_to_stderr
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,
@@ -36,7 +36,7 @@ from hvdlab.collectives.errors import (
     ProtocolError,
 )
 from hvdlab.collectives.failures import Failure
-from hvdlab.collectives.logs import aborted, set_up
+from hvdlab.collectives.logs import aborted, operator_log, set_up
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.collectives.tracing import check, text_report
 from hvdlab.collectives.tracing.record_format import Members, Metric, Span, encode
@@ -71,6 +71,7 @@ from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import monitoring
 from hvdlab.widgets import live_view, still_charts, strip
 from support.fakes.notebook import FakeLink
+from support.logged_lines import LoggedLines
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
 
@@ -128,16 +129,17 @@ class NoScheduler:
 
 
 def turned_away(name: str, directory: Path) -> str:
-    lines: list[str] = []
-    RejectionLog(lines.append, NoScheduler()).add(f"connection 3 is closed: invalid tag {name!s}" * 9000)
-    (line,) = lines
+    got = LoggedLines()
+    RejectionLog(got.log, NoScheduler()).add(f"connection 3 is closed: invalid tag {name!s}" * 9000)
+    (line,) = got.lines()
     assert len(line) <= 300
     return line
 
 
 def logged(name: str, directory: Path) -> str:
-    log = log_to_file(str(directory / "log"))
-    log(f"a stranger said {name}")
+    log = operator_log("coordinator", level=logging.CRITICAL, journal=str(directory / "log"))
+    with closing(log.handlers[-1]):
+        log.warning("%s", f"a stranger said {name}")
     (line,) = (directory / "log").read_text(encoding="utf-8").splitlines()
     return line
 
@@ -378,7 +380,7 @@ def obeyed(text: str) -> list[str]:
 
 
 def test_the_coordinator_s_stderr_is_one_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    log_to_stderr(f"a stranger said {CONTROLS}{'x' * 60_000}")
+    operator_log("coordinator").warning("%s", f"a stranger said {CONTROLS}{'x' * 60_000}")
     (line,) = capsys.readouterr().err.splitlines()
     assert obeyed(line) == []
     assert len(line) < 4100

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from hvdlab.collectives.autotune import TuningOptions
-from hvdlab.collectives.coordinator.__main__ import _log
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, settings_from, state_options
 from hvdlab.collectives.errors import InvalidRequestError
 
@@ -60,23 +57,3 @@ def test_a_disabled_stall_check_neither_reports_nor_ends() -> None:
 
 def test_nothing_is_tuned_unless_asked() -> None:
     assert state_options(CoordinatorLaunch("token", "other", "/", 1)).tuning is None
-
-
-@pytest.mark.parametrize(
-    ("level", "written"), [(10, ["warning", "note"]), (20, ["warning", "note"]), (30, ["warning"]), (40, [])]
-)
-def test_the_coordinator_writes_what_is_important_enough(
-    level: int, written: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("HVDLAB_COORDINATOR_LOG", raising=False)
-    launch = CoordinatorLaunch("token", "other", "/", 1, log_level=level)
-    _log(launch, 30)("warning")
-    _log(launch, 20)("note")
-    assert capsys.readouterr().err.splitlines() == [f"hvdlab coordinator: {text}" for text in written]
-
-
-def test_the_journal_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = tmp_path / "journal"
-    monkeypatch.setenv("HVDLAB_COORDINATOR_LOG", str(journal))
-    _log(CoordinatorLaunch("token", "other", "/", 1, log_level=50), 20)("a note")
-    assert journal.read_text().endswith(" a note\n")

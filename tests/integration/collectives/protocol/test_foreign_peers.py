@@ -24,6 +24,7 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.forkserver.client import ServerHandle
 from hvdlab.launch.forkserver.server import PoolListener
 from support import ordinary_user
+from support.logged_lines import LoggedLines
 from support.patience import PATIENCE
 
 HELLO = Hello(PROTOCOL_VERSION, "secret" * 8, "rank", 0, "h", 1)
@@ -111,8 +112,8 @@ def comes_from_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_coordinator_takes_no_connection_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines: list[str] = []
-    server = CoordinatorServer(ServerOptions(token="secret"), log=lines.append)
+    logged = LoggedLines()
+    server = CoordinatorServer(ServerOptions(token="secret"), log=logged.log)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{tmp_path}/c")
     listener.listen()
@@ -125,7 +126,7 @@ def test_a_coordinator_takes_no_connection_of_another_user(
             sock.settimeout(PATIENCE)
             assert sock.recv(1) == b""
         assert server.connections.idle
-        assert ["belongs to user" in line for line in lines] == [True]
+        assert ["belongs to user" in line for line in logged.lines()] == [True]
     finally:
         server.connections.close()
 

@@ -10,12 +10,13 @@ import pytest
 from hvdlab.collectives.coordinator import connections
 from hvdlab.collectives.coordinator.connections import Connections
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
+from support.logged_lines import LoggedLines
 
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     monkeypatch.setattr(connections, "MOST_STRANGERS", 2)
-    server = Connections(ServerOptions("token", state=CoordinatorOptions(size=1)), lambda text: None)
+    server = Connections(ServerOptions("token", state=CoordinatorOptions(size=1)), LoggedLines().log)
     yield server
     for connection in list(server._transient):
         server.close_now(connection)

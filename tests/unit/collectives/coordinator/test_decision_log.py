@@ -42,7 +42,7 @@ def received(sim: Simulation, rank: int, kind: type[m.Message]) -> m.Message:
 
 
 def log(kept: int = 4) -> DecisionLog:
-    return DecisionLog(lambda now: now + 1000, kept=kept)
+    return DecisionLog(1000.0, kept=kept)
 
 
 def test_a_death_explains_the_abort_and_that_the_next_generation() -> None:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 
 from hvdlab.collectives.coordinator.connections import LOGGED_PER_MINUTE, MINUTE, RejectionLog
+from support.logged_lines import LoggedLines
 
 
 class Clock:
@@ -27,40 +28,40 @@ class Clock:
 
 
 def test_the_first_ones_are_told_each_and_the_others_counted() -> None:
-    lines: list[str] = []
+    logged = LoggedLines()
     clock = Clock()
-    rejections = RejectionLog(lines.append, clock, lambda: clock.now)
+    rejections = RejectionLog(logged.log, clock, lambda: clock.now)
     for number in range(1000):
         rejections.add(f"connection {number} is closed")
-    assert lines == [f"connection {number} is closed" for number in range(LOGGED_PER_MINUTE)]
+    assert logged.lines() == [f"connection {number} is closed" for number in range(LOGGED_PER_MINUTE)]
     clock.pass_(MINUTE)
-    assert lines[LOGGED_PER_MINUTE:] == [
+    assert logged.lines()[LOGGED_PER_MINUTE:] == [
         f"{1000 - LOGGED_PER_MINUTE} more connections were turned away within a minute, the last: connection 999 is closed"
     ]
     rejections.add("another")
-    assert lines[-1] == "another"
+    assert logged.lines()[-1] == "another"
 
 
 def test_an_attack_that_goes_on_costs_a_few_lines_a_minute() -> None:
-    lines: list[str] = []
+    logged = LoggedLines()
     clock = Clock()
-    rejections = RejectionLog(lines.append, clock, lambda: clock.now)
+    rejections = RejectionLog(logged.log, clock, lambda: clock.now)
     for _ in range(10):
         for _ in range(600):
             rejections.add("no Hello")
             clock.pass_(0.1)
-    assert LOGGED_PER_MINUTE <= len(lines) <= 11 * (LOGGED_PER_MINUTE + 1)
+    assert LOGGED_PER_MINUTE <= len(logged.lines()) <= 11 * (LOGGED_PER_MINUTE + 1)
 
 
 def test_the_last_ones_are_told_and_nothing_is_called_for_ever() -> None:
-    lines: list[str] = []
+    logged = LoggedLines()
     clock = Clock()
-    rejections = RejectionLog(lines.append, clock, lambda: clock.now)
+    rejections = RejectionLog(logged.log, clock, lambda: clock.now)
     for _ in range(LOGGED_PER_MINUTE + 1):
         rejections.add("the token is wrong")
     clock.pass_(MINUTE)
-    assert lines == ["the token is wrong"] * (LOGGED_PER_MINUTE + 1)
+    assert logged.lines() == ["the token is wrong"] * (LOGGED_PER_MINUTE + 1)
     for _ in range(3):
         clock.pass_(MINUTE)
     assert not clock.calls
-    assert len(lines) == LOGGED_PER_MINUTE + 1
+    assert len(logged.lines()) == LOGGED_PER_MINUTE + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -24,31 +25,13 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint, new_certificate, server_context
 from hvdlab.collectives.protocol.handshake import connect
-from hvdlab.collectives.system import create_memory
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.record_format import HEADER
+from support.logged_lines import LoggedLines
 from support.patience import PATIENCE
 
 TOKEN, CLIENT_TOKEN = "secret", "another"
 M = TypeVar("M", bound=m.Message)
-
-
-class Lines:
-    """The server's log, as something to wait for."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self.lines: list[str] = []
-
-    def __call__(self, text: str) -> None:
-        with self._changed:
-            self.lines.append(text)
-            self._changed.notify_all()
-
-    def wait_for(self, text: str) -> None:
-        with self._changed:
-            found = self._changed.wait_for(lambda: any(text in line for line in self.lines), PATIENCE)
-        assert found, f"{text!r} is not in {self.lines}"
 
 
 class Running:
@@ -58,15 +41,14 @@ class Running:
         self,
         path: Path,
         *,
-        memory: Callable[[str, int], int] = create_memory,
         tls: bool = False,
         client_token: str = CLIENT_TOKEN,
         **options: float,
     ) -> None:
-        self.log, self.notes = Lines(), Lines()
+        self.logged = LoggedLines()
         state = CoordinatorOptions(size=2)
         settings = ServerOptions(TOKEN, client_token, state=state, **options)  # type: ignore[arg-type]  # tests give the right ones
-        self.server = CoordinatorServer(settings, log=self.log, note=self.notes, memory=memory)
+        self.server = CoordinatorServer(settings, log=self.logged.log)
         self.address = f"unix:{path}/s"
         self.certificate: str | None = None
         listener = socket.socket(socket.AF_UNIX)
@@ -171,25 +153,26 @@ def test_ranks_get_one_shared_memory(start: Start) -> None:
         peer.endpoint.close()
 
 
-def test_without_memory_the_ranks_make_their_own(start: Start) -> None:
+def test_without_memory_the_ranks_make_their_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(name: str, size: int) -> int:
         raise OSError(24, "Too many open files")
 
-    running = start(memory=no_memory)
+    monkeypatch.setattr("hvdlab.collectives.coordinator.server.create_memory", no_memory)
+    running = start()
     peers = [join(running, rank) for rank in (0, 1)]
     for peer in peers:
         configured = peer.wait_for(m.Configure)
         assert (configured.plane, configured.has_memory) == ("hierarchical", False)
         assert "make it themselves" in configured.options["note"]
         peer.endpoint.close()
-    running.log.wait_for("Too many open files")
+    running.logged.wait_for("Too many open files")
 
 
 def test_a_wrong_token_is_refused(start: Start) -> None:
     running = start()
     with pytest.raises(StartError, match="the token is wrong"):
         join(running, 0, token="guess")
-    running.log.wait_for("the token is wrong")
+    running.logged.wait_for("the token is wrong")
     still_works(running)
 
 
@@ -228,7 +211,7 @@ def test_an_observer_learns_who_dies_and_may_ask_for_nothing(start: Start) -> No
     assert [death.rank for death in world.deaths] == [0]
     assert not observer.seen
     curious.endpoint.send(m.InterruptRanks((0,)))
-    running.log.wait_for("sent a InterruptRanks out of place")
+    running.logged.wait_for("sent a InterruptRanks out of place")
     with pytest.raises((ConnectionLost, AssertionError)):
         curious.wait_for(m.Mail)
     observer.endpoint.send(m.Bye())
@@ -309,7 +292,7 @@ def test_a_stranger_who_sends_garbage_is_closed(start: Start, garbage: bytes) ->
     with running.socket() as stranger:
         stranger.sendall(garbage)
         assert stranger.recv(100) == b""
-    running.log.wait_for("connection 1 is closed")
+    running.logged.wait_for("connection 1 is closed")
     still_works(running)
 
 
@@ -337,8 +320,8 @@ def test_a_death_is_noted_but_is_no_warning(start: Start) -> None:
     peers[1].wait_for(m.Configure)
     peers[0].endpoint.close()  # as the kernel does for a process that is killed
     peers[1].wait_for(m.Abort)
-    running.notes.wait_for("rank 0")
-    assert running.log.lines == []
+    running.logged.wait_for("rank 0")
+    assert running.logged.lines(logging.WARNING) == []
     peers[1].endpoint.close()
 
 
@@ -347,7 +330,7 @@ def test_who_sends_bytes_too_slowly_does_not_get_in(start: Start) -> None:
     with running.socket() as slow:
         slow.sendall(encode(m.Hello(1, TOKEN, "rank", 0))[:1])
         assert slow.recv(100) == b""  # closed although bytes came
-    running.log.wait_for("no Hello within 0.1 s")
+    running.logged.wait_for("no Hello within 0.1 s")
     still_works(running)
 
 
@@ -368,7 +351,7 @@ def test_a_silent_peer_that_can_not_be_alive_is_lost(start: Start) -> None:
     silent.endpoint.close()
     back = join(running, 0, tls=True, incarnation=0, returns=True)
     assert "the others have gone on without it" in back.wait_for(m.Outdated).text
-    running.notes.wait_for("is back after")
+    running.logged.wait_for("is back after")
     for peer in (back, other):
         peer.endpoint.close()
 
@@ -426,7 +409,7 @@ def test_who_does_not_read_is_dropped(start: Start) -> None:
     peers = [join(running, rank) for rank in (0, 1)]
     peers[0].wait_for(m.Configure)
     flood(peers[0], 40)
-    running.log.wait_for("does not read what it is sent")
+    running.logged.wait_for("does not read what it is sent")
     assert peers[0].wait_for(m.Abort).ranks == (1,)
     for peer in peers:
         peer.endpoint.close()
@@ -504,7 +487,7 @@ def test_tls_carries_the_same_protocol_but_no_memory(start: Start) -> None:
         configured = peer.wait_for(m.Configure)
         assert (configured.plane, configured.has_memory) == ("hierarchical", False)
     # The ranks make the memory themselves: nothing is lacking, and nothing of it is to be read.
-    assert not [line for line in running.log.lines if "memory" in line]
+    assert not [line for line in running.logged.lines(logging.WARNING) if "memory" in line]
     large = bytes(1_000_000)
     peers[1].endpoint.send(m.Post("t", large, (0,)))
     while peers[1].endpoint.backlog:
@@ -539,7 +522,7 @@ def test_plain_text_on_the_tls_port_disturbs_nobody(start: Start) -> None:
         stranger.sendall(encode(m.Hello(1, TOKEN, "rank", 0)))
         while stranger.recv(100):
             pass
-    running.log.wait_for("connection 1 is closed")
+    running.logged.wait_for("connection 1 is closed")
     still_works(running)
 
 

@@ -642,6 +642,7 @@ class Callbacks:
         reconnections: Called when this rank has found the coordinator's successor.
         stalls: Get the coordinator's reports of stalled collectives.
         aborts: Get the ends of generations that the coordinator has aborted, after all pending entries have failed.
+        cell_failures: Get the ids of cells that have failed on this rank, after the coordinator's message about them.
         event_sinks: Get the events of all ranks, if this rank has subscribed to them.
         own_event_sinks: Get the events that this rank itself sends.
     """
@@ -660,6 +661,7 @@ class Callbacks:
         self.own_event_sinks: list[Callable[[int, bytes], None]] = []
         self.stalls: list[Callable[[m.Stalled], None]] = []
         self.aborts: list[Callable[[m.Abort], None]] = []
+        self.cell_failures: list[Callable[[str], None]] = []
 
     def on(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
         self._topics.setdefault(topic, []).append(callback)
@@ -719,6 +721,10 @@ class Callbacks:
     def aborted(self, message: m.Abort) -> None:
         for callback in tuple(self.aborts):
             _call(callback, message)
+
+    def cell_failed(self, cell: str) -> None:
+        for callback in tuple(self.cell_failures):
+            _call(callback, cell)
 
 
 def _call(callback: Callable[..., None], *args: object) -> None:

@@ -542,7 +542,12 @@ class Engine:
     @property
     def runs_cell(self) -> bool:
         """Return whether a cell runs here; always true for a rank without tracked cells, such as that of a script. Any thread."""
-        return not self.settings.cells_tracked or bool(self._locked.state.failover.cells)
+        return not self.settings.cells_tracked or bool(self.cells)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return the ids of the cells that run here. Any thread."""
+        return self._locked.state.failover.cells
 
     def hold_interrupt(self) -> None:
         """Mark the running cell as interrupted while native code runs that must not be left by an exception.
@@ -573,6 +578,8 @@ class Engine:
         self.recorder.cell_end(cell, error is None)
         report = self._locked.change if more else self._locked.update
         report(RankState.end_cell, cell, error or "")
+        if error is not None and self._handlers.callbacks.cell_failures:
+            self._control.call(lambda: self._handlers.callbacks.cell_failed(cell))
         self._handlers.schedule_events()
 
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
@@ -586,6 +593,13 @@ class Engine:
     def on_abort(self, callback: Callable[[m.Abort], None]) -> None:
         """Call this on the control thread when a generation of a process set was aborted, also if nothing was pending here; it must not block."""
         self._handlers.callbacks.aborts.append(callback)
+
+    def on_cell_failed(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(cell)`` on the control thread when a cell has failed on this rank; it must not block.
+
+        The coordinator gets mail that it posts after the message about the cell's end.
+        """
+        self._handlers.callbacks.cell_failures.append(callback)
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call this on the control thread after some time; it must not block. Any thread. A closed engine calls nothing."""

@@ -45,9 +45,15 @@ def shared() -> Iterator[Pool]:
             pool.stop()
 
 
+@pytest.fixture(params=["agreed", "watched:gloo"])
+def watch(request: pytest.FixtureRequest) -> str:
+    """Return how the test's process groups are supervised, as ``HVDLAB_C10D_WATCH`` says it."""
+    return str(request.param)
+
+
 @pytest.fixture
-def pool(shared: Pool, tmp_path: Path) -> Pool:
+def pool(shared: Pool, watch: str, tmp_path: Path) -> Pool:
     """Return the two ranks, in a directory of the test's own, without a process group."""
-    cell = f"import os; os.chdir({str(tmp_path)!r}); trainings.begin_anew()"
+    cell = f"import os; os.chdir({str(tmp_path)!r}); os.environ['HVDLAB_C10D_WATCH'] = {watch!r}; trainings.begin_anew()"
     assert shared.run(cell, timeout=PATIENCE).errors == {}
     return shared

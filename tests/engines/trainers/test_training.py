@@ -64,11 +64,17 @@ def test_a_training_is_interrupted_and_the_next_one_is_good(pool: Pool, library:
 
 
 @libraries
-def test_a_script_under_hvdlab_run(library: str, tmp_path: Path) -> None:
+def test_a_script_under_hvdlab_run(library: str, watch: str, tmp_path: Path) -> None:
     script = ["-m", "engines.trainers.trainings", library]
     command = [sys.executable, "-m", "hvdlab", "run", "-np", "2", sys.executable, *script]
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HVDLAB_C10D_WATCH": watch,
+    }
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("differs by") == 2

@@ -338,4 +338,10 @@ class MakeInner(WatchMail, frozen=True, array_like=True):
     """Mail from the comparer: all ranks can make the inner group ``generation``; make it."""
 
 
-AnyWatchMail = LateLaunch | LaunchQuery | LaunchAnswer | LaunchVerdict | InnerEnded | MakeInner
+class CellFailed(WatchMail, frozen=True, array_like=True):
+    """Mail to all ranks: this cell has failed here, so that a launch of it that waits for this rank waits in vain."""
+
+    cell: str = ""
+
+
+AnyWatchMail = LateLaunch | LaunchQuery | LaunchAnswer | LaunchVerdict | InnerEnded | MakeInner | CellFailed

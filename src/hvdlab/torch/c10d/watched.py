@@ -49,6 +49,7 @@ from hvdlab.torch.c10d.inner_groups import InnerGroup, make_inner
 from hvdlab.torch.c10d.launch_ring import (
     COLLECTIVES,
     AnyWatchMail,
+    CellFailed,
     InnerEnded,
     Inquiry,
     LateLaunch,
@@ -77,8 +78,11 @@ ANSWER_EACH = 0.2e-3
 """Seconds more for each rank that is asked: the coordinator relays their reports, the query and the answers one after the other."""
 REFUSED_WITHIN = 0.05
 """Seconds after which a launch counts as made although torch's call has not returned: NCCL can wait in it, and refuses at once."""
+LATE_IN_FAILED_CELL = 0.1
+"""Seconds after which a launch counts as late while its cell has failed on another rank: a pool soon interrupts the ranks on which it runs, and
+their users are to get the failed rank's name instead."""
 _LOOKS = 4
-"""How often within that time a rank looks for late launches."""
+"""How often within the time after which a launch is late a rank looks for late launches."""
 _TOPIC = "c10d.watched"
 
 _OPERATIONS: dict[str, tuple[str, int]] = {
@@ -123,10 +127,13 @@ class LaunchWatch:
         self._groups: weakref.WeakValueDictionary[str, WatchedGroup] = weakref.WeakValueDictionary()
         #: Whether a look is ordered already.
         self._due = False
+        #: The number of the last one that was ordered. A timer of an earlier one does nothing.
+        self._ordered = 0
         engine.on_abort(self._on_abort)
         engine.on_mail(_TOPIC, self._on_mail)
         engine.on_world(self._on_world)
         engine.on_leave(self._on_leave)
+        engine.on_cell_failed(self._on_cell_failed)
 
     def add(self, name: str, group: WatchedGroup) -> None:
         """Deliver mail to this group from now on."""
@@ -139,9 +146,17 @@ class LaunchWatch:
         """Look for late launches in some time, unless that is to happen already. Any thread."""
         if not self._due:
             self._due = True
-            self._engine.call_later(seconds, self._look)
+            number = self._ordered = self._ordered + 1
+            self._engine.call_later(seconds, lambda: self._look(number))
 
-    def _look(self) -> None:
+    def look_now(self) -> None:
+        """Look for late launches now, in place of the look that is ordered. Control thread."""
+        self._ordered += 1
+        self._look(self._ordered)
+
+    def _look(self, number: int) -> None:
+        if number != self._ordered:
+            return
         # Before the looks: a launch behind them sees that it has to ask for another look.
         self._due = False
         now = time.monotonic()
@@ -160,6 +175,10 @@ class LaunchWatch:
     def _on_leave(self, reason: str) -> None:
         for group in list(self._groups.values()):
             group.end_for_good(Abort(group.process_set, -1, CauseKind.COORDINATOR_LOST.value, (), reason, ""))
+
+    def _on_cell_failed(self, cell: str) -> None:
+        for group in list(self._groups.values()):
+            group.cell_failed(cell)
 
     def _on_mail(self, sender: int, body: bytes) -> None:
         mail: AnyWatchMail = msgspec.msgpack.decode(body, type=AnyWatchMail)
@@ -464,8 +483,14 @@ class WatchedGroup(HvdlabProcessGroup):
             self._engine.call_on_control(functools.partial(self._stand_in, generation, channel, number))
         return work
 
+    def _late_after(self, seconds: float) -> float:
+        """Return after how many seconds a launch whose wait is limited to ``seconds`` counts as late for the first time."""
+        late = min(self._late, seconds / 2)
+        failed = self._generation.failed_cell
+        return min(late, LATE_IN_FAILED_CELL) if failed and failed in self._engine.cells else late
+
     def _pause(self) -> float:
-        return min(self._late, self._calls.seconds / 2) / _LOOKS
+        return self._late_after(self._calls.seconds) / _LOOKS
 
     def _start_coalescing(self, device: Any = None) -> None:
         if self.on_device and device is not None and device.type == self._device_type:
@@ -514,10 +539,19 @@ class WatchedGroup(HvdlabProcessGroup):
             if channel in seen or work.is_over():
                 continue
             seen.add(channel)
-            late = min(self._late, work.seconds / 2)
+            late = min(self._late, work.seconds / 2) if work.reported else self._late_after(work.seconds)
             if now - max(work.began, work.reported) >= late:
                 self._report_late(work, now)
         return self._pause() if flying else 0.0
+
+    def cell_failed(self, cell: str) -> None:
+        """Tell the other ranks that this cell has failed here, if they may wait for this rank's launches. Control thread."""
+        generation = self._generation
+        if generation.inner is not None:
+            others = [
+                rank for rank in self._members if rank in self._engine.living and rank != self._engine.rank
+            ]
+            self._send(CellFailed(self._name_in_mail, generation.number, cell=cell), others)
 
     def report_failed(self, work: WatchedWork) -> None:
         """Have the ranks compare their launches, since torch's backend has failed one. Any thread."""
@@ -579,6 +613,9 @@ class WatchedGroup(HvdlabProcessGroup):
                 self._on_inner_ended(sender, mail.generation)
             case _ if mail.generation != generation.number:
                 return  # of an inner group that has ended
+            case CellFailed():
+                generation.failed_cell = mail.cell
+                self._watch.look_now()
             case LateLaunch():
                 self._on_late(mail)
             case LaunchQuery():

@@ -65,6 +65,7 @@ class Generation:
         stand_ins: The stand-ins' handles, by channel and number.
         verdicts: The last verdict on each launch.
         judged: Launches with a verdict since they were reported last, by channel and number.
+        failed_cell: The last cell that has failed on another rank; empty if none has.
         ended: The end of its generation, once it has ended.
     """
 
@@ -80,6 +81,7 @@ class Generation:
         self.stand_ins: dict[tuple[str, int], Handle] = {}
         self.verdicts: dict[tuple[str, int], Verdict] = {}
         self.judged: set[tuple[str, int]] = set()
+        self.failed_cell = ""
         self.ended: Abort | None = None
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdlab.kernel_ext.notebook.cells import cell_state
 from hvdlab.kernel_ext.notebook.pool import Pool
-from support.patience import PATIENCE
+from support.patience import HOUR, PATIENCE
 from support.pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]
@@ -83,6 +84,40 @@ def test_a_fault_of_one_rank_is_followed_by_a_good_step_on_the_same_model(pool: 
             assert " of group default_pg" in errors[rank].evalue
             assert not any("running the callback" in line for line in errors[rank].traceback)
         good(pool, wrong)
+
+
+LAUNCHES_BEFORE = (
+    "if rank: dist.all_reduce(torch.ones(2), group=patient)\nelse: raise ValueError('bad batch')"
+)
+LAUNCHES_AFTER = """
+import time, threading
+from hvdlab.collectives import context
+def say_when_it_has_ended():
+    while context.engine().runs_cell: time.sleep(0.01)
+    open('ended', 'w').close()
+if rank == 0:
+    threading.Thread(target=say_when_it_has_ended).start()
+    raise ValueError('bad batch')
+while not os.path.exists('ended'): time.sleep(0.01)
+dist.all_reduce(torch.ones(2), group=patient)
+"""
+
+
+@pytest.mark.parametrize("cell", [LAUNCHES_BEFORE, LAUNCHES_AFTER], ids=["launches before", "launches after"])
+def test_a_cell_that_fails_on_one_rank_ends_the_waits_of_the_others_before_they_are_late(
+    pool: Pool, cell: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cell_state, "GRACE", HOUR)  # otherwise the pool would interrupt them
+    pool.run(f"os.chdir({str(tmp_path)!r})")
+    assert (
+        pool.run(f"patient = dist.new_group(pg_options=WatchOptions('watched', 'gloo', {HOUR}))").errors == {}
+    )
+    errors = pool.run(cell, timeout=PATIENCE).errors
+    assert errors[0].ename == "ValueError"
+    others = range(1, pool.size)
+    assert {rank: errors[rank].ename for rank in others} == dict.fromkeys(others, "AbortedError")
+    assert any("rank 0 failed: ValueError: bad batch" in errors[rank].evalue for rank in others), errors
+    assert pool.run("dist.all_reduce(torch.ones(2), group=patient)", timeout=PATIENCE).errors == {}
 
 
 @pytest.mark.parametrize("wait", WAITS)

@@ -4,7 +4,8 @@ Text and displays of all threads go into one queue, in order; one thread sends i
 after a quiet time leaves at once, later output within :data:`INTERVAL` seconds or :data:`BATCH` bytes. The pool
 acknowledges the bytes that it has; a rank that is a :data:`WINDOW` ahead blocks in ``write``, as on a full pipe. Output
 after the end of a cell (by its threads, tasks and subprocesses) has a window of the same size for itself. Output belongs to the
-cell that started the thread or task that writes it, also when that outlives the cell.
+cell that started the thread or task that writes it, also when that outlives the cell. Output of a subprocess belongs to the
+cell that began last when it was written.
 
 Writing costs a lock and an append. No message is made on the writer's thread but at the end of a cell.
 
@@ -21,7 +22,7 @@ import selectors
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from time import monotonic
 from typing import IO, Any, NoReturn, Protocol, cast
@@ -146,6 +147,8 @@ class OutputQueue:
     def begin_cell(self, cell: str) -> None:
         """Attribute further output to ``cell``, which gets a window of its own."""
         self.flush()
+        if self._fds is not None and not self._forked:
+            self._drain_available(self._fds)
         with self._sending, self._lock:
             self._send_queued()
             self._cell, self._total, self._taken, self._over = cell, 0, 0, False
@@ -403,9 +406,23 @@ class OutputQueue:
         fds = self._fds
         assert fds is not None
         with fds.lock:
-            for piece in fds.read(self._room_for_pipes(), self._receive):
-                # Must not wait for room: the thread that sends comes through here, and no room comes without it.
-                self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
+            self._put_pieces(fds.read(self._room_for_pipes(), self._receive))
+
+    def _drain_available(self, fds: FdCapture) -> None:
+        """Queue the bytes that are in the pipes now, whether or not there is room: processes wrote them before the next cell.
+
+        They are no more than the pipes have room for.
+        """
+        with fds.lock:
+            written = fds.written()
+            # More than once only if an interrupt left bytes of one pipe landed, which come before those of the other.
+            while not fds.has_read(written):
+                self._put_pieces(fds.read_available(self._receive))
+
+    def _put_pieces(self, pieces: Iterable[PipeText]) -> None:
+        for piece in pieces:
+            # Must not wait for room: the thread that sends comes through here, and no room comes without it.
+            self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
 
     def _room_for_pipes(self) -> int:
         """Return the number of bytes that may be read from the pipes now: they are the cell's, or came after its end."""

@@ -78,19 +78,29 @@ class FdCapture:
     def read(self, limit: int, receive: Receive = receive) -> Iterator[PipeText]:
         """Yield the content of the pipes, up to ``limit`` bytes; never blocks. The caller holds :attr:`lock`."""
         for fd in self.readers:
-            name, decoder = self._names[fd], self._decoders[fd]
-            while limit > 0:
-                try:
-                    raw = receive(name, fd, min(limit, _CHUNK))
-                except BlockingIOError:
-                    break
-                if not raw:
-                    break
-                limit -= len(raw)
-                self._read[fd] += len(raw)
-                yield PipeText(name, decoder.decode(raw), len(raw), decoder.getstate()[0])
-                if len(raw) < _CHUNK:
-                    break
+            for piece in self._read_pipe(fd, limit, receive):
+                limit -= piece.size
+                yield piece
+
+    def read_available(self, receive: Receive = receive) -> Iterator[PipeText]:
+        """Yield from each pipe the bytes that are in it when its turn comes; never blocks. The caller holds :attr:`lock`."""
+        for fd in self.readers:
+            yield from self._read_pipe(fd, _available(fd), receive)
+
+    def _read_pipe(self, fd: int, limit: int, receive: Receive) -> Iterator[PipeText]:
+        name, decoder = self._names[fd], self._decoders[fd]
+        while limit > 0:
+            try:
+                raw = receive(name, fd, min(limit, _CHUNK))
+            except BlockingIOError:
+                return
+            if not raw:
+                return
+            limit -= len(raw)
+            self._read[fd] += len(raw)
+            yield PipeText(name, decoder.decode(raw), len(raw), decoder.getstate()[0])
+            if len(raw) < _CHUNK:
+                return
 
     def written(self) -> tuple[int, ...]:
         """Return the number of bytes written to each pipe by now. The caller holds :attr:`lock`."""

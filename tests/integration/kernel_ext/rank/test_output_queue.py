@@ -563,6 +563,30 @@ def test_a_process_that_outlives_its_cell_waits_for_the_pool_too(fd_rank: Rank) 
     fd_rank.play(script)
 
 
+def test_bytes_left_in_the_pipe_for_want_of_room_belong_to_the_cell_before_the_next(
+    fd_rank: Rank,
+) -> None:
+    total = WINDOW + 50000
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(
+            f"import subprocess\np = subprocess.Popen('read x; head -c {total - 4} /dev/zero | tr \"\\\\0\" x; echo END', "
+            "shell=True, stdin=subprocess.PIPE)"
+        )
+        pool.finish(cell)
+        late_process = fd_rank.shell.user_ns["p"]
+        late_process.communicate(
+            b"\n", timeout=PATIENCE
+        )  # the pool takes nothing, and the rest is in the pipe
+        assert pool.run("print('next')").text() == "next\n"
+        late = [mail for name, mail in fd_rank.engine.log if name == "Late"]
+        assert {mail.cell for mail in late} == {cell}
+        assert late[-1].total == total
+        assert late[-1].chunks[-1].text.endswith("xEND\n")
+
+    fd_rank.play(script)
+
+
 def test_reading_standard_input_ends_at_once(fd_rank: Rank) -> None:
     assert fd_rank.run("import os\nos.read(0, 1)").done.error is None
 

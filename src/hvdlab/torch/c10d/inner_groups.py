@@ -169,7 +169,8 @@ class NcclInner:
         self.group = _in_group(self._backend, store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL)
 
     def abort(self) -> None:
-        self._backend.abort()
+        if (backend := self._backend) is not None:  # a user's thread may have closed the group
+            backend.abort()
 
     def close(self) -> None:
         self.group = self._backend = None

@@ -9,6 +9,7 @@
     python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
     python benchmarks/chaos.py --elastic 100 --hosts                            # whole hosts that do (needs root)
     python benchmarks/chaos.py --gpu 200                                        # ranks that share a GPU
+    python benchmarks/chaos.py --gpu 20 --device cpu                            # the same as far as it goes without one
     python benchmarks/chaos.py --watched gloo --ranks 2                         # watched groups, with Gloo inside
     python benchmarks/chaos.py --watched nccl --ranks 4                         # with NCCL inside (needs a GPU)
 
@@ -136,16 +137,20 @@ class Kind(abc.ABC, Generic[P]):
     def drive(self, plane: str) -> tuple[list[Outcome], dict[str, Any]]:
         """Play one plane's share. Returns the outcomes, and the campaign's entries of the result file."""
         outcomes: list[Outcome] = []
-        began = time.monotonic()
+        began, interrupted = time.monotonic(), False
         with self.start(plane) as played:
-            for outcome in played.play(self.count // len(self.planes), self.given.first):
-                outcomes.append(outcome)
-                tell(outcome, began, verbose=self.given.verbose)
-                if time.monotonic() - began > self.given.minutes * 60:
-                    outcome.wrong += self.break_off(played)
-                    break
+            try:
+                for outcome in played.play(self.count // len(self.planes), self.given.first):
+                    outcomes.append(outcome)
+                    tell(outcome, began, verbose=self.given.verbose)
+                    if time.monotonic() - began > self.given.minutes * 60:
+                        outcome.wrong += self.break_off(played)
+                        break
+            except KeyboardInterrupt:
+                interrupted = True
             left = self.stop(played)
-        return outcomes, {"plane": plane, "pools": played.started, "left_at_the_end": left}
+        entries = {"plane": plane, "pools": played.started, "left_at_the_end": left}
+        return outcomes, {**entries, **({"interrupted": True} if interrupted else {})}
 
 
 class PoolFaults(Kind[Campaign]):
@@ -188,12 +193,14 @@ class GpuFaults(PoolFaults):
 
     name = "gpu"
     among = (*ON_DEVICES, *GPU, DEATHS_OF_PARTS[0])
-    device = "cuda:0"
 
     def __init__(self, given: argparse.Namespace) -> None:
-        super().__init__(given)
-        if reason := why_no_gpu():
+        self.device = given.device
+        if given.device == "cpu":
+            self.among = (*ON_DEVICES, DEATHS_OF_PARTS[0])
+        elif reason := why_no_gpu():
             sys.exit(reason)
+        super().__init__(given)
         self.planes, self.count = ["shm"], given.gpu
 
 
@@ -342,6 +349,12 @@ def main() -> None:
         "--gpu", type=int, metavar="N", help="N faults on ranks that share the first GPU, and nothing else"
     )
     parser.add_argument(
+        "--device",
+        choices=("cuda:0", "cpu"),
+        default="cuda:0",
+        help="with --gpu: where the tensors are; cpu leaves out what only a GPU does (default: %(default)s)",
+    )
+    parser.add_argument(
         "--watched",
         choices=("gloo", "nccl"),
         help="faults on ranks that train on a watched group with this backend inside, and nothing else",
@@ -367,6 +380,8 @@ def main() -> None:
         played, pool = kind.drive(plane)
         outcomes += played
         pools.append(pool)
+        if "interrupted" in pool:
+            break
     found = rows(outcomes)
     print(table(found))
     bad = [story(outcome) for outcome in outcomes if not outcome.ok]
@@ -388,7 +403,7 @@ def main() -> None:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
     if given.page:
         publish(result, given.page)
-    sys.exit(bool(bad or any(pool["left_at_the_end"] for pool in pools)))
+    sys.exit(bool(bad or any(pool["left_at_the_end"] or "interrupted" in pool for pool in pools)))
 
 
 if __name__ == "__main__":

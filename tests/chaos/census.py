@@ -16,9 +16,9 @@ MARK = "HVDLAB_CHAOS"
 Count = dict[str, int]
 
 
-def marked(value: str) -> dict[int, str]:
+def marked(value: str, variable: str = MARK) -> dict[int, str]:
     """Return processes with this mark in their environment, this one left out: id and name."""
-    needle = f"{MARK}={value}".encode()
+    needle = f"{variable}={value}".encode()
     found: dict[int, str] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

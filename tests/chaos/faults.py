@@ -247,6 +247,7 @@ WATCHED = (
     ),
     Fault("the transport fails", "failing_together", "break", says="failed on rank", loop="wrapped"),
     *(_watched(fault) for fault in DEATHS_OF_PARTS),
+    replace(RESIZES[0], loop="wrapped"),
 )
 """What befalls ranks that train with ``DistributedDataParallel`` on a watched group: all that befalls ranks, but for places inside of a
 data plane of hvdlab's, which a watched group has not. The same wrapped model trains on afterwards."""

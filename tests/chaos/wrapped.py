@@ -19,6 +19,7 @@ from torch import nn
 from chaos.victim import Training, Victim
 from hvdlab.torch.c10d import WatchOptions, agree
 from hvdlab.torch.c10d.work import futures_threads
+from support.real_gpu import choose_gpu
 
 BUCKET = 8 / 1024
 """DDP's limit of a bucket, in its unit, MiB: the model has three buckets from its second pass on."""
@@ -48,7 +49,9 @@ class Wrapped(Victim):
     def __init__(self, seed: int, mailbox: str, inner: str = "") -> None:
         super().__init__(mailbox)
         torch.manual_seed(seed)
-        self.device = _own_gpu() if inner == "nccl" else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if inner == "nccl":
+            self.device = choose_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
         self.module = nn.Sequential(
             nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
         ).to(self.device)
@@ -148,15 +151,6 @@ class Wrapped(Victim):
     def end_generation(self) -> None:
         """Give up all operations in flight, of which there are none. Called by one rank when all others are done."""
         self._group.abort()
-
-
-def _own_gpu() -> torch.device:
-    """Choose this rank's GPU, as a user does. Ranks that share one are hosts of their own for NCCL, which refuses that on one host."""
-    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
-        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-    torch.cuda.set_device(rank % gpus)
-    return torch.device("cuda", rank % gpus)
 
 
 def _start_threads() -> None:

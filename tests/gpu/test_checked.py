@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.links import THROUGH_HOST
 from hvdlab.runner.check_gpus import ANSWER_WITHIN
 from support.ranks.resident import Ranks
-from support.real_gpu import why_no_gpu
+from support.real_gpu import choose_gpu, why_no_gpu
 
 SIZE = 2
 COUNT_GPUS = "from hvdlab.collectives.planes.gpu import gpu_plane; print(gpu_plane.gpus().count())"
@@ -49,6 +52,72 @@ def total(is_apart: bool) -> tuple[tuple[str, ...], float]:
     torch.cuda.set_device(hvd().local_rank() if is_apart else 0)
     found = float(hvd().allreduce(torch.ones(1000, device="cuda"), op=hvd().Sum)[-1])
     return context.engine().device_planes(), found
+
+
+class Lines(logging.Handler):
+    """Lines that hvdlab has logged in this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+LINES = Lines()
+
+
+def break_check(how: str) -> None:
+    """Make the check of the plane fail on rank 1, of its own numbers or of an error."""
+    from hvdlab.collectives.planes.base import PlaneBroken
+    from hvdlab.collectives.planes.gpu import checked_plane
+
+    logging.getLogger("hvdlab").addHandler(LINES)
+    choose_gpu(hvd().local_rank(), hvd().local_size())
+    if hvd().rank() != 1:
+        return
+    store = checked_plane.PinnedMemory.store
+
+    def wrong(self: Any, places: Any, buffers: Any) -> None:
+        checked_plane.PinnedMemory.store = store  # type: ignore[method-assign]
+        if how == "raises":
+            raise PlaneBroken("made to fail")
+        places[0].array[0] += 1
+        store(self, places, buffers)
+
+    checked_plane.PinnedMemory.store = wrong  # type: ignore[method-assign]
+
+
+def sums() -> tuple[list[float], tuple[str, ...], list[str], list[str]]:
+    """Reduce twice on the GPU. Returns the sums, the planes and links that the status shows, and the lines that were logged."""
+    import torch
+
+    from hvdlab.collectives import context
+
+    found = [float(hvd().allreduce(torch.ones(n, device="cuda"), op=hvd().Sum)[-1]) for n in (1000, 1 << 20)]
+    engine = context.engine()
+    return found, engine.device_planes(), list(engine.links()), LINES.lines
+
+
+@pytest.mark.parametrize("plane", ["ipc", "nccl"])
+@pytest.mark.parametrize(
+    ("how", "words"), [("wrong", "of 65536 sums were wrong"), ("raises", "made to fail")]
+)
+def test_after_a_check_that_fails_ranks_go_through_the_host_and_one_sentence_says_why(
+    plane: str, how: str, words: str
+) -> None:
+    pytest.importorskip("torch")
+    with Ranks(SIZE, imports=["hvdlab.torch"], env={gpu_plane.CHOICE: plane}) as ranks:
+        ranks.run(break_check, how, timeout=120)
+        found = ranks.run(sums, timeout=120)
+    assert [(values, planes, links) for values, planes, links, _ in found] == [
+        ([2.0, 2.0], ("",), [THROUGH_HOST])
+    ] * SIZE
+    assert [len(lines) for *_, lines in found] == [1, 0]
+    assert "are copied through the host until one of them is restarted" in found[0][-1][0]
+    assert f"`cuda/{plane}` failed its check on rank" in found[0][-1][0]
+    assert words in found[0][-1][0]
 
 
 def test_ranks_that_share_a_gpu_pass_the_check(two: Ranks) -> None:

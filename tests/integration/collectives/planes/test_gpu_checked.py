@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.planes.gpu import checked_plane, gpu_plane
 from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
 from hvdlab.collectives.planes.links import THROUGH_HOST
+from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.system import HOST_VARIABLE
+from hvdlab.collectives.tracing.record_format import Members, encode
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.types import Membership
+from hvdlab.widgets.recording_feed import rank_rows
 from support.fakes import nccl as fake_nccl
 from support.fakes.cuda import FakeCuda, bytes_at
 from support.patience import PATIENCE
@@ -88,6 +94,25 @@ def shown() -> tuple[tuple[str, ...], list[str], list[str]]:
     """Return the names of planes and links that the status shows, and the lines that were logged."""
     engine = context.engine()
     return engine.device_planes(), list(engine.links()), _LINES.lines
+
+
+_RECORDED: list[Members] = []
+
+
+def keep_records() -> None:
+    """Keep what this rank records about process sets from now on, before it is sent."""
+    recorder = context.engine().recorder
+    record = recorder.members
+
+    def members(process_set: int, generation: int, size: int, plane: str = "") -> None:
+        _RECORDED.append(Members(process_set, generation, size, time.monotonic_ns(), plane))
+        record(process_set, generation, size, plane)
+
+    recorder.members = members  # type: ignore[method-assign]
+
+
+def records() -> list[Members]:
+    return _RECORDED
 
 
 def everything() -> list[Any]:
@@ -197,6 +222,22 @@ def test_the_gpus_of_the_ranks_make_the_plane_and_no_variable_does(
     for planes, _, lines in three.run(shown):
         assert planes == (plane,)
         assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "plane"),
+    [("xyz", f"shm, {NCCL} (link unknown)"), ("xxx", f"shm, {IPC} (same GPU)")],
+)
+def test_the_row_of_the_panel_names_the_plane_that_was_checked(three: Ranks, gpus: str, plane: str) -> None:
+    three.run(join, gpus, timeout=PATIENCE)
+    three.run(keep_records)
+    assert three.run(total, timeout=PATIENCE) == [3.0] * 3
+    recording = Recording()
+    members = tuple(Member(rank, pid=100 + rank, host="a", plane="auto") for rank in range(3))
+    recording.take_membership(Membership(members=members, expected=(0, 1, 2)))
+    for rank, events in enumerate(three.run(records)):
+        recording.feed(rank, encode(rank, events))
+    assert [row["plane"] for row in rank_rows(recording)] == [plane] * 3
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from hvdlab._version import __version__
 from hvdlab.collectives import context
@@ -46,6 +46,8 @@ WORK_SECONDS = 1.0
 """Seconds that the ranks work before that."""
 ANSWER_WITHIN = 60.0
 """Seconds that a rank may take for a task."""
+AGAIN_AFTER = 0.2
+"""Seconds after which an interrupted rank withdraws again, if others still wait for it."""
 SUM, RIGHT = "sum", "right"
 
 Answers = dict[int, dict[str, Any]]
@@ -56,9 +58,14 @@ Answers = dict[int, dict[str, Any]]
 
 
 class CheckedRank:
-    """Rank that is given tasks, on the GPU that its local rank names."""
+    """Rank that is given tasks, on the GPU that its local rank names.
 
-    def __init__(self) -> None:
+    Args:
+        output: Where its answers go.
+    """
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
         context.init()
         self._engine = context.engine()
         gpus = gpu_plane.gpus()
@@ -67,6 +74,11 @@ class CheckedRank:
         self._lines = _Lines()
         logging.getLogger("hvdlab").addHandler(self._lines)
         self._torch_error = ""
+
+    def answer(self, found: Mapping[str, Any]) -> None:
+        """Send the checker an answer."""
+        self._output.write(json.dumps(found) + "\n")
+        self._output.flush()
 
     def run(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Do a task and return the answer."""
@@ -77,6 +89,7 @@ class CheckedRank:
             "torch": self._begin_torch,
             "time": self._time,
             "work": self._work,
+            "withdraw": self._withdraw,
         }
         return tasks[task["task"]](task)
 
@@ -166,17 +179,24 @@ class CheckedRank:
         return {name: statistics.median(found) for name, found in times.items()}
 
     def _work(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Reduce until an error ends it; return the error, and when it came."""
+        """Reduce until an error ends it; return the error, and when it came. Another answer before says that it has begun."""
         try:
             buffer = self._buffer(WORK_BYTES)
+            self._allreduce(buffer)
+            self.answer({})
             while True:
                 self._allreduce(buffer)
         except KeyboardInterrupt as end:
             # Interrupted between two calls, this rank would leave the others waiting for its next one: no cell ends here.
-            self._engine.withdraw("it was interrupted", kind=CauseKind.INTERRUPTED)
+            self._withdraw(task)
             return {"end": type(end).__name__, "at": time.monotonic()}
         except HvdlabError as end:
             return {"end": type(end).__name__, "at": time.monotonic()}
+
+    def _withdraw(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Give up the collectives that the other ranks have begun."""
+        self._engine.withdraw("it was interrupted", kind=CauseKind.INTERRUPTED)
+        return {}
 
 
 class _Lines(logging.Handler):
@@ -227,14 +247,15 @@ def rank_main() -> None:
     """Serve the checker, as one of its ranks, until its standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries print to standard output
-    rank = CheckedRank()
+    # A shell that starts the checker in the background has it ignore interrupts, which the ranks would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    rank = CheckedRank(answers)
     for line in sys.stdin:
         try:
             found = rank.run(json.loads(line))
         except Exception as error:  # noqa: BLE001  (the checker reports it)
             found = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+        rank.answer(found)
     context.shutdown()
 
 
@@ -246,6 +267,10 @@ RANK = (sys.executable, "-c", "from hvdlab.runner.check_gpus import rank_main; r
 
 class TaskFailed(Exception):
     """Error: a task failed on a rank, or a rank did not answer; the message names the case."""
+
+
+class NotAnswered(TaskFailed):
+    """Error: a rank did not answer in time."""
 
 
 class Report(Protocol):
@@ -290,28 +315,53 @@ class GpuRanks:
 
     def give(self, task: str, **more: Any) -> None:
         """Give all ranks a task."""
-        line = json.dumps({"task": task, **more}).encode() + b"\n"
-        for process in self.processes.values():
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its answer is missing then
-                process.stdin.write(line)
-                process.stdin.flush()
+        for rank in self.processes:
+            self._give(rank, task, **more)
+
+    def _give(self, rank: int, task: str, **more: Any) -> None:
+        pipe = self.processes[rank].stdin
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # its answer is missing then
+            pipe.write(json.dumps({"task": task, **more}).encode() + b"\n")
+            pipe.flush()
 
     def answers(self, task: str) -> Answers:
         """Wait for the answers of all ranks. Raises ``TaskFailed`` if one is missing after the bound, or has an error."""
         end = time.monotonic() + self._within
-        found: Answers = {}
-        for rank, process in self.processes.items():
-            assert process.stdout is not None
-            readable, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
-            if not readable:
-                raise TaskFailed(f"rank {rank} did not answer within {self._within:g} s ({task})")
-            line = process.stdout.readline()
-            if not line:
-                raise TaskFailed(f"rank {rank} ended with exit code {process.wait()} ({task})")
-            found[rank] = json.loads(line)
-            if "error" in found[rank]:
-                raise TaskFailed(f"rank {rank}: {found[rank]['error']} ({task})")
+        return {rank: self._answer(rank, task, end) for rank in self.processes}
+
+    def _answer(self, rank: int, task: str, end: float) -> dict[str, Any]:
+        """Return the next answer of a rank. Raises ``TaskFailed`` if it is an error, or has not come at this instant."""
+        process = self.processes[rank]
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
+        if not readable:
+            raise NotAnswered(f"rank {rank} did not answer within {self._within:g} s ({task})")
+        line = process.stdout.readline()
+        if not line:
+            raise TaskFailed(f"rank {rank} ended with exit code {process.wait()} ({task})")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise TaskFailed(f"rank {rank}: {found['error']} ({task})")
+        return found
+
+    def answers_after_interrupt(self, interrupted: int, task: str) -> Answers:
+        """Wait for the answers of all ranks to a task that one of them was interrupted in. Raises ``TaskFailed`` as :meth:`answers`.
+
+        A rank that is between two collectives when the interrupted one withdraws begins the next one in vain. So that one withdraws again as
+        long as another one has not answered.
+        """
+        end = time.monotonic() + self._within
+        found = {interrupted: self._answer(interrupted, task, end)}
+        for rank in self.processes:
+            while rank not in found:
+                try:
+                    found[rank] = self._answer(rank, task, min(end, time.monotonic() + AGAIN_AFTER))
+                except NotAnswered:
+                    if time.monotonic() >= end:
+                        raise
+                    self._give(interrupted, "withdraw")
+                    self._answer(interrupted, "withdraw", end)
         return found
 
     def signal(self, rank: int, number: int) -> None:
@@ -419,11 +469,11 @@ def _time_allreduce(ranks: GpuRanks, directory: str, found: dict[str, Any], repo
 
 def _work(ranks: GpuRanks, rank: int, number: int, name: str) -> dict[str, Any]:
     """Send a rank a signal in the middle of allreduces; return when the last of the ranks was free, and whether they work on."""
-    ranks.give("work")
+    ranks.ask("work")  # the first of its two answers
     time.sleep(WORK_SECONDS)
     sent = time.monotonic()
     ranks.signal(rank, number)
-    ends = ranks.answers(name)
+    ends = ranks.answers(name) if number == signal.SIGKILL else ranks.answers_after_interrupt(rank, name)
     again = ranks.ask(SUM)
     _require_right(again, f"the allreduce after the {name}")
     return {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,14 @@ import pytest
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.runner import check_gpus, cli
 from support.fakes import nccl as fake_nccl
+from support.fakes.checked_gpus import rank_program as program
 from support.patience import PATIENCE
-
-TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def simulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", ""))))
     monkeypatch.setenv(fake_nccl.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(check_gpus, "WORK_SECONDS", 0.1)
-
-
-def program(gpus: str, more: str = "") -> list[str]:
-    """Return the program of a rank on the simulated GPU that its letter names."""
-    text = f"""
-import os
-from support.fakes import cuda as fake_cuda
-from support.fakes import nccl as fake_nccl
-from hvdlab.runner import check_gpus
-gpu = fake_cuda.install()
-gpu.identity = {gpus!r}[int(os.environ["HVDLAB_RANK"])] * 32
-fake_nccl.install(gpu)
-check_gpus.ROUNDS, check_gpus.CALLS, check_gpus.WORK_BYTES = 1, 1, 4096
-{more}
-check_gpus.rank_main()
-"""
-    return [sys.executable, "-c", text]
 
 
 def found_in(file: Path) -> Any:
@@ -65,6 +45,18 @@ def test_ranks_with_a_gpu_each_are_checked_timed_interrupted_and_killed(
     }
     assert found["interrupt"]["ends"]["0"]["end"] == "KeyboardInterrupt"
     assert set(found["death"]["ends"]) == {"0", "1"}
+
+
+def test_ranks_of_a_checker_in_the_background_are_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_gpus, "SIZES", {})
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells start it then
+    try:
+        assert check_gpus.run(2, program("xy"), tmp_path / "found.json", PATIENCE) == 0
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert found_in(tmp_path / "found.json")["interrupt"]["ends"]["0"]["end"] == "KeyboardInterrupt"
 
 
 def test_a_plane_that_fails_its_check_is_in_the_table_with_the_reason(
@@ -114,6 +106,9 @@ def test_a_rank_that_is_interrupted_between_two_calls_keeps_no_other_waiting(
 import time
 work, real = check_gpus.CheckedRank._work, check_gpus.CheckedRank._allreduce
 def held(self, buffer):
+    real(self, buffer)
+    check_gpus.CheckedRank._allreduce = interrupted
+def interrupted(self, buffer):
     check_gpus.CheckedRank._allreduce = real
     time.sleep(3600)
 def first(self, task):
@@ -125,4 +120,41 @@ check_gpus.CheckedRank._work = first
 """
     monkeypatch.setattr(check_gpus, "WORK_SECONDS", 1.0)
     assert check_gpus.run(2, program("xy", between), tmp_path / "found.json", PATIENCE) == 0
+    assert found_in(tmp_path / "found.json")["interrupt"]["ends"]["1"]["end"] == "AbortedError"
+
+
+def test_a_rank_that_begins_a_call_after_another_was_interrupted_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_gpus, "SIZES", {})
+    late = f"""
+import pathlib, time
+withdrawn = pathlib.Path({str(tmp_path / "withdrawn")!r})
+withdraw, real = check_gpus.CheckedRank._withdraw, check_gpus.CheckedRank._allreduce
+def withdraws(self, task):
+    found = withdraw(self, task)
+    withdrawn.touch()
+    return found
+def late(self, buffer):
+    real(self, buffer)
+    check_gpus.CheckedRank._allreduce = after_it
+def after_it(self, buffer):
+    check_gpus.CheckedRank._allreduce = real
+    while not withdrawn.exists():
+        time.sleep(0.01)
+    real(self, buffer)
+def waits(self, buffer):
+    real(self, buffer)
+    check_gpus.CheckedRank._allreduce = lambda self, buffer: time.sleep(3600)
+def first(self, task):
+    check_gpus.CheckedRank._work = work
+    check_gpus.CheckedRank._allreduce = waits if self._engine.rank == 0 else late
+    try:
+        return work(self, task)
+    finally:
+        check_gpus.CheckedRank._allreduce = real
+check_gpus.CheckedRank._withdraw = withdraws
+work, check_gpus.CheckedRank._work = check_gpus.CheckedRank._work, first
+"""
+    assert check_gpus.run(2, program("xy", late), tmp_path / "found.json", PATIENCE) == 0
     assert found_in(tmp_path / "found.json")["interrupt"]["ends"]["1"]["end"] == "AbortedError"

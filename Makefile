@@ -17,6 +17,12 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
+# Tests start thousands of interpreters, each of which would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Modules with a test that runs alone: to collect all others once more takes a quarter of a minute.
+ALONE = $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
+
 .PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest torch-next test-gpu test-engines mxnet engines intel-mpi monarch clean
 
 help: ## this list
@@ -61,7 +67,7 @@ mypy pyright: $(INSTALLED) ## one of the type checkers
 
 unit: $(INSTALLED) house ## all tests but the long ones; PYTEST_ARGS goes to pytest
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) --junitxml out/junit.xml $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "alone and not soak" --junitxml out/junit-alone.xml $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "alone and not soak" --junitxml out/junit-alone.xml $(or $(PYTEST_ARGS),$(ALONE))
 
 timings: $(INSTALLED) ## commit how long each group of tests took in the last run here: it orders the first run of a clean clone
 	$(BIN)/python tests/support/scheduling.py

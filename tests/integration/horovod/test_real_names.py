@@ -1,6 +1,7 @@
 """Names, calls, variables and flags that public code for Horovod has, as `tests/data/real_names.json` counts them.
 
-Each module is imported as its users write it, in an interpreter of its own: a name that another import happens to bind would be missing for them.
+Each module is imported as its users write it, in a process of its own: a name that another import happens to bind would be missing for them.
+The processes are forked from one that has imported the frameworks, which takes seconds, and nothing of hvdlab.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 
 from hvdlab.collectives.variables import VARIABLES
 from hvdlab.runner.flags import FLAGS
-from support.patience import PATIENCE
+from support.ranks.program import printed
 
 REAL = json.loads((Path(__file__).parents[2] / "data" / "real_names.json").read_text())
 NEEDS = {
@@ -27,6 +26,11 @@ NEEDS = {
     "horovod.tensorflow": "tensorflow",
 }
 """Packages without which these modules and those below them can't be imported."""
+
+FRAMEWORKS = tuple(
+    name for name in ("numpy", "torch", "tensorflow", "tf_keras") if importlib.util.find_spec(name)
+)
+"""Modules that each process finds imported."""
 
 _UNSET = "without initial_lr, which Horovod wants as well"
 MISSING = {
@@ -118,18 +122,8 @@ print(json.dumps(failures))
 
 
 def _printed(script: str, given: object) -> Any:
-    """Return the last line printed by a script in an interpreter of its own, from JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        input=json.dumps(given),
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """Return the last line printed by a script in a process of its own, from JSON."""
+    return printed(script, given, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}, FRAMEWORKS)
 
 
 def _skip_without(module: str) -> None:

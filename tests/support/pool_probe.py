@@ -30,6 +30,11 @@ class PoolProbe:
         self.joining: EngineRegistration = parts.joining
 
     @property
+    def has_open_questions(self) -> bool:
+        """Return whether ranks have been sent a question that not all of them have answered."""
+        return bool(self.runs.requests._open)
+
+    @property
     def coordinator(self) -> PoolCoordinator:
         """The coordinator of now, which is another one after a recovery."""
         return self._parts.processes.coordinator

@@ -21,14 +21,14 @@ from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.time_limits import Deadline
-from support.patience import GONE, PATIENCE
+from support.patience import GONE, HOUR, PATIENCE
 
 M = TypeVar("M", bound=m.Message)
 
 
 @pytest.fixture
 def coordinator() -> Iterator[CoordinatorProcess]:
-    with CoordinatorProcess.start(stall_seconds=0.2, timeout=PATIENCE) as process:
+    with CoordinatorProcess.start(stall_seconds=HOUR, timeout=PATIENCE) as process:
         yield process
 
 
@@ -47,7 +47,7 @@ def join(coordinator: CoordinatorProcess, rank: int, *, tracked: bool = False) -
 
 def wait_for(endpoint: Endpoint, kind: type[M]) -> M:
     while True:
-        assert select.select([endpoint], [], [], 10)[0], f"no {kind.__name__} comes"
+        assert select.select([endpoint], [], [], PATIENCE)[0], f"no {kind.__name__} comes"
         found = [decode_to_peer(payload) for payload in endpoint.receive()]
         for message in found:
             if isinstance(message, kind):
@@ -139,17 +139,23 @@ def test_a_story_has_the_decisions_about_a_rank(coordinator: CoordinatorProcess,
         endpoint.close()
 
 
-def test_stalls_are_reported(coordinator: CoordinatorProcess, client: Client) -> None:
+def test_stalls_are_reported() -> None:
     stalls: queue.SimpleQueue[Stall] = queue.SimpleQueue()
-    client.on_stall(stalls.put)
-    client.expect([0, 1])
-    ranks = [join(coordinator, rank) for rank in (0, 1)]
-    wait_for(ranks[0], m.Configure)
-    ranks[0].send(m.Announce(0, 1, (0,), (m.Definition(0, m.Signature(0, "slow", 8, 1, (1,)), "line 1"),)))
-    stall = stalls.get(timeout=PATIENCE)
-    assert (stall.name, stall.waited, stall.missing, stall.sites) == ("slow", (0,), (1,), ("line 1",))
-    for rank in ranks:
-        rank.close()
+    with (
+        CoordinatorProcess.start(stall_seconds=0.2, timeout=PATIENCE) as coordinator,
+        Client.connect(coordinator.address, coordinator.client_token) as client,
+    ):
+        client.on_stall(stalls.put)
+        client.expect([0, 1])
+        ranks = [join(coordinator, rank) for rank in (0, 1)]
+        wait_for(ranks[0], m.Configure)
+        ranks[0].send(
+            m.Announce(0, 1, (0,), (m.Definition(0, m.Signature(0, "slow", 8, 1, (1,)), "line 1"),))
+        )
+        stall = stalls.get(timeout=PATIENCE)
+        assert (stall.name, stall.waited, stall.missing, stall.sites) == ("slow", (0,), (1,), ("line 1",))
+        for rank in ranks:
+            rank.close()
 
 
 def test_large_mail_goes_through(coordinator: CoordinatorProcess, client: Client) -> None:

@@ -46,12 +46,14 @@ def test_what_other_ranks_write_is_seen_while_one_asks(kernel: PromptingKernel) 
 
     def answer_when_seen() -> None:
         (cell,) = [one for one in kernel.cells.values() if not one.ended]
+        (kernel.directory / "asked").touch()
         kernel.until(lambda: "1 wrote 199" in cell.text() and "shown by 2" in str(cell.messages))
         seen.extend(cell.lines())
         kernel.client.input("Ada")
 
     cell, prompts = kernel.dialogue(
-        "%%hvd_run\nif rank == 0:\n    print('asks')\n    print('hello', input('name? '))\nelse:\n    time.sleep(1)\n"
+        "%%hvd_run\nif rank == 0:\n    print('asks')\n    print('hello', input('name? '))\nelse:\n"
+        "    while not os.path.exists('asked'): time.sleep(0.01)\n"
         "    if rank == 2: display({'text/plain': 'shown by 2'}, raw=True)\n"
         "    else:\n        for i in range(200): print(rank, 'wrote', i)",
         answer_when_seen,

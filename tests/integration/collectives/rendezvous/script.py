@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -15,11 +16,38 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 
-WHILE_OTHERS_WAIT = 1.0  # seconds: the others have to be in their wait by then
-
 
 def total(value: float = 1.0) -> float:
     return float(hvd.allreduce(np.full(1000, value), op=hvd.Sum)[0])
+
+
+def begun(rank: int) -> Path:
+    """Return the file by which a rank says that it has submitted its collective."""
+    return Path(os.environ["TMPDIR"], f"begun.{rank}")
+
+
+def total_that_others_see(rank: int) -> float:
+    """Return the sum over all ranks. Others see when this rank has submitted it, and waits."""
+    handle = hvd.allreduce_async(np.full(1000, 1.0), op=hvd.Sum)
+    begun(rank).touch()
+    return float(hvd.synchronize(handle)[0])
+
+
+def wait_for_others(rank: int, size: int) -> None:
+    """Wait until all other ranks wait for this one."""
+    others = [begun(other) for other in range(size) if other != rank]
+    while not all(path.exists() for path in others):
+        time.sleep(0.001)
+    for path in others:
+        path.unlink()
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process has ended that is no child."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        process = os.pidfd_open(pid)
+        select.select([process], [], [])
+        os.close(process)
 
 
 def train() -> None:
@@ -49,10 +77,10 @@ def fail() -> None:
     """Rank 1 fails while the others wait for it."""
     engine = context.init()
     if engine.rank == 1:
-        time.sleep(WHILE_OTHERS_WAIT)
+        wait_for_others(engine.rank, engine.size)
         sys.exit(7)
     try:
-        total()
+        total_that_others_see(engine.rank)
     except AbortedError as error:
         os.write(1, f"{error}\n".encode())
         raise
@@ -62,10 +90,10 @@ def first_dies() -> None:
     """Rank 0, which started the coordinator, is killed while the others wait for it; they go on."""
     engine = context.init()
     if engine.rank == 0:
-        time.sleep(WHILE_OTHERS_WAIT)
+        wait_for_others(engine.rank, engine.size)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        total()
+        total_that_others_see(engine.rank)
     except AbortedError as error:
         os.write(1, f"{error}\n".encode())
     os.write(1, f"{total()}\n".encode())
@@ -109,9 +137,7 @@ def coordinator_dies_last() -> None:
     first, its_coordinator = map(int, hvd.broadcast(pids, 0))
     if engine.rank == 0:
         return
-    process = os.pidfd_open(first)
-    select.select([process], [], [])
-    os.close(process)
+    wait_for_end(first)
     if engine.rank == 1:
         os.kill(its_coordinator, signal.SIGKILL)
     while True:
@@ -124,13 +150,13 @@ def coordinator_dies_last() -> None:
 
 
 def first_leaves() -> None:
-    """Rank 0 has nothing more to do; the others go on for a while."""
+    """Rank 0 has nothing more to do and ends; the others go on."""
     engine = context.init()
     others = engine.add_process_set([rank for rank in range(engine.size) if rank])
-    total()
+    first = int(hvd.broadcast(np.array([os.getpid()]), 0)[0])
     if engine.rank == 0:
         return
-    time.sleep(1.0)
+    wait_for_end(first)
     os.write(1, f"{float(hvd.allreduce(np.ones(3), op=hvd.Sum, process_set=others)[0])}\n".encode())
 
 

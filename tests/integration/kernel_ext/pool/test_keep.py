@@ -469,15 +469,19 @@ def test_a_pool_that_is_in_use_is_refused_with_who_has_it() -> None:
 
 
 @pytest.mark.soak
-def test_a_pool_is_detached_and_attached_to_in_one_process() -> None:
+def test_a_pool_is_detached_and_attached_to_in_one_process(doors: Callable[[int], None]) -> None:
     pool = Pool.start(2, keep="")
     assert pool.name == "pool"
-    pool.run("x = 5")
+    pool.run("import os\nx = 5")
     out = Recorder()
-    run = pool.start_run("import time\nprint('on', flush=True)\ntime.sleep(1)\nx = 6", out=out)
+    run = pool.start_run(
+        "print('on', flush=True)\nopen(os.environ['DOOR'] + os.environ['RANK']).read()\nx = 6", out=out
+    )
     out.wait_for("on", ranks=(0, 1))
     pool.detach()
     assert set(run.wait(GONE).deaths) == {0, 1}
+    for rank in (0, 1):
+        doors(rank)
     assert pool.state == "stopped"
     assert threading.active_count() == 1
     with Pool.attach("pool") as again:

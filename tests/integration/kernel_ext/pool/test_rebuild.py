@@ -25,7 +25,7 @@ from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN
-from support.patience import GONE, PATIENCE
+from support.patience import GONE, PATIENCE, eventually
 from support.pool_probe import PoolProbe
 from support.pool_recorder import Recorder
 
@@ -233,16 +233,21 @@ def test_a_cell_that_catches_the_failure_goes_on(start_pool: StartPool, tmp_path
     watched.check()
 
 
-def test_variables_are_pulled_although_the_coordinator_dies(start_pool: StartPool) -> None:
+def test_variables_are_pulled_although_the_coordinator_dies(start_pool: StartPool, tmp_path: Path) -> None:
     watched = Watched(start_pool(2))
     out = Recorder()
-    run = watched.pool.start_run("print('on', flush=True)\ntime.sleep(1)", out=out)
+    dead = tmp_path / "dead"
+    run = watched.pool.start_run(
+        f"print('on', flush=True)\nwhile not os.path.exists({str(dead)!r}): time.sleep(0.01)", out=out
+    )
     out.wait_for("on", ranks=(0, 1))
     found: list[object] = []
     pulling = threading.Thread(target=lambda: found.append(watched.pool.pull("me * 7")))
     pulling.start()
+    eventually(lambda: PoolProbe(watched.pool).has_open_questions)
     watched.kill_coordinator()
-    pulling.join(60)
+    dead.touch()
+    pulling.join(PATIENCE)
     assert found == [{0: 0, 1: 7}]
     assert run.wait(30).errors == {}
 

@@ -1,6 +1,7 @@
 """A pool over ssh whose second host is cut off, and comes back: ``python cut_pool.py FIRST SECOND SHELL``.
 
-Runs on the first host. Writes a line when the cable is to be pulled, and when a cell runs that the cut ranks don't get; reads one when that is done.
+Runs on the first host. Writes a line when the cable is to be pulled, and when the cut ranks are lost and a cell runs that they don't get; reads one
+when the cable is pulled, and when it is back.
 Prints its findings, in JSON.
 """
 
@@ -32,8 +33,9 @@ def main(first: str, second: str, shell: str) -> dict[str, Any]:
         found: dict[str, Any] = {"before": list(pool.run(START))}
         print("cut", flush=True)
         sys.stdin.readline()
-        running = pool.start_run("import time; time.sleep(1)")
-        print("runs", flush=True)
+        running = pool.start_run("1")
+        pool.client.wait_for(lambda now: {2, 3} <= set(now.missing), 60)
+        print("lost", flush=True)
         sys.stdin.readline()
         found["ok"] = running.wait(60).ok
         found["after"] = list(pool.run(KEPT))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from support.network.namespaces import Network
@@ -69,12 +68,11 @@ def test_ranks_of_a_host_that_was_cut_off_have_their_variables(
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        for wanted, act in ((b"cut\n", second.cut), (b"runs\n", lambda: time.sleep(2 * DEAD_AFTER))):
+        for wanted, act in ((b"cut\n", second.cut), (b"lost\n", second.mend)):
             assert process.stdout.readline() == wanted
             act()
             process.stdin.write(b"\n")
             process.stdin.flush()
-        second.mend()
         out, err = process.communicate(timeout=200)
     except BaseException:
         process.kill()

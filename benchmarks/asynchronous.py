@@ -89,12 +89,12 @@ class Ways:
     def plane(self) -> None:
         from hvdlab.collectives.planes.base import PhaseTimes
         from hvdlab.collectives.planes.buffers import buffer_of
-        from hvdlab.collectives.types import DType, ReduceOp
+        from hvdlab.collectives.types import PLAIN, DType, ReduceOp
 
         buffers = [buffer_of(tensor, DType.F32) for tensor in self._tensors]
         self._with_plane(
             lambda slot: slot.open().start_allreduce(
-                buffers, buffers, DType.F32, ReduceOp.MAX, 1.0, 1.0, PhaseTimes()
+                buffers, buffers, DType.F32, PLAIN[ReduceOp.MAX], PhaseTimes()
             )
         )
 

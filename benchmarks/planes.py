@@ -39,7 +39,7 @@ from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.registry import plane_class
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import layout_from
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType
 
 Array = npt.NDArray[Any]
 OPS = ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall")
@@ -109,9 +109,9 @@ def ours(group: Group, plane: HostPlane) -> Callable[[str, Buffers], None]:
     def run(op: str, b: Buffers) -> None:
         n, share = group.size, [len(b.source) // group.size] * group.size
         if op == "allreduce":
-            plane.allreduce([b.source], [b.target], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+            plane.allreduce([b.source], [b.target], DType.F32, SUM, PhaseTimes())
         elif op == "inplace":
-            plane.allreduce([b.target], [b.target], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+            plane.allreduce([b.target], [b.target], DType.F32, SUM, PhaseTimes())
         elif op == "allgather":
             plane.allgather(b.source, [len(b.source)] * n, b.gathered, PhaseTimes())
         elif op == "broadcast":
@@ -122,9 +122,7 @@ def ours(group: Group, plane: HostPlane) -> Callable[[str, Buffers], None]:
                 share,
                 b.target[: share[0]],
                 DType.F32,
-                ReduceOp.SUM,
-                1.0,
-                1.0,
+                SUM,
                 PhaseTimes(),
             )
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from hvdlab.collectives.protocol import messages as m
 
@@ -77,6 +78,39 @@ class ReduceOp(IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+
+
+class Reduction(NamedTuple):
+    """Operator and scale factors of a reduction: ``postscale * (prescale * x0 (op) prescale * x1 (op) …)``.
+
+    A value, compared and hashed by its fields. The element type is not part of it, since it is the tensor's.
+
+    Attributes:
+        op: Reduction operator; AVERAGE is a sum divided by the number of members at execution.
+        prescale: Multiplies the inputs; 1.0 for none.
+        postscale: Multiplies the result; 1.0 for none.
+    """
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Return whether there is a scale factor."""
+        return self.prescale != 1.0 or self.postscale != 1.0
+
+    def summed(self, members: int) -> Reduction:
+        """Return the reduction that a plane makes for this one: for an average, a sum whose ``postscale`` divides it by ``members``."""
+        if self.op is not ReduceOp.AVERAGE:
+            return self
+        return Reduction(ReduceOp.SUM, self.prescale, self.postscale / members)
+
+
+PLAIN = {op: Reduction(op) for op in ReduceOp}
+"""Reductions without scale factors, by operator. They are made once, so that the usual calls make none."""
+SUM = PLAIN[ReduceOp.SUM]
+AVERAGE = PLAIN[ReduceOp.AVERAGE]
 
 
 class OpKind(IntEnum):

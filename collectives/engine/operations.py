@@ -36,7 +36,7 @@ from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.adasum import Segment, adasum, combine, levels, narrowed, products, widened
 from hvdlab.collectives.reduce.fold import UFUNCS, FoldScratch, fold_plain
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind, ReduceOp, Reduction
 
 Tables = tuple[tuple[int, ...], ...]
 Begun = tuple[Result, Completion | None]
@@ -73,10 +73,7 @@ def _allreduce(
 ) -> tuple[list[Result], Completion | None]:
     first = entries[0].request
     # All entries of a batch have the first one's operator, scales and element type: the coordinator fuses only such.
-    op, postscale = first.op, first.postscale
-    if op is ReduceOp.AVERAGE:
-        op, postscale = ReduceOp.SUM, postscale / plane.context.size
-    dtype = first.dtype
+    reduction, dtype = Reduction(first.op, first.prescale, first.postscale), first.dtype
     ins: list[Buffer] = []
     outs: list[Buffer] = []
     results = []
@@ -91,18 +88,18 @@ def _allreduce(
         ins.append(buffer_of(source, dtype))
         outs.append(buffer_of(out, dtype))
         results.append(Result(out))
-    wide = needs_width(dtype, first.op, first.prescale, first.postscale)
-    if wide or op is ReduceOp.ADASUM:
+    wide = needs_width(dtype, reduction)
+    if wide or reduction.op is ReduceOp.ADASUM:
         assert isinstance(plane, HostPlane), (
             "what is reduced on the host is refused elsewhere when it is submitted"
         )
         sources, targets = [host_view(buffer) for buffer in ins], [host_view(buffer) for buffer in outs]
         if wide:
-            allreduce_wide(plane, sources, targets, dtype, first.op, first.prescale, first.postscale, phases)
+            allreduce_wide(plane, sources, targets, dtype, reduction, phases)
         else:
-            allreduce_adasum(plane, sources, targets, dtype, first.prescale, postscale, phases)
+            allreduce_adasum(plane, sources, targets, dtype, reduction, phases)
         return results, None
-    return results, plane.start_allreduce(ins, outs, dtype, op, first.prescale, postscale, phases)
+    return results, plane.start_allreduce(ins, outs, dtype, reduction.summed(plane.context.size), phases)
 
 
 def _allgather(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
@@ -136,24 +133,18 @@ def _reducescatter(plane: Plane, request: Request, table: Tables, phases: PhaseT
     width = math.prod(rest)
     size, index = plane.context.size, plane.context.index
     rows = scatter_rows((request.input.shape or (1,))[0], size)
-    op, postscale = request.op, request.postscale
-    if op is ReduceOp.AVERAGE:
-        op, postscale = ReduceOp.SUM, postscale / size
+    reduction, dtype = Reduction(request.op, request.prescale, request.postscale), request.dtype
     out = _output(plane, request, (rows[index], *rest))
-    counts, target = [r * width for r in rows], buffer_of(out, request.dtype)
-    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
+    counts, target = [r * width for r in rows], buffer_of(out, dtype)
+    if needs_width(dtype, reduction):
         assert isinstance(plane, HostPlane), (
             "what is reduced on the host is refused elsewhere when it is submitted"
         )
-        reducescatter_wide(
-            plane, host_view(source), counts, host_view(target), request.dtype, request.op, request.prescale,
-            request.postscale, phases,
-        )  # fmt: skip
+        reducescatter_wide(plane, host_view(source), counts, host_view(target), dtype, reduction, phases)
         return Result(out), None
-    completion = plane.start_reducescatter(
-        source, counts, target, request.dtype, op, request.prescale, postscale, phases
+    return Result(out), plane.start_reducescatter(
+        source, counts, target, dtype, reduction.summed(size), phases
     )
-    return Result(out), completion
 
 
 def _alltoall(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
@@ -270,25 +261,21 @@ def run_parts(request: Request, parts: HostArrays, scratch: FoldScratch) -> Resu
         storage = storage_type(request.dtype)
         out = np.empty(source.shape, storage) if request.allocate is None else request.allocate(source.shape)
     view = host_view(out)
-    if request.op is ReduceOp.ADASUM:
-        view.reshape(-1)[...] = adasum(parts, request.dtype, request.prescale, request.postscale)
-        return Result(out)
-    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
-        _run_wide(request, parts, view.reshape(-1))
-        return Result(out)
-    op, postscale = request.op, request.postscale
-    if op is ReduceOp.AVERAGE:
-        op, postscale = ReduceOp.SUM, postscale / len(parts)
-    scratch.fold(
-        request.dtype, op, parts, view if view.ndim == 1 else view.reshape(-1), request.prescale, postscale
-    )
+    reduction, dtype = Reduction(request.op, request.prescale, request.postscale), request.dtype
+    if reduction.op is ReduceOp.ADASUM:
+        view.reshape(-1)[...] = adasum(parts, dtype, reduction)
+    elif needs_width(dtype, reduction):
+        _run_wide(dtype, reduction, parts, view.reshape(-1))
+    else:
+        flat = view if view.ndim == 1 else view.reshape(-1)
+        scratch.fold(dtype, reduction.summed(len(parts)), parts, flat)
     return Result(out)
 
 
-def _run_wide(request: Request, parts: HostArrays, out: HostArray) -> None:
-    wide = WideReduction(request.dtype, request.op, len(parts), request.prescale, request.postscale)
+def _run_wide(dtype: DType, reduction: Reduction, parts: HostArrays, out: HostArray) -> None:
+    wide = WideReduction(dtype, reduction, len(parts))
     encoded = [wide.encode(part) for part in parts]
-    fold_plain(UFUNCS[wide.op], encoded, encoded[0])
+    fold_plain(UFUNCS[wide.of_encoded.op], encoded, encoded[0])
     wide.decode(encoded[0], out)
 
 
@@ -300,8 +287,7 @@ def allreduce_adasum(
     ins: Sequence[HostArray],
     outs: Sequence[HostArray],
     dtype: DType,
-    prescale: float,
-    postscale: float,
+    reduction: Reduction,
     phases: PhaseTimes,
 ) -> None:
     """Reduce fused tensors by Adasum, each tensor on its own; arguments and guarantees are those of a plane's allreduce.
@@ -310,7 +296,7 @@ def allreduce_adasum(
     """
     size, index = plane.context.size, plane.context.index
     if size == 1:
-        plane.allreduce(ins, outs, dtype, ReduceOp.SUM, prescale, postscale, phases)
+        plane.allreduce(ins, outs, dtype, reduction._replace(op=ReduceOp.SUM), phases)
         return
     packed = ins[0] if len(ins) == 1 else _timed_concatenation(ins, phases)
     # Differences of rounded bounds: the counts differ by one at most, and add up to the whole.
@@ -320,7 +306,7 @@ def allreduce_adasum(
     plane.alltoall(packed, counts, [mine] * size, slices, phases)
     reduced = _reduce_slices(
         plane, slices.reshape(size, mine), _segments(ins, sum(counts[:index]), mine), len(ins), dtype,
-        prescale, postscale, phases,
+        reduction, phases,
     )  # fmt: skip
     # The packed copy is not needed any more, and has the size of the result.
     target = outs[0] if len(outs) == 1 else packed
@@ -340,22 +326,21 @@ def _reduce_slices(
     segments: Sequence[Segment],
     tensors: int,
     dtype: DType,
-    prescale: float,
-    postscale: float,
+    reduction: Reduction,
     phases: PhaseTimes,
 ) -> HostArray:
     """Return this member's slice of the result, from the slices of all members (one in each row)."""
     with np.errstate(all="ignore"):
         start = monotonic_ns()
-        vectors = widened(slices, dtype, prescale)
+        vectors = widened(slices, dtype, reduction.prescale)
         for pairs in levels(len(slices)):
             totals = products(vectors, pairs, segments, tensors)
             flat = totals.reshape(-1)
             phases.transfer += monotonic_ns() - start
-            plane.allreduce([flat], [flat], DType.F64, ReduceOp.SUM, 1.0, 1.0, phases)
+            plane.allreduce([flat], [flat], DType.F64, SUM, phases)
             start = monotonic_ns()
             combine(vectors, pairs, segments, totals)
-        reduced = narrowed(vectors[0], dtype, postscale)
+        reduced = narrowed(vectors[0], dtype, reduction.postscale)
         phases.transfer += monotonic_ns() - start
     return reduced
 
@@ -387,15 +372,13 @@ def allreduce_wide(
     ins: Sequence[HostArray],
     outs: Sequence[HostArray],
     dtype: DType,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
+    reduction: Reduction,
     phases: PhaseTimes,
 ) -> None:
-    """Reduce integers in a wider type. Arguments and guarantees are those of a plane's allreduce; ``op`` can also be AVERAGE."""
-    wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)
+    """Reduce integers in a wider type. Arguments and guarantees are those of a plane's allreduce; the operator can also be AVERAGE."""
+    wide = WideReduction(dtype, reduction, plane.context.size)
     encoded = [wide.encode(source) for source in ins]
-    plane.allreduce(encoded, encoded, DType.I64, wide.op, 1.0, 1.0, phases)
+    plane.allreduce(encoded, encoded, DType.I64, wide.of_encoded, phases)
     for reduced, out in zip(encoded, outs, strict=True):
         wide.decode(reduced, out)
 
@@ -406,14 +389,12 @@ def reducescatter_wide(
     counts: Sequence[int],
     out: HostArray,
     dtype: DType,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
+    reduction: Reduction,
     phases: PhaseTimes,
 ) -> None:
-    """Reduce and scatter integers in a wider type, as a plane's reducescatter does; ``op`` can also be AVERAGE."""
-    wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)
+    """Reduce and scatter integers in a wider type, as a plane's reducescatter does; the operator can also be AVERAGE."""
+    wide = WideReduction(dtype, reduction, plane.context.size)
     reduced = np.empty(len(out) * wide.width, np.int64)
     widened = [count * wide.width for count in counts]
-    plane.reducescatter(wide.encode(send), widened, reduced, DType.I64, wide.op, 1.0, 1.0, phases)
+    plane.reducescatter(wide.encode(send), widened, reduced, DType.I64, wide.of_encoded, phases)
     wide.decode(reduced, out)

@@ -33,7 +33,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.fold import MANY, FoldScratch, is_direct
 from hvdlab.collectives.reduce.integers import needs_width
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp, Reduction
 
 LAYOUTS = 1024
 """Layouts of requests that a rank keeps per board; names that change with each step would make them grow for ever."""
@@ -219,7 +219,7 @@ def _fit_device(group: SetState, request: Request) -> None:
         raise InvalidRequestError(f"messages of tensors on {request.device}: copy them to the CPU.")
     if request.op is ReduceOp.ADASUM:
         raise InvalidRequestError(f"Adasum of tensors on {request.device}: copy them to the CPU.")
-    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
+    if needs_width(request.dtype, Reduction(request.op, request.prescale, request.postscale)):
         raise InvalidRequestError(
             f"an average or scaled sum of integers on {request.device}: copy them to the CPU."
         )
@@ -363,7 +363,7 @@ def _reduces_quickly(request: Request) -> bool:
     if request.op is ReduceOp.ADASUM or not is_direct(request.dtype):
         return False
     return request.dtype is DType.F32 or not needs_width(
-        request.dtype, request.op, request.prescale, request.postscale
+        request.dtype, Reduction(request.op, request.prescale, request.postscale)
     )
 
 
@@ -557,7 +557,7 @@ class BoardMember:
         # bfloat16 has no numpy type of its own: its bits would stand under the key of integers.
         if request.dtype is DType.BF16 or (request.prescale, request.postscale) != (1.0, 1.0):
             return
-        if needs_width(request.dtype, request.op, 1.0, 1.0) or type(request.name) not in (str, type(None)):
+        if needs_width(request.dtype, PLAIN[request.op]) or type(request.name) not in (str, type(None)):
             return
         assert request.input is not None
         key = request.name, storage_type(request.dtype), request.input.shape, request.op

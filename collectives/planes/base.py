@@ -25,7 +25,7 @@ from typing import ClassVar, Protocol
 
 from hvdlab.collectives.planes.buffers import Buffer, Tensor
 from hvdlab.collectives.planes.links import Links
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, Reduction
 
 
 class PlaneAborted(Exception):
@@ -206,20 +206,18 @@ class Plane(ABC):
         ins: Sequence[Buffer],
         outs: Sequence[Buffer],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> Completion | None:
         """Reduce element by element over all members.
 
         The buffers of a call are fused: ``ins[i]`` and ``outs[i]`` have equal length and may be the same memory
-        (in place); no other overlap. ``op`` is SUM, MIN, MAX or PRODUCT (an average is SUM with ``postscale``).
-        ``prescale`` multiplies inputs, ``postscale`` the result; 1.0 means none. Integers are scaled in float64 and
-        truncated. f16 and bf16 accumulate in float32 and are rounded once. Every member gets the same bits.
+        (in place); no other overlap. Integers are scaled in float64 and truncated. f16 and bf16 accumulate in
+        float32 and are rounded once. Every member gets the same bits.
 
         Args:
             dtype: Type of the elements.
+            reduction: Operator, SUM, MIN, MAX or PRODUCT (for an average see :meth:`Reduction.summed`), and factors.
             phases: Gets the time of each phase.
 
         Returns:
@@ -259,15 +257,13 @@ class Plane(ABC):
         counts: Sequence[int],
         out: Buffer,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> Completion | None:
         """Reduce ``send`` (``sum(counts)`` elements) and leave slice ``i`` (``counts[i]`` elements) in ``out`` of member ``i``.
 
         Args:
-            dtype, op, prescale, postscale: As for :meth:`start_allreduce`.
+            dtype, reduction: As for :meth:`start_allreduce`.
             phases: Gets the time of each phase.
 
         Returns:

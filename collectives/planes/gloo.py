@@ -30,7 +30,7 @@ from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane, Staging
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 if TYPE_CHECKING:
     import torch
@@ -145,22 +145,20 @@ class GlooPlane(HostPlane):
         ins: Sequence[HostArray],
         outs: Sequence[HostArray],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         import torch.distributed as dist
 
         start = time.monotonic_ns()
-        packed = self._staging.pack(ins, outs, dtype, prescale)
+        packed = self._staging.pack(ins, outs, dtype, reduction.prescale)
         packed_at = time.monotonic_ns()
         if packed.size:
             options = dist.AllreduceOptions()
-            options.reduceOp = _reduce_op(op)
+            options.reduceOp = _reduce_op(reduction.op)
             self._wait(partial(self._usable.allreduce, [_tensor(packed)], options))
         moved_at = time.monotonic_ns()
-        self._staging.unpack(packed, outs, dtype, postscale)
+        self._staging.unpack(packed, outs, dtype, reduction.postscale)
         phases.pack += packed_at - start
         phases.transfer += moved_at - packed_at
         phases.unpack += time.monotonic_ns() - moved_at
@@ -208,15 +206,13 @@ class GlooPlane(HostPlane):
         counts: Sequence[int],
         out: HostArray,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         """Send each slice to its owner, which reduces in member order: every byte crosses the network once."""
         start = time.monotonic_ns()
         mine, size = counts[self.context.index], self.context.size
-        widened = self._staging.widened(send, dtype, prescale)
+        widened = self._staging.widened(send, dtype, reduction.prescale)
         packed_at = time.monotonic_ns()
         pieces = np.empty(mine * size, widened.dtype)
         self._exchange(widened, list(counts), [mine] * size, pieces)
@@ -224,8 +220,8 @@ class GlooPlane(HostPlane):
         rows = pieces.reshape(size, mine)
         reduced = np.ascontiguousarray(rows[0])
         for row in rows[1:]:
-            _FOLD[op](reduced, row, out=reduced)
-        self._staging.unpack(reduced, [out], dtype, postscale)
+            _FOLD[reduction.op](reduced, row, out=reduced)
+        self._staging.unpack(reduced, [out], dtype, reduction.postscale)
         phases.pack += packed_at - start
         phases.transfer += moved_at - packed_at
         phases.unpack += time.monotonic_ns() - moved_at

@@ -51,7 +51,7 @@ from hvdlab.collectives.planes.host import HostPlane, Scratch, narrow, widen
 from hvdlab.collectives.planes.shm.layout import slice_bounds
 from hvdlab.collectives.planes.subgroups import SubgroupPlanes
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, Reduction
 
 GATHER_GRAIN = 64
 """Pieces of an allgather are cut at multiples of this many bytes."""
@@ -410,15 +410,13 @@ class HierarchicalPlane(HostPlane):
         ins: Sequence[HostArray],
         outs: Sequence[HostArray],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         self._check()
         direct = self._alone or (self._flat if "allreduce" in self._flat_kinds else None)
         if direct is not None:
-            direct.allreduce(ins, outs, dtype, op, prescale, postscale, phases)
+            direct.allreduce(ins, outs, dtype, reduction, phases)
             return
         total = sum(len(b) for b in ins)
         if not total:
@@ -426,11 +424,11 @@ class HierarchicalPlane(HostPlane):
         wide = _WIDE.get(dtype, dtype)
         packed = self._pack(ins, total, dtype, wide, phases)
         if self._topology.even and self._subgroups.outer_name == "gloo" and packed.nbytes <= SMALL_BYTES:
-            whole = self._reduce_whole(packed, wide, op, prescale, postscale, phases)
+            whole = self._reduce_whole(packed, wide, reduction, phases)
             _hand_out(whole, outs, dtype, phases)
             return
         result = outs[0] if len(outs) == 1 else self._whole.take(total, storage_type(dtype))
-        self._reduce_slices(packed, result, dtype, op, prescale, postscale, phases)
+        self._reduce_slices(packed, result, dtype, reduction, phases)
         if result is not outs[0]:
             _hand_out(result, outs, dtype, phases)
 
@@ -453,16 +451,14 @@ class HierarchicalPlane(HostPlane):
         self,
         packed: HostArray,
         wide: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> HostArray:
         """Reduce the whole in each column for itself: from equal inputs, in the same order of hosts, so to equal bits."""
         assert self._outer is not None
         result = self._slice.take(len(packed), packed.dtype)
-        self._inner.allreduce([packed], [result], wide, op, prescale, 1.0, phases)
-        self._outer.allreduce([result], [result], wide, op, 1.0, postscale, phases)
+        self._inner.allreduce([packed], [result], wide, reduction._replace(postscale=1.0), phases)
+        self._outer.allreduce([result], [result], wide, reduction._replace(prescale=1.0), phases)
         return result
 
     def _reduce_slices(
@@ -470,9 +466,7 @@ class HierarchicalPlane(HostPlane):
         packed: HostArray,
         result: HostArray,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         """Reduce a slice per carrier within the host, each slice in its column, then gather the slices: block by block.
@@ -480,6 +474,7 @@ class HierarchicalPlane(HostPlane):
         While the network works on a block, the next one is reduced within the host and the one before is gathered.
         """
         wide, top = _WIDE.get(dtype, dtype), self._topology
+        within, across = reduction._replace(postscale=1.0), reduction._replace(prescale=1.0)
         blocks = [_Block.of(top, low, high) for low, high in pairwise(self._cuts(packed))]
         slices = self._slice.take(sum(block.counts[top.local] for block in blocks), packed.dtype)
         begun: deque[tuple[_Block, HostArray, Future[None] | None]] = deque()
@@ -488,8 +483,8 @@ class HierarchicalPlane(HostPlane):
             for block in blocks:
                 mine = slices[at : (at := at + block.counts[top.local])]
                 source = packed[block.low : block.high]
-                self._inner.reducescatter(source, block.counts, mine, wide, op, prescale, 1.0, phases)
-                begun.append((block, mine, self._begin_outer(mine, wide, op, postscale, phases, len(blocks))))
+                self._inner.reducescatter(source, block.counts, mine, wide, within, phases)
+                begun.append((block, mine, self._begin_outer(mine, wide, across, phases, len(blocks))))
                 if len(begun) == _AHEAD:
                     self._gather_slices(*begun.popleft(), result, dtype, phases)
             while begun:
@@ -506,12 +501,12 @@ class HierarchicalPlane(HostPlane):
         return slice_bounds(len(packed), count, _GRAIN)
 
     def _begin_outer(
-        self, mine: HostArray, wide: DType, op: ReduceOp, postscale: float, phases: PhaseTimes, blocks: int
+        self, mine: HostArray, wide: DType, reduction: Reduction, phases: PhaseTimes, blocks: int
     ) -> Future[None] | None:
         """Reduce a slice in its column: now if it is the only one, otherwise on the outer plane's thread."""
         if self._outer is None:
             return None
-        reduce = partial(self._outer.allreduce, [mine], [mine], wide, op, 1.0, postscale)
+        reduce = partial(self._outer.allreduce, [mine], [mine], wide, reduction)
         if blocks == 1:
             reduce(phases)
             return None
@@ -546,14 +541,12 @@ class HierarchicalPlane(HostPlane):
         counts: Sequence[int],
         out: HostArray,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         self._check()
         if self._alone is not None:
-            self._alone.reducescatter(send, counts, out, dtype, op, prescale, postscale, phases)
+            self._alone.reducescatter(send, counts, out, dtype, reduction, phases)
             return
         top, wide = self._topology, _WIDE.get(dtype, dtype)
         hosts = range(len(top.hosts))
@@ -565,12 +558,12 @@ class HierarchicalPlane(HostPlane):
         shares = [[sum(counts[m] for m in here) for here in column] for column in served]
         columns = [sum(share) for share in shares] + [0] * (len(top.here) - top.columns)
         part = self._slice.take(columns[top.local], packed.dtype)
-        self._inner.reducescatter(packed, columns, part, wide, op, prescale, 1.0, phases)
+        self._inner.reducescatter(packed, columns, part, wide, reduction._replace(postscale=1.0), phases)
         mine = part[:0]
         if self._outer is not None:
             share = shares[top.local]
             mine = self._whole.take(share[top.host], packed.dtype)
-            self._outer.reducescatter(part, share, mine, wide, op, 1.0, postscale, phases)
+            self._outer.reducescatter(part, share, mine, wide, reduction._replace(prescale=1.0), phases)
         if not top.even:
             mine = self._to_owners(mine, counts, phases)
         start = monotonic_ns()

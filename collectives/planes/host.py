@@ -22,7 +22,7 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.planes.base import PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST, Buffer, HostArray, host_view
 from hvdlab.collectives.reduce.fold import HALF_BLOCK, Fold, conversion_of, make_fold
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 
 class HostPlane(Plane):
@@ -40,9 +40,7 @@ class HostPlane(Plane):
         ins: Sequence[HostArray],
         outs: Sequence[HostArray],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         """Reduce element by element over all members; see :meth:`Plane.start_allreduce`."""
@@ -62,9 +60,7 @@ class HostPlane(Plane):
         counts: Sequence[int],
         out: HostArray,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         """Reduce ``send`` (``sum(counts)`` elements) and leave slice ``i`` (``counts[i]`` elements) in ``out`` of member ``i``."""
@@ -98,13 +94,11 @@ class HostPlane(Plane):
         ins: Sequence[Buffer],
         outs: Sequence[Buffer],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         views = [host_view(source) for source in ins]
-        self.allreduce(views, [host_view(out) for out in outs], dtype, op, prescale, postscale, phases)
+        self.allreduce(views, [host_view(out) for out in outs], dtype, reduction, phases)
 
     def start_allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes) -> None:
         self.allgather(host_view(send), counts, host_view(out), phases)
@@ -121,12 +115,10 @@ class HostPlane(Plane):
         counts: Sequence[int],
         out: Buffer,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
-        self.reducescatter(host_view(send), counts, host_view(out), dtype, op, prescale, postscale, phases)
+        self.reducescatter(host_view(send), counts, host_view(out), dtype, reduction, phases)
 
     def start_alltoall(
         self,
@@ -314,12 +306,11 @@ class LocalPlane(HostPlane):
         ins: Sequence[HostArray],
         outs: Sequence[HostArray],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         # With one member every operator gives the (scaled) input.
+        _, prescale, postscale = reduction
         fold = self._folds.get(dtype) or self._folds.setdefault(dtype, make_fold(dtype, ReduceOp.MAX))
 
         def run() -> None:
@@ -343,12 +334,10 @@ class LocalPlane(HostPlane):
         counts: Sequence[int],
         out: HostArray,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
-        self.allreduce([send], [out], dtype, op, prescale, postscale, phases)
+        self.allreduce([send], [out], dtype, reduction, phases)
 
     def alltoall(
         self,

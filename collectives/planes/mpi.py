@@ -22,7 +22,7 @@ from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane, Scratch, Staging, leave_to_library
 from hvdlab.collectives.rendezvous import backends
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 # While a transfer may be under way the poll only yields the core. Once it takes much longer than the bytes would need, some member
 # is late, and the poll sleeps for short times.
@@ -93,19 +93,17 @@ class MpiPlane(HostPlane):
         ins: Sequence[HostArray],
         outs: Sequence[HostArray],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         from mpi4py import MPI
 
         start = time.monotonic_ns()
-        packed = self._staging.pack(ins, outs, dtype, prescale)
+        packed = self._staging.pack(ins, outs, dtype, reduction.prescale)
         phases.pack += time.monotonic_ns() - start
-        self._run(lambda: self._comm.Iallreduce(MPI.IN_PLACE, packed, _mpi_op(op)), phases, packed)
+        self._run(lambda: self._comm.Iallreduce(MPI.IN_PLACE, packed, _mpi_op(reduction.op)), phases, packed)
         start = time.monotonic_ns()
-        self._staging.unpack(packed, outs, dtype, postscale)
+        self._staging.unpack(packed, outs, dtype, reduction.postscale)
         phases.unpack += time.monotonic_ns() - start
 
     def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
@@ -131,23 +129,21 @@ class MpiPlane(HostPlane):
         counts: Sequence[int],
         out: HostArray,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         start = time.monotonic_ns()
-        widened = self._staging.widened(send, dtype, prescale)
+        widened = self._staging.widened(send, dtype, reduction.prescale)
         phases.pack += time.monotonic_ns() - start
         reduced = np.empty(counts[self.context.index], widened.dtype)
         self._run(
-            lambda: self._comm.Ireduce_scatter(widened, reduced, list(counts), _mpi_op(op)),
+            lambda: self._comm.Ireduce_scatter(widened, reduced, list(counts), _mpi_op(reduction.op)),
             phases,
             widened,
             reduced,
         )
         start = time.monotonic_ns()
-        self._staging.unpack(reduced, [out], dtype, postscale)
+        self._staging.unpack(reduced, [out], dtype, reduction.postscale)
         phases.unpack += time.monotonic_ns() - start
 
     def alltoall(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from hvdlab.collectives.planes.buffers import HostArrays
 from hvdlab.collectives.reduce.fold import conversion_of
-from hvdlab.collectives.types import DType
+from hvdlab.collectives.types import PLAIN, DType, ReduceOp, Reduction
 
 Vector = npt.NDArray[Any]
 Products = npt.NDArray[np.float64]
@@ -93,14 +93,14 @@ def narrowed(source: Vector, dtype: DType, postscale: float) -> Vector:
     return storage
 
 
-def adasum(addends: HostArrays, dtype: DType, prescale: float = 1.0, postscale: float = 1.0) -> Vector:
+def adasum(addends: HostArrays, dtype: DType, reduction: Reduction = PLAIN[ReduceOp.ADASUM]) -> Vector:
     """Return the Adasum of equally long vectors in storage type, all of which are here; they are left alone."""
-    vectors = widened(np.stack(list(addends)), dtype, prescale)
+    vectors = widened(np.stack(list(addends)), dtype, reduction.prescale)
     segments = [(0, 0, vectors.shape[1])]
     with np.errstate(all="ignore"):
         for pairs in levels(len(addends)):
             combine(vectors, pairs, segments, products(vectors, pairs, segments, 1))
-        return narrowed(vectors[0], dtype, postscale)
+        return narrowed(vectors[0], dtype, reduction.postscale)
 
 
 def _factor(product: float, square: float) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.planes.buffers import HostArray, HostArrays
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 Wide = npt.NDArray[np.float32]
 """An array of float16 or bfloat16 while it is reduced."""
@@ -81,13 +81,12 @@ class FoldScratch:
     def fold(
         self,
         dtype: DType,
-        op: ReduceOp,
+        reduction: Reduction,
         sources: HostArrays,
         out: HostArray,
-        prescale: float,
-        postscale: float,
     ) -> None:
-        """Reduce buffers of this element type into ``out``; the arguments are those of :class:`Fold`."""
+        """Reduce buffers of this element type into ``out``, as a :class:`Fold` does. The operator is SUM, MIN, MAX or PRODUCT."""
+        op, prescale, postscale = reduction
         fold = self._folds.get((dtype, op))
         if fold is None:
             fold = self._folds[dtype, op] = make_fold(dtype, op)

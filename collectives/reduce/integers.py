@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import PLAIN, SUM, DType, ReduceOp, Reduction
 
 Wide = npt.NDArray[np.int64]
 
 
-def needs_width(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> bool:
-    """Return whether a reduction has to be made as a :class:`WideReduction`."""
+def needs_width(dtype: DType, reduction: Reduction) -> bool:
+    """Return whether a reduction of this element type has to be made as a :class:`WideReduction`."""
     if dtype.is_floating or dtype is DType.BOOL:
         return False
-    return op is ReduceOp.AVERAGE or (dtype is not DType.I64 and (prescale != 1.0 or postscale != 1.0))
+    return reduction.op is ReduceOp.AVERAGE or (dtype is not DType.I64 and reduction.is_scaled)
 
 
 class WideReduction:
@@ -36,27 +36,26 @@ class WideReduction:
 
     Args:
         dtype: Type of the elements, an integer.
-        op: As the user gave it.
+        reduction: As the user gave it.
         members: How many there are.
-        prescale: Multiplies the elements.
-        postscale: Multiplies the result.
 
     Attributes:
-        op: The plane's operator for the encoded elements.
+        of_encoded: The plane's reduction of the encoded elements.
         width: Number of int64 that stand for an element; they are neighbours.
     """
 
-    def __init__(self, dtype: DType, op: ReduceOp, members: int, prescale: float, postscale: float) -> None:
-        self._members = members if op is ReduceOp.AVERAGE else 1
-        self._prescale, self._postscale = prescale, postscale
-        self.op = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
-        self.width = 2 if op is ReduceOp.AVERAGE and dtype is DType.I64 else 1
+    def __init__(self, dtype: DType, reduction: Reduction, members: int) -> None:
+        averages = reduction.op is ReduceOp.AVERAGE
+        self._members = members if averages else 1
+        self._reduction = reduction
+        self.of_encoded = SUM if averages else PLAIN[reduction.op]
+        self.width = 2 if averages and dtype is DType.I64 else 1
 
     def encode(self, source: npt.NDArray[Any]) -> Wide:
         """Return ``width`` int64 for each element of a flat array."""
         values = source.astype(np.int64)
-        if self._prescale != 1.0:
-            values = _truncated(source.astype(np.float64) * self._prescale)
+        if self._reduction.prescale != 1.0:
+            values = _truncated(source.astype(np.float64) * self._reduction.prescale)
         if self.width == 1:
             return values
         pairs = np.empty((len(values), 2), np.int64)
@@ -73,11 +72,11 @@ class WideReduction:
         else:
             quotients, remainders = reduced // n, reduced % n
         # The number to divide by n is quotients * n + remainders, with remainders from 0 to n - 1.
-        if self._postscale == 1.0:
+        if self._reduction.postscale == 1.0:
             out[...] = quotients + ((quotients < 0) & (remainders > 0))
         else:
             exact = quotients + remainders / n if self.width == 2 else reduced / n
-            out[...] = _truncated(exact * self._postscale)
+            out[...] = _truncated(exact * self._reduction.postscale)
 
 
 def _truncated(values: npt.NDArray[np.float64]) -> Wide:

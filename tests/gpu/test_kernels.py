@@ -13,7 +13,7 @@ from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import KernelLaunch
 from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.reduce.fold import make_fold
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import PLAIN, DType, ReduceOp
 from support.real_gpu import why_no_gpu
 
 COUNT = 40_003
@@ -80,9 +80,7 @@ def test_a_gpu_gives_the_bits_of_the_host(kernels: Any, dtype: DType, op: Reduce
         host[: table.words.nbytes] = table.words.view(np.uint8)
         times, stopped = mapped + (1 << 15), mapped + (1 << 14)
         gpu.launch(
-            KernelLaunch(
-                dtype, op, 1, 3, 1, table.chunk, table.chunks, 1.0, 1.0, mapped, stopped, 1, 1, times
-            ),
+            KernelLaunch(dtype, PLAIN[op], 1, 3, 1, table.chunk, table.chunks, mapped, stopped, 1, 1, times),
             stream,
         )
         event = gpu.new_event()

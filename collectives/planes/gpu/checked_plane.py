@@ -44,7 +44,7 @@ from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory, StagedPlane
 from hvdlab.collectives.planes.links import THROUGH_HOST, Links
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType, Reduction
 
 LOG = logging.getLogger("hvdlab")
 
@@ -266,12 +266,10 @@ class CheckedPlane(Plane):
         ins: Sequence[Buffer],
         outs: Sequence[Buffer],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> Completion | None:
-        return self._plane(ins).start_allreduce(ins, outs, dtype, op, prescale, postscale, phases)
+        return self._plane(ins).start_allreduce(ins, outs, dtype, reduction, phases)
 
     def start_allgather(
         self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes
@@ -289,14 +287,10 @@ class CheckedPlane(Plane):
         counts: Sequence[int],
         out: Buffer,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> Completion | None:
-        return self._plane([send]).start_reducescatter(
-            send, counts, out, dtype, op, prescale, postscale, phases
-        )
+        return self._plane([send]).start_reducescatter(send, counts, out, dtype, reduction, phases)
 
     def start_alltoall(
         self,
@@ -460,9 +454,7 @@ class PlaneCheck:
                 places = memory.places([ELEMENTS], DType.F32)
                 places[0].array[:] = pattern * (index + 1)
                 memory.store(places, [buffer])
-            completion = self.plane.start_allreduce(
-                [buffer], [buffer], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes()
-            )
+            completion = self.plane.start_allreduce([buffer], [buffer], DType.F32, SUM, PhaseTimes())
             _await(completion)
             places[0].array[:] = 0
             with self._device:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, Reduction
 
 HANDLE_BYTES = 64
 """Size of a handle by which another process opens an allocation."""
@@ -41,11 +41,10 @@ class KernelLaunch(NamedTuple):
 
     Attributes:
         dtype: Type of the reduced elements; ``None`` copies bytes.
-        op: SUM, MIN, MAX or PRODUCT.
+        reduction: Operator, SUM, MIN, MAX or PRODUCT, and the factors for the elements that are read, and for the result.
         jobs, ins, outs: Number of jobs, and of the addresses that each reads and writes.
         chunk: Elements that a block works on at a time; bytes if they are copied.
         chunks: Number of chunks of all jobs.
-        prescale, postscale: Factors for the elements that are read, and for the result.
         table: Address of the table, see ``kernels.cu``.
         stopped: Address of the first member's word, by which a member shows that it gave up.
         members: Number of members, each of which has such a word.
@@ -54,14 +53,12 @@ class KernelLaunch(NamedTuple):
     """
 
     dtype: DType | None
-    op: ReduceOp
+    reduction: Reduction
     jobs: int
     ins: int
     outs: int
     chunk: int
     chunks: int
-    prescale: float
-    postscale: float
     table: int
     stopped: int
     members: int

@@ -258,14 +258,15 @@ class CudaDevice:
         _checked(driver.cuMemsetD8Async(target, 0, nbytes, stream))
 
     def launch(self, launch: KernelLaunch, stream: int) -> None:
+        op, prescale, postscale = launch.reduction
         values = (
-            launch.table, launch.jobs, launch.ins, launch.outs, launch.prescale, launch.postscale,
+            launch.table, launch.jobs, launch.ins, launch.outs, prescale, postscale,
             launch.chunk, launch.stopped, launch.members, launch.stride, launch.times,
         )  # fmt: skip
         blocks = min(launch.chunks, self._blocks)
         _checked(
             driver.cuLaunchKernel(
-                self._kernel(launch.dtype, launch.op),
+                self._kernel(launch.dtype, op),
                 blocks,
                 1,
                 1,

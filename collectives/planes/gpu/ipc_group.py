@@ -453,14 +453,12 @@ class IpcWorker:
         layout = announcements.layout
         return KernelLaunch(
             dtype=operation.dtype,
-            op=operation.op,
+            reduction=operation.reduction,
             jobs=table.jobs,
             ins=ins,
             outs=outs,
             chunk=table.chunk,
             chunks=table.chunks,
-            prescale=operation.prescale,
-            postscale=operation.postscale,
             table=self._tables + place * self._place_bytes,
             stopped=self._stopped,
             members=self._members,

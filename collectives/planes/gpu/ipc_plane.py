@@ -25,7 +25,7 @@ from hvdlab.collectives.planes.gpu.jobs import (
     ReducescatterJobs,
 )
 from hvdlab.collectives.planes.links import Links
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, Reduction
 
 
 class CudaPlane(GpuPlane[IpcGroup]):
@@ -101,9 +101,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
         ins: Sequence[Buffer],
         outs: Sequence[Buffer],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> Completion | None:
         started = time.monotonic_ns()
@@ -117,9 +115,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
                     [o for _, o in some],
                     AllreduceJobs(tuple(i.nbytes // dtype.itemsize for i, _ in some)),
                     dtype=DType.U8 if dtype is DType.BOOL else dtype,
-                    op=op,
-                    prescale=prescale,
-                    postscale=postscale,
+                    reduction=reduction,
                 ),
                 phases,
                 started,
@@ -146,9 +142,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
         counts: Sequence[int],
         out: Buffer,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> Completion | None:
         return self._run(
@@ -157,9 +151,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
                 [cuda_buffer(out)],
                 ReducescatterJobs(tuple(counts), dtype.itemsize),
                 dtype=DType.U8 if dtype is DType.BOOL else dtype,
-                op=op,
-                prescale=prescale,
-                postscale=postscale,
+                reduction=reduction,
             ),
             phases,
         )

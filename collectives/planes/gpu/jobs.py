@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType, Reduction
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -140,7 +140,7 @@ class GpuOperation:
         ins, outs: Its tensors, in pairs.
         jobs: Makes the jobs from all members' operations; equal on all members.
         dtype: Element type of a reduction; ``None`` moves bytes, and counts are bytes then.
-        op, prescale, postscale: How to reduce.
+        reduction: How to reduce.
         numbers: Further numbers that the worker needs, one for each member.
     """
 
@@ -148,9 +148,7 @@ class GpuOperation:
     outs: Sequence[CudaBuffer]
     jobs: JobMaker
     dtype: DType | None = None
-    op: ReduceOp = ReduceOp.SUM
-    prescale: float = 1.0
-    postscale: float = 1.0
+    reduction: Reduction = SUM
     numbers: Sequence[int] = field(default=())
 
     @property

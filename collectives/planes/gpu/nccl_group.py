@@ -37,7 +37,7 @@ from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
 from hvdlab.collectives.planes.gpu.ipc_memory import RING
 from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.planes.gpu.nccl_library import Communicator
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType, Reduction
 
 TABLE_BYTES = 1 << 17
 """Room for the tables of the launches of one operation."""
@@ -197,9 +197,7 @@ class NcclGroup(GpuGroup[_Enqueued]):
         counts: Sequence[int],
         addresses: Sequence[Sequence[int]],
         dtype: DType | None,
-        op: ReduceOp = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
+        reduction: Reduction = SUM,
     ) -> None:
         """Launch our kernel: for each job, reduce the arrays at all addresses but the last, and write the result there.
 
@@ -207,7 +205,7 @@ class NcclGroup(GpuGroup[_Enqueued]):
             counts: Elements of each job.
             addresses: Of the arrays of each job; equally many for all.
             dtype: Type of the elements; ``None`` copies bytes.
-            op, prescale, postscale: How to reduce.
+            reduction: How to reduce.
         """
         table = table_of(
             np.array(counts, np.int64),
@@ -227,14 +225,12 @@ class NcclGroup(GpuGroup[_Enqueued]):
         self._device.launch(
             KernelLaunch(
                 dtype=dtype,
-                op=op,
+                reduction=reduction,
                 jobs=table.jobs,
                 ins=len(addresses[0]) - 1,
                 outs=1,
                 chunk=table.chunk,
                 chunks=table.chunks,
-                prescale=prescale,
-                postscale=postscale,
                 table=self._tables + at,
                 stopped=stopped,
                 members=1,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from hvdlab.collectives.planes.base import Completion, PhaseTimes
 from hvdlab.collectives.planes.buffers import Buffer
@@ -17,7 +17,7 @@ from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, GpuPlane, cuda_b
 from hvdlab.collectives.planes.gpu.jobs import LINE, MOST_ADDRESSES
 from hvdlab.collectives.planes.gpu.nccl_group import NcclGroup
 from hvdlab.collectives.planes.gpu.nccl_library import ID_BYTES, TYPES, NcclPiece
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import PLAIN, DType, ReduceOp, Reduction
 
 TENSORS = 512
 """Tensors that are packed together; a collective with more becomes several operations."""
@@ -29,27 +29,18 @@ MOST_BLOCKS = 64
 _KEY = "nccl"
 
 
-class Reduction(NamedTuple):
-    """Operator, element type and scales of a reduction."""
+def is_by_nccl(dtype: DType, op: ReduceOp) -> bool:
+    """Return whether NCCL gives the results that all planes give.
 
-    dtype: DType
-    op: ReduceOp
-    prescale: float
-    postscale: float
-
-    @property
-    def is_by_nccl(self) -> bool:
-        """Return whether NCCL gives the results that all planes give.
-
-        It has no 16-bit integers, rounds f16 and bf16 at each addition, and its minimum and maximum lose NaNs.
-        """
-        keeps_nan = not self.dtype.is_floating or self.op in (ReduceOp.SUM, ReduceOp.PRODUCT)
-        return self.dtype in TYPES and keeps_nan
+    It has no 16-bit integers, rounds f16 and bf16 at each addition, and its minimum and maximum lose NaNs.
+    """
+    keeps_nan = not dtype.is_floating or op in (ReduceOp.SUM, ReduceOp.PRODUCT)
+    return dtype in TYPES and keeps_nan
 
 
-def _reduction(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> Reduction:
-    """Return how to reduce; truth values are reduced as the bytes that they are."""
-    return Reduction(DType.U8 if dtype is DType.BOOL else dtype, op, prescale, postscale)
+def _counted_as(dtype: DType) -> DType:
+    """Return the element type to reduce in: truth values are reduced as the bytes that they are."""
+    return DType.U8 if dtype is DType.BOOL else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +55,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
     """Data plane for ranks that have a GPU each, on any hosts.
 
     The members join at the first operation, which shows the GPU of this one's tensors. NCCL's own reductions can give
-    other results than the other planes (see :class:`Reduction`). Then members exchange their shares, and our kernel adds them in the order
+    other results than the other planes (see :func:`is_by_nccl`). Then members exchange their shares, and our kernel adds them in the order
     of positions, f16 and bf16 in float32, rounded once. ``phases.transfer`` is the time from the begin of an operation to its end, with all waits.
     """
 
@@ -99,19 +90,17 @@ class NcclPlane(GpuPlane[NcclGroup]):
         ins: Sequence[Buffer],
         outs: Sequence[Buffer],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> Completion | None:
-        started = time.monotonic_ns()
-        how = _reduction(dtype, op, prescale, postscale)
+        started, dtype = time.monotonic_ns(), _counted_as(dtype)
         pairs = [(cuda_buffer(i), cuda_buffer(o)) for i, o in zip(ins, outs, strict=True) if i.nbytes]
         last: Completion | None = None
         for start in range(0, len(pairs), TENSORS):
             some = pairs[start : start + TENSORS]
             tensors = [tensor for pair in some for tensor in pair]
-            last = self._run(partial(_allreduce, pairs=some, how=how), tensors, phases, started)
+            steps = partial(_allreduce, pairs=some, dtype=dtype, reduction=reduction)
+            last = self._run(steps, tensors, phases, started)
         return last
 
     def start_allgather(
@@ -142,14 +131,14 @@ class NcclPlane(GpuPlane[NcclGroup]):
         counts: Sequence[int],
         out: Buffer,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> Completion | None:
-        how = _reduction(dtype, op, prescale, postscale)
         source, target = cuda_buffer(send), cuda_buffer(out)
-        steps = partial(_reducescatter, source=source.pointer, counts=counts, out=target.pointer, how=how)
+        steps = partial(
+            _reducescatter, source=source.pointer, counts=counts, out=target.pointer, dtype=_counted_as(dtype),
+            reduction=reduction,
+        )  # fmt: skip
         return self._run(steps, [source, target], phases)
 
     def start_alltoall(
@@ -216,32 +205,34 @@ class NcclMember:
             self.group.call(self.group.communicator.exchange, sends, receives)
 
 
-def _allreduce(member: NcclMember, pairs: Sequence[tuple[CudaBuffer, CudaBuffer]], how: Reduction) -> None:
-    itemsize = how.dtype.itemsize
+def _allreduce(
+    member: NcclMember, pairs: Sequence[tuple[CudaBuffer, CudaBuffer]], dtype: DType, reduction: Reduction
+) -> None:
+    itemsize, by_nccl = dtype.itemsize, is_by_nccl(dtype, reduction.op)
     if len(pairs) == 1:
         ((source, out),) = pairs
         count = source.nbytes // itemsize
-        if how.is_by_nccl:
-            _reduce_by_nccl(member, source.pointer, out.pointer, count, how)
+        if by_nccl:
+            _reduce_by_nccl(member, source.pointer, out.pointer, count, dtype, reduction)
         else:
-            _reduce_by_exchange(member, source.pointer, out.pointer, count, how, scratch=0)
+            _reduce_by_exchange(member, source.pointer, out.pointer, count, dtype, reduction, scratch=0)
         return
     group = member.group
     # Each tensor begins at a line, so that our kernels move whole lines. The bytes between them are reduced with them.
     sizes = [source.nbytes for source, _ in pairs]
     *begins, total = accumulate((_up(size) for size in sizes), initial=0)
     count = total // itemsize
-    packed = group.scratch(total + (0 if how.is_by_nccl else _room(member, count, itemsize)))
+    packed = group.scratch(total + (0 if by_nccl else _room(member, count, itemsize)))
     places = [packed + begin for begin in begins]
     pack = [(source.pointer, place) for (source, _), place in zip(pairs, places, strict=True)]
     unpack = [(place, out.pointer) for (_, out), place in zip(pairs, places, strict=True)]
-    if how.is_by_nccl:
-        _scale(group, sizes, pack, how.dtype, how.prescale)
-        _reduce_by_nccl(member, packed, packed, count, how._replace(prescale=1.0, postscale=1.0))
-        _scale(group, sizes, unpack, how.dtype, how.postscale)
+    if by_nccl:
+        _scale(group, sizes, pack, dtype, reduction.prescale)
+        _reduce_by_nccl(member, packed, packed, count, dtype, PLAIN[reduction.op])
+        _scale(group, sizes, unpack, dtype, reduction.postscale)
     else:
         group.fold(sizes, pack, None)
-        _reduce_by_exchange(member, packed, packed, count, how, scratch=packed + total)
+        _reduce_by_exchange(member, packed, packed, count, dtype, reduction, scratch=packed + total)
         group.fold(sizes, unpack, None)
 
 
@@ -252,40 +243,44 @@ def _scale(
     if factor == 1.0:
         group.fold(sizes, moves, None)
     else:
-        group.fold([size // dtype.itemsize for size in sizes], moves, dtype, prescale=factor)
+        group.fold([size // dtype.itemsize for size in sizes], moves, dtype, Reduction(ReduceOp.SUM, factor))
 
 
-def _reduce_by_nccl(member: NcclMember, source: int, out: int, count: int, how: Reduction) -> None:
+def _reduce_by_nccl(
+    member: NcclMember, source: int, out: int, count: int, dtype: DType, reduction: Reduction
+) -> None:
     group = member.group
-    if how.prescale != 1.0:
-        group.fold([count], [(source, out)], how.dtype, prescale=how.prescale)
+    if reduction.prescale != 1.0:
+        group.fold([count], [(source, out)], dtype, Reduction(ReduceOp.SUM, reduction.prescale))
         source = out
-    group.call(group.communicator.allreduce, source, out, count, how.dtype, how.op)
-    if how.postscale != 1.0:
-        group.fold([count], [(out, out)], how.dtype, prescale=how.postscale)
+    group.call(group.communicator.allreduce, source, out, count, dtype, reduction.op)
+    if reduction.postscale != 1.0:
+        group.fold([count], [(out, out)], dtype, Reduction(ReduceOp.SUM, reduction.postscale))
 
 
 def _reduce_by_exchange(
-    member: NcclMember, source: int, out: int, count: int, how: Reduction, scratch: int
+    member: NcclMember, source: int, out: int, count: int, dtype: DType, reduction: Reduction, scratch: int
 ) -> None:
     """Reduce block by block: each member gets its share of all members' arrays, adds them up, and gives the result to all.
 
     ``scratch`` is memory of :func:`_room` bytes, or 0 if the operation uses no other.
     """
-    itemsize = how.dtype.itemsize
+    itemsize = dtype.itemsize
     scratch = scratch or member.group.scratch(_room(member, count, itemsize))
     for begin, elements in _blocks(count, BLOCK_BYTES // itemsize):
         at = begin * itemsize
         shares = _shares(elements, member.size, itemsize)
         own = shares[member.index]
-        _fold_share(member, source + at, shares, out + at + own.begin * itemsize, how, scratch)
+        _fold_share(member, source + at, shares, out + at + own.begin * itemsize, dtype, reduction, scratch)
         result = out + at + own.begin * itemsize
         sends = [NcclPiece(other, result, own.count * itemsize) for other in range(member.size)]
         member.exchange(sends, _pieces(out + at, shares, itemsize))
 
 
-def _reducescatter(member: NcclMember, source: int, counts: Sequence[int], out: int, how: Reduction) -> None:
-    itemsize = how.dtype.itemsize
+def _reducescatter(
+    member: NcclMember, source: int, counts: Sequence[int], out: int, dtype: DType, reduction: Reduction
+) -> None:
+    itemsize = dtype.itemsize
     most = max(LINE, BLOCK_BYTES // (itemsize * member.size) // LINE * LINE)  # whole lines
     slices = _in_turn(counts)
     widest = _largest_block(max(counts), most)
@@ -293,21 +288,27 @@ def _reducescatter(member: NcclMember, source: int, counts: Sequence[int], out: 
     # As many blocks on all members, also where this one's slice has ended: the others need its share.
     for begin, elements in _blocks(max(counts), most):
         shares = [RankShare(s.begin + begin, max(0, min(elements, s.count - begin))) for s in slices]
-        _fold_share(member, source, shares, out + begin * itemsize, how, scratch)
+        _fold_share(member, source, shares, out + begin * itemsize, dtype, reduction, scratch)
 
 
 def _fold_share(
-    member: NcclMember, source: int, shares: Sequence[RankShare], out: int, how: Reduction, scratch: int
+    member: NcclMember,
+    source: int,
+    shares: Sequence[RankShare],
+    out: int,
+    dtype: DType,
+    reduction: Reduction,
+    scratch: int,
 ) -> None:
     """Get this member's share of the array of each member, and reduce them to ``out``."""
-    itemsize = how.dtype.itemsize
+    itemsize = dtype.itemsize
     own = shares[member.index]
     nbytes = own.count * itemsize
     receives = [NcclPiece(other, scratch + other * _up(nbytes), nbytes) for other in range(member.size)]
     member.exchange(_pieces(source, shares, itemsize), receives)
     places = [piece.pointer for piece in receives]
     places[member.index] = source + own.begin * itemsize
-    member.group.fold([own.count], [(*places, out)], how.dtype, how.op, how.prescale, how.postscale)
+    member.group.fold([own.count], [(*places, out)], dtype, reduction)
 
 
 def _allgather(member: NcclMember, source: CudaBuffer, sizes: Sequence[int], out: CudaBuffer) -> None:

@@ -23,7 +23,7 @@ from hvdlab.collectives.planes.gpu.gpu_plane import CUDA, CudaBuffer, allocated,
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.subgroups import SubgroupPlanes
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, Reduction
 
 HOST_PLANE = "host_plane"
 """The option that names the plane of the host which the process set has."""
@@ -212,15 +212,13 @@ class StagedPlane(Plane):
         ins: Sequence[Buffer],
         outs: Sequence[Buffer],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         places = self._places([_elements(source) for source in ins], dtype)
         self._fetch([cuda_buffer(source) for source in ins], places, phases)
         arrays = [place.array for place in places]
-        self._plane.allreduce(arrays, arrays, dtype, op, prescale, postscale, phases)
+        self._plane.allreduce(arrays, arrays, dtype, reduction, phases)
         self._store(places, [cuda_buffer(out) for out in outs], phases)
 
     def start_allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes) -> None:
@@ -244,14 +242,12 @@ class StagedPlane(Plane):
         counts: Sequence[int],
         out: Buffer,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         given, result = self._places([_elements(send), _elements(out)], dtype)
         self._fetch([cuda_buffer(send)], [given], phases)
-        self._plane.reducescatter(given.array, counts, result.array, dtype, op, prescale, postscale, phases)
+        self._plane.reducescatter(given.array, counts, result.array, dtype, reduction, phases)
         self._store([result], [cuda_buffer(out)], phases)
 
     def start_alltoall(

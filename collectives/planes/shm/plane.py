@@ -54,7 +54,7 @@ from hvdlab.collectives.planes.shm.schedules import (
 )
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, YIELDS, Signals
 from hvdlab.collectives.reduce.fold import Fold, is_direct, make_fold
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 SMALL_BYTES = 16 * 1024
 """Up to this size in bytes every member reduces everything, in one step with one synchronisation."""
@@ -157,28 +157,27 @@ class ShmPlane(HostPlane):
         ins: Sequence[HostArray],
         outs: Sequence[HostArray],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         self._check()
+        op = reduction.op
         fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
         if len(ins) == 1 and 0 < ins[0].nbytes <= self._small:
-            self._reduce_small(ins[0], outs[0], fold, prescale, postscale, phases)
+            self._reduce_small(ins[0], outs[0], fold, reduction, phases)
             return
         total = sum(len(b) for b in ins)
         if not total:
             return
         done = 0
         if not self._slice and self._choice.candidate is not None and total * dtype.itemsize >= TRIAL_BYTES:
-            done = self._try_chunks(ins, outs, dtype, fold, prescale, postscale, phases)
+            done = self._try_chunks(ins, outs, dtype, fold, reduction, phases)
         if done == total:
             return
         if done:
             ins, outs = part(ins, done, total - done), part(outs, done, total - done)
         chunk = self._chunk(total - done, dtype.itemsize)
-        self._reduce(ins, outs, dtype, fold, prescale, postscale, chunk, phases)
+        self._reduce(ins, outs, dtype, fold, reduction, chunk, phases)
 
     def _try_chunks(
         self,
@@ -186,8 +185,7 @@ class ShmPlane(HostPlane):
         outs: Sequence[HostArray],
         dtype: DType,
         fold: Fold,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> int:
         """Reduce as much as trials of chunks' sizes need. Return the number of elements."""
@@ -196,7 +194,7 @@ class ShmPlane(HostPlane):
         while (candidate := self._choice.candidate) is not None and done + count <= total:
             begin = monotonic_ns()
             some = part(ins, done, count), part(outs, done, count)
-            self._reduce(*some, dtype, fold, prescale, postscale, candidate // dtype.itemsize, phases)
+            self._reduce(*some, dtype, fold, reduction, candidate // dtype.itemsize, phases)
             parity = self._declare(monotonic_ns() - begin)
             self.barrier(phases)
             self._choice.measured(self._signals.agreed(parity))
@@ -221,17 +219,16 @@ class ShmPlane(HostPlane):
         outs: Sequence[HostArray],
         dtype: DType,
         fold: Fold,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         chunk: int,
         phases: PhaseTimes,
     ) -> None:
         """Allreduce in chunks of ``chunk`` elements."""
-        if self._size == 2 and prescale == 1.0 and is_direct(dtype):
-            pair = TwoMemberReduction(ins, outs, self._index, chunk, fold, postscale)
+        if self._size == 2 and reduction.prescale == 1.0 and is_direct(dtype):
+            pair = TwoMemberReduction(ins, outs, self._index, chunk, fold, reduction.postscale)
             self._run(pair, self._slots.whole(storage_type(dtype)), phases)
         else:
-            sliced = SlicedReduction(ins, outs, self._index, self._size, chunk, fold, prescale, postscale)
+            sliced = SlicedReduction(ins, outs, self._index, self._size, chunk, fold, reduction)
             self._run_folding(sliced, self._slots.whole(storage_type(dtype)), phases)
 
     def _make_fold(self, dtype: DType, op: ReduceOp) -> Fold:
@@ -254,8 +251,7 @@ class ShmPlane(HostPlane):
         source: HostArray,
         out: HostArray,
         fold: Fold,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         start = monotonic_ns()
@@ -267,7 +263,7 @@ class ShmPlane(HostPlane):
         packed = monotonic_ns()
         signals.wait(ARRIVED, step)
         waited = monotonic_ns()
-        fold(slots, out, prescale, postscale)
+        fold(slots, out, reduction.prescale, reduction.postscale)
         phases.pack += packed - start
         phases.wait += waited - packed
         phases.transfer += monotonic_ns() - waited
@@ -288,14 +284,13 @@ class ShmPlane(HostPlane):
         counts: Sequence[int],
         out: HostArray,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
+        op = reduction.op
         fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
         place = self._place() // dtype.itemsize
-        work = ReduceScatter(send, counts, out, self._index, place, fold, prescale, postscale)
+        work = ReduceScatter(send, counts, out, self._index, place, fold, reduction)
         self._run(work, self._slots.whole(storage_type(dtype)), phases)
 
     def alltoall(

@@ -38,6 +38,7 @@ import numpy as np
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.layout import ChunkSlice, cut, slice_bounds
 from hvdlab.collectives.reduce.fold import Fold
+from hvdlab.collectives.types import Reduction
 
 
 class PipelineStage(IntEnum):
@@ -155,11 +156,10 @@ class SlicedReduction:
         members: int,
         chunk: int,
         fold: Fold,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
     ) -> None:
         self._ins, self._outs, self._index, self._members = ins, outs, index, members
-        self._fold, self._prescale, self._postscale = fold, prescale, postscale
+        self._fold, self._prescale, self._postscale = fold, reduction.prescale, reduction.postscale
         self._chunks = list(cut([len(b) for b in ins], chunk))
         self._grain = max(1, 64 // ins[0].itemsize)
         self._scratch = np.empty(0, ins[0].dtype)
@@ -323,11 +323,10 @@ class ReduceScatter:
         index: int,
         place: int,
         fold: Fold,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
     ) -> None:
         self._send, self._counts, self._out, self._index, self._place = send, counts, out, index, place
-        self._fold, self._prescale, self._postscale = fold, prescale, postscale
+        self._fold, self._prescale, self._postscale = fold, reduction.prescale, reduction.postscale
         self._starts = starts(counts)
         self.steps = -(-max(counts) // place)
 

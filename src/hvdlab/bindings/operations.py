@@ -15,7 +15,7 @@ from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.planes.buffers import HOST, HostArray
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction
 
 T = TypeVar("T")
 
@@ -189,7 +189,9 @@ class Binding(Generic[T]):
         if not engine.device_plane(operation.process_set, device):
             return HOST
         reduces = operation.kind in _REDUCING
-        wide = reduces and needs_width(dtype, operation.op, operation.prescale, operation.postscale)
+        wide = reduces and needs_width(
+            dtype, Reduction(operation.op, operation.prescale, operation.postscale)
+        )
         return HOST if wide else device
 
     def _placing(self, direct: bool, device: str, tensor: T) -> Deliver[T] | None:

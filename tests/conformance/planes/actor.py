@@ -16,7 +16,7 @@ from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.integers import needs_width
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 Array = npt.NDArray[Any]
 
@@ -38,9 +38,7 @@ class CollectiveActor(ABC):
         self,
         ins: Sequence[Array],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         in_place: bool,
     ) -> list[Array]:
         """Reduce a fused list; in place the returned arrays are the given ones."""
@@ -57,9 +55,7 @@ class CollectiveActor(ABC):
         send: Array,
         counts: Sequence[int],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
     ) -> Array: ...
 
     @abstractmethod
@@ -111,20 +107,16 @@ class PlaneActor(CollectiveActor):
         self,
         ins: Sequence[Array],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         in_place: bool,
     ) -> list[Array]:
         outs = list(ins) if in_place else [np.empty_like(a) for a in ins]
-        if op is ReduceOp.ADASUM:
-            allreduce_adasum(self.plane, ins, outs, dtype, prescale, postscale, PhaseTimes())
-        elif needs_width(dtype, op, prescale, postscale):
-            allreduce_wide(self.plane, ins, outs, dtype, op, prescale, postscale, PhaseTimes())
+        if reduction.op is ReduceOp.ADASUM:
+            allreduce_adasum(self.plane, ins, outs, dtype, reduction, PhaseTimes())
+        elif needs_width(dtype, reduction):
+            allreduce_wide(self.plane, ins, outs, dtype, reduction, PhaseTimes())
         else:
-            if op is ReduceOp.AVERAGE:
-                op, postscale = ReduceOp.SUM, postscale / self.size
-            self.plane.allreduce(ins, outs, dtype, op, prescale, postscale, PhaseTimes())
+            self.plane.allreduce(ins, outs, dtype, reduction.summed(self.size), PhaseTimes())
         return outs
 
     def allgather(self, send: Array, counts: Sequence[int], dtype: DType) -> Array:
@@ -140,15 +132,13 @@ class PlaneActor(CollectiveActor):
         send: Array,
         counts: Sequence[int],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
     ) -> Array:
         out = np.empty(counts[self.index], storage_type(dtype))
-        if needs_width(dtype, op, prescale, postscale):
-            reducescatter_wide(self.plane, send, counts, out, dtype, op, prescale, postscale, PhaseTimes())
+        if needs_width(dtype, reduction):
+            reducescatter_wide(self.plane, send, counts, out, dtype, reduction, PhaseTimes())
         else:
-            self.plane.reducescatter(send, counts, out, dtype, op, prescale, postscale, PhaseTimes())
+            self.plane.reducescatter(send, counts, out, dtype, reduction, PhaseTimes())
         return out
 
     def alltoall(

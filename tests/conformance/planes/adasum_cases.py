@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from conformance.planes import inputs
 from conformance.planes.actor import CollectiveActor
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import PLAIN, DType, ReduceOp, Reduction
 
 Wide = npt.NDArray[np.float64]
 
@@ -44,8 +44,7 @@ def formula(
     actor: CollectiveActor,
     counts: Sequence[int],
     dtype: DType,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
+    reduction: Reduction = PLAIN[ReduceOp.ADASUM],
     in_place: bool = False,
 ) -> int:
     """Fused tensors, each with dot products of its own."""
@@ -53,10 +52,10 @@ def formula(
     for part in parts[1:2]:
         part[0][...] = 0  # leaves the other members' as it is
     mine = [p[actor.index].copy() for p in parts]
-    outs = actor.allreduce(mine, dtype, ReduceOp.ADASUM, prescale, postscale, in_place)
+    outs = actor.allreduce(mine, dtype, reduction, in_place)
     for i, (part, out) in enumerate(zip(parts, outs, strict=True)):
-        wide = [inputs.to_float64(p, dtype) * prescale for p in part]
-        inputs.assert_reduced(out, expected(wide) * postscale, dtype, f"tensor {i} of {counts}")
+        wide = [inputs.to_float64(p, dtype) * reduction.prescale for p in part]
+        inputs.assert_reduced(out, expected(wide) * reduction.postscale, dtype, f"tensor {i} of {counts}")
         assert in_place == (out is mine[i])
         assert in_place or np.array_equal(mine[i], part[actor.index])
     return inputs.digest(outs)
@@ -70,9 +69,7 @@ def properties(actor: CollectiveActor, count: int) -> int:
     lonely[count * i : count * (i + 1)] = 1 + i
     equal = np.linspace(-1, 1, count * n, dtype=np.float32)
     zeros = np.zeros(count, np.float32)
-    summed, mean, nothing = actor.allreduce(
-        [lonely, equal, zeros], DType.F32, ReduceOp.ADASUM, 1.0, 1.0, False
-    )
+    summed, mean, nothing = actor.allreduce([lonely, equal, zeros], DType.F32, PLAIN[ReduceOp.ADASUM], False)
     assert np.array_equal(summed, np.repeat(np.arange(1, n + 1, dtype=np.float32), count))
     np.testing.assert_allclose(mean, equal, rtol=1e-6)
     assert not nothing.any()

@@ -9,16 +9,14 @@ import numpy as np
 from conformance.planes import inputs
 from conformance.planes.actor import CollectiveActor
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import AVERAGE, SUM, DType, ReduceOp, Reduction
 
 
 def allreduce(
     actor: CollectiveActor,
     counts: Sequence[int],
     dtype: DType,
-    op: ReduceOp = ReduceOp.SUM,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
+    reduction: Reduction = SUM,
     in_place: bool = False,
     seed: int = 0,
 ) -> int:
@@ -28,9 +26,9 @@ def allreduce(
         for i, count in enumerate(counts)
     ]
     mine = [p[actor.index].copy() for p in parts]
-    outs = actor.allreduce(mine, dtype, op, prescale, postscale, in_place)
+    outs = actor.allreduce(mine, dtype, reduction, in_place)
     for i, (part, out) in enumerate(zip(parts, outs, strict=True)):
-        expected = inputs.reduced(part, dtype, op, prescale, postscale)
+        expected = inputs.reduced(part, dtype, reduction)
         inputs.assert_reduced(out, expected, dtype, f"tensor {i} of {counts}")
         assert in_place == (out is mine[i])
         if not in_place:
@@ -62,15 +60,13 @@ def reducescatter(
     actor: CollectiveActor,
     counts: Sequence[int],
     dtype: DType,
-    op: ReduceOp = ReduceOp.SUM,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
+    reduction: Reduction = SUM,
     seed: int = 0,
 ) -> None:
     parts = [inputs.values(seed, m, sum(counts), dtype) for m in range(actor.size)]
-    out = actor.reducescatter(parts[actor.index].copy(), counts, dtype, op, prescale, postscale)
+    out = actor.reducescatter(parts[actor.index].copy(), counts, dtype, reduction)
     start = sum(counts[: actor.index])
-    expected = inputs.reduced(parts, dtype, op, prescale, postscale)[start : start + counts[actor.index]]
+    expected = inputs.reduced(parts, dtype, reduction)[start : start + counts[actor.index]]
     assert len(out) == counts[actor.index]
     inputs.assert_reduced(out, expected, dtype, f"slice {actor.index} of {counts}")
 
@@ -86,14 +82,16 @@ def extremes(actor: CollectiveActor, dtype: DType, count: int) -> int:
     sums = [sum(row[i] for row in table) for i in range(len(table[0]))]
     averages = [abs(total) // actor.size * (1 if total > 0 else -1) for total in sums]
     expected = np.resize(np.array(averages, storage_type(dtype)), count)
-    (out,) = actor.allreduce([mine], dtype, ReduceOp.AVERAGE, 1.0, 1.0, False)
+    (out,) = actor.allreduce([mine], dtype, AVERAGE, False)
     inputs.assert_reduced(out, expected, dtype, "average")
     counts = even_split(count, actor.size)
     start = sum(counts[: actor.index])
-    scattered = actor.reducescatter(mine, counts, dtype, ReduceOp.AVERAGE, 1.0, 1.0)
+    scattered = actor.reducescatter(mine, counts, dtype, AVERAGE)
     inputs.assert_reduced(scattered, expected[start : start + counts[actor.index]], dtype, "its slice")
     if dtype is not DType.I64:  # a sum that is divided comes to the same
-        (divided,) = actor.allreduce([mine], dtype, ReduceOp.SUM, 1.0, 1.0 / actor.size, False)
+        (divided,) = actor.allreduce(
+            [mine], dtype, Reduction(ReduceOp.SUM, postscale=1.0 / actor.size), False
+        )
         whole = np.resize(np.array([int(total * (1.0 / actor.size)) for total in sums]), count)
         inputs.assert_reduced(divided, whole.astype(storage_type(dtype)), dtype, "sum that is divided")
     return inputs.digest([out])
@@ -136,7 +134,7 @@ def halves(actor: CollectiveActor, dtype: DType) -> int:
     mine[1:4] = (np.nan, np.inf, -np.inf) if actor.index == 0 else (1.0, 1.0, 1.0)
     mine[4] = 0.0
     buffer = inputs.from_float64(mine, dtype)
-    (out,) = actor.allreduce([buffer], dtype, ReduceOp.SUM, 1.0, 1.0, False)
+    (out,) = actor.allreduce([buffer], dtype, SUM, False)
     exact = np.full(64, big + (actor.size - 1) * small, np.float64)
     exact[4] = 0.0
     expected = inputs.to_float64(inputs.from_float64(exact, dtype), dtype)

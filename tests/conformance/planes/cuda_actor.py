@@ -21,7 +21,7 @@ from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.gpu.staged_plane import StagedPlane
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, Reduction
 from support.fakes import cuda as fake_cuda
 from support.fakes import nccl as fake_nccl
 
@@ -128,15 +128,13 @@ class ThroughGpu(HostPlane):
         ins: Sequence[HostArray],
         outs: Sequence[HostArray],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         sources = [self._put(a, dtype) for a in ins]
         targets = [s if i is o else self._put(o, dtype) for i, o, s in zip(ins, outs, sources, strict=True)]
         self._end(
-            self._plane.start_allreduce(sources, targets, dtype, op, prescale, postscale, phases),
+            self._plane.start_allreduce(sources, targets, dtype, reduction, phases),
             sources,
             list(zip(targets, outs, strict=True)),
         )
@@ -155,15 +153,11 @@ class ThroughGpu(HostPlane):
         counts: Sequence[int],
         out: HostArray,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> None:
         source, target = self._put(send, dtype), self._put(out, dtype)
-        begun = self._plane.start_reducescatter(
-            source, counts, target, dtype, op, prescale, postscale, phases
-        )
+        begun = self._plane.start_reducescatter(source, counts, target, dtype, reduction, phases)
         self._end(begun, [source], [(target, out)])
 
     def alltoall(

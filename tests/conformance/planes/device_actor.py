@@ -14,7 +14,7 @@ from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.reduce.integers import needs_width
-from hvdlab.collectives.types import OpKind, ReduceOp
+from hvdlab.collectives.types import OpKind, ReduceOp, Reduction
 from support.fakes import device as fake_device
 
 
@@ -73,7 +73,7 @@ def _for_the_host(request: Request) -> bool:
     """Whether only the host does this: a binding stages tensors that are elsewhere."""
     if request.kind is OpKind.SENDRECV or request.op is ReduceOp.ADASUM:
         return True
-    return needs_width(request.dtype, request.op, request.prescale, request.postscale)
+    return needs_width(request.dtype, Reduction(request.op, request.prescale, request.postscale))
 
 
 class Copying:

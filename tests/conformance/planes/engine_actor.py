@@ -22,7 +22,7 @@ from hvdlab.collectives.planes.base import PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.system import HOST_VARIABLE
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import DType, OpKind, Reduction
 
 SITE = "conformance"
 
@@ -87,9 +87,7 @@ class EngineActor(CollectiveActor):
         self,
         ins: Sequence[Array],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         in_place: bool,
     ) -> list[Array]:
         self._groups += 1
@@ -100,9 +98,9 @@ class EngineActor(CollectiveActor):
                 input=array,
                 output=array if in_place else None,
                 dtype=dtype,
-                op=op,
-                prescale=prescale,
-                postscale=postscale,
+                op=reduction.op,
+                prescale=reduction.prescale,
+                postscale=reduction.postscale,
                 group=group,
                 site=SITE,
             )
@@ -130,9 +128,7 @@ class EngineActor(CollectiveActor):
         send: Array,
         counts: Sequence[int],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
     ) -> Array:
         return _output(
             self._run(
@@ -140,9 +136,9 @@ class EngineActor(CollectiveActor):
                     OpKind.REDUCESCATTER,
                     input=send,
                     dtype=dtype,
-                    op=op,
-                    prescale=prescale,
-                    postscale=postscale,
+                    op=reduction.op,
+                    prescale=reduction.prescale,
+                    postscale=reduction.postscale,
                     site=SITE,
                 )
             )

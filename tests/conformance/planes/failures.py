@@ -16,7 +16,7 @@ from conformance.planes import cases
 from conformance.planes.actor import CollectiveActor
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import PLAIN, SUM, DType, ReduceOp
 
 WAITING = ("allreduce", "allreduce-large", "allreduce-fused", "allreduce-bf16", "adasum", "allgather", "broadcast",
            "reducescatter", "alltoall", "barrier")  # fmt: skip
@@ -27,16 +27,16 @@ def start(actor: CollectiveActor, what: str, count: int) -> None:
     n, dtype = actor.size, DType.BF16 if what == "allreduce-bf16" else DType.F32
     buffer = np.zeros(count * n, storage_type(dtype))
     if what == "adasum":
-        actor.allreduce([buffer], dtype, ReduceOp.ADASUM, 1.0, 1.0, False)
+        actor.allreduce([buffer], dtype, PLAIN[ReduceOp.ADASUM], False)
     elif what.startswith("allreduce"):
         parts = [buffer[:5], buffer[5:]] if what == "allreduce-fused" else [buffer]
-        actor.allreduce([buffer[:9]] if what == "allreduce" else parts, dtype, ReduceOp.SUM, 1.0, 1.0, False)
+        actor.allreduce([buffer[:9]] if what == "allreduce" else parts, dtype, SUM, False)
     elif what == "allgather":
         actor.allgather(buffer[:count], [count] * n, dtype)
     elif what == "broadcast":
         actor.broadcast(buffer, n - 1, dtype)
     elif what == "reducescatter":
-        actor.reducescatter(buffer, [count] * n, dtype, ReduceOp.SUM, 1.0, 1.0)
+        actor.reducescatter(buffer, [count] * n, dtype, SUM)
     elif what == "alltoall":
         actor.alltoall(buffer, [count] * n, [count] * n, dtype)
     else:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 Array = npt.NDArray[Any]
 UFUNC = {
@@ -57,8 +57,9 @@ def values(seed: int, member: int, count: int, dtype: DType) -> Array:
     return rng.integers(low, high + 1, count).astype(storage_type(dtype))
 
 
-def reduced(parts: Sequence[Array], dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> Array:
+def reduced(parts: Sequence[Array], dtype: DType, reduction: Reduction) -> Array:
     """Return the right result of a reduction: exact for bool and integers, the float64 result for floating types."""
+    op, prescale, postscale = reduction
     if dtype.is_floating:
         scaled = [to_float64(p, dtype) * prescale for p in parts]
         if op is ReduceOp.AVERAGE:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from conformance.planes import inputs
 from conformance.planes.actor import CollectiveActor
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType, ReduceOp, Reduction
 
 BITS = {DType.F16: 10, DType.BF16: 7}
 """Of the fraction."""
@@ -34,7 +34,7 @@ def sums(actor: CollectiveActor, dtype: DType, counts: list[int]) -> int:
     total = 0
     for postscale in (1.0, 1.0 / n):
         mine = [part[actor.index].copy() for part in parts]
-        outs = actor.allreduce(mine, dtype, ReduceOp.SUM, 1.0, postscale, False)
+        outs = actor.allreduce(mine, dtype, Reduction(ReduceOp.SUM, postscale=postscale), False)
         for part, out in zip(parts, outs, strict=True):
             addends = np.stack([inputs.to_float64(p, dtype) for p in part]) * postscale
             rounded_once(inputs.to_float64(out, dtype), addends.sum(0), np.abs(addends).sum(0), dtype)
@@ -42,7 +42,7 @@ def sums(actor: CollectiveActor, dtype: DType, counts: list[int]) -> int:
     part = parts[0]
     even = [len(part[0]) // n] * n
     cut = [p[: sum(even)].copy() for p in part]
-    out = actor.reducescatter(cut[actor.index], even, dtype, ReduceOp.SUM, 1.0, 1.0)
+    out = actor.reducescatter(cut[actor.index], even, dtype, SUM)
     start = sum(even[: actor.index])
     addends = np.stack([inputs.to_float64(p[start : start + even[0]], dtype) for p in cut])
     rounded_once(inputs.to_float64(out, dtype), addends.sum(0), np.abs(addends).sum(0), dtype)

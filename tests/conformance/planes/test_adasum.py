@@ -6,7 +6,7 @@ from conformance.planes.harness import WorkerGroup
 from conformance.planes.matrix import Matrix
 from conformance.planes.planes_under_test import CHUNK
 from conformance.planes.test_planes import same
-from hvdlab.collectives.types import DType
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 from support import effort
 
 FLOATING = [DType.F32, DType.F64, DType.F16, DType.BF16]
@@ -40,8 +40,7 @@ def test_adasum_scales_before_and_after(group: WorkerGroup, matrix: Matrix) -> N
                     "conformance.planes.adasum_cases:formula",
                     counts=counts,
                     dtype=dtype,
-                    prescale=0.5,
-                    postscale=3.0,
+                    reduction=Reduction(ReduceOp.ADASUM, 0.5, 3.0),
                 )
             )
 

@@ -7,7 +7,7 @@ from conformance.planes.conftest import skip_unless_available
 from conformance.planes.harness import WorkerGroup
 from conformance.planes.matrix import Matrix
 from conformance.planes.planes_under_test import CHUNK
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import PLAIN, DType, ReduceOp, Reduction
 
 REDUCIBLE = [d for d in DType if d is not DType.BOOL]
 INTEGERS = [d for d in REDUCIBLE if not d.is_floating]
@@ -52,7 +52,7 @@ def test_allreduce_reduces_every_type(group: WorkerGroup, matrix: Matrix) -> Non
                         "conformance.planes.cases:allreduce",
                         counts=[count],
                         dtype=dtype,
-                        op=op,
+                        reduction=PLAIN[op],
                         in_place=in_place,
                     )
                 )
@@ -63,7 +63,14 @@ def test_allreduce_reduces_every_type(group: WorkerGroup, matrix: Matrix) -> Non
 def test_allreduce_of_bool_is_and_or(group: WorkerGroup, matrix: Matrix) -> None:
     def case(op: ReduceOp) -> None:
         for count in (1, 1001, 3 * CHUNK + 1):
-            same(group.run("conformance.planes.cases:allreduce", counts=[count], dtype=DType.BOOL, op=op))
+            same(
+                group.run(
+                    "conformance.planes.cases:allreduce",
+                    counts=[count],
+                    dtype=DType.BOOL,
+                    reduction=PLAIN[op],
+                )
+            )
 
     matrix.run(case, op=[ReduceOp.MIN, ReduceOp.MAX])
 
@@ -73,8 +80,8 @@ def test_allreduce_scales_before_and_after(group: WorkerGroup, matrix: Matrix) -
         for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
             for in_place in IN_PLACE:
                 same(group.run(
-                    "conformance.planes.cases:allreduce", counts=counts, dtype=dtype, op=op, prescale=scales[0],
-                    postscale=scales[1], in_place=in_place,
+                    "conformance.planes.cases:allreduce", counts=counts, dtype=dtype,
+                    reduction=Reduction(op, *scales), in_place=in_place,
                 ))  # fmt: skip
 
     matrix.run(case, dtype=REDUCIBLE, op=[ReduceOp.SUM, ReduceOp.MIN], scales=SCALES)
@@ -85,8 +92,8 @@ def test_allreduce_averages(group: WorkerGroup, matrix: Matrix) -> None:
         for counts in ([3], [CHUNK + 5], [40, CHUNK // 2]):
             for in_place in IN_PLACE:
                 same(group.run(
-                    "conformance.planes.cases:allreduce", counts=counts, dtype=dtype, op=ReduceOp.AVERAGE,
-                    prescale=scales[0], postscale=scales[1], in_place=in_place,
+                    "conformance.planes.cases:allreduce", counts=counts, dtype=dtype,
+                    reduction=Reduction(ReduceOp.AVERAGE, *scales), in_place=in_place,
                 ))  # fmt: skip
 
     matrix.run(case, dtype=REDUCIBLE, scales=[(1.0, 1.0), (0.5, 2.0)])
@@ -158,7 +165,9 @@ def test_reducescatter_leaves_each_its_slice(group: WorkerGroup, matrix: Matrix)
 
     def case(dtype: DType, op: ReduceOp) -> None:
         for counts in even if "ragged" in group.plane.lacks else even + ragged:
-            group.run("conformance.planes.cases:reducescatter", counts=counts, dtype=dtype, op=op)
+            group.run(
+                "conformance.planes.cases:reducescatter", counts=counts, dtype=dtype, reduction=PLAIN[op]
+            )
 
     matrix.run(case, dtype=REDUCIBLE, op=OPS)
 
@@ -171,8 +180,7 @@ def test_reducescatter_scales(group: WorkerGroup, matrix: Matrix) -> None:
             "conformance.planes.cases:reducescatter",
             counts=counts,
             dtype=dtype,
-            prescale=scales[0],
-            postscale=scales[1],
+            reduction=Reduction(ReduceOp.SUM, *scales),
         )
 
     matrix.run(case, dtype=[DType.F32, DType.I32, DType.BF16], scales=SCALES)

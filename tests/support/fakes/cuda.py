@@ -257,7 +257,8 @@ def run_kernel(it: KernelLaunch) -> None:
         table[2 * it.jobs + 1 :],
     )
     kind = np.dtype(np.uint8) if it.dtype is None else storage_type(it.dtype)
-    fold = make_fold(it.dtype or DType.U8, it.op if it.dtype is not None else ReduceOp.MAX)
+    op, prescale, postscale = it.reduction
+    fold = make_fold(it.dtype or DType.U8, op if it.dtype is not None else ReduceOp.MAX)
     for job in range(it.jobs):
         count = counts[job] & ~_ALIGNED
         assert firsts[job + 1] - firsts[job] == -(-count // it.chunk), "chunks of a job"
@@ -266,7 +267,7 @@ def run_kernel(it: KernelLaunch) -> None:
         arrays = [bytes_at(address, count * kind.itemsize).view(kind) for address in where]
         result = arrays[0].copy()
         if it.dtype is not None:
-            fold(arrays[: it.ins], result, it.prescale, it.postscale)
+            fold(arrays[: it.ins], result, prescale, postscale)
         for out in arrays[it.ins :]:
             out[:] = result
     times[1] = time.monotonic_ns()

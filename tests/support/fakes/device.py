@@ -18,7 +18,7 @@ from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer, HostArray
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, Reduction
 
 DEVICE, PLANE = "fake", "fake/thread"
 
@@ -127,15 +127,11 @@ class FakeDevicePlane(Plane):
         ins: Sequence[Buffer],
         outs: Sequence[Buffer],
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> PendingCompletion:
         sources, targets = [memory_of(b) for b in ins], [memory_of(b) for b in outs]
-        return self._start(
-            lambda: self._inner.allreduce(sources, targets, dtype, op, prescale, postscale, phases)
-        )
+        return self._start(lambda: self._inner.allreduce(sources, targets, dtype, reduction, phases))
 
     def start_allgather(
         self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes
@@ -158,14 +154,12 @@ class FakeDevicePlane(Plane):
         counts: Sequence[int],
         out: Buffer,
         dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        reduction: Reduction,
         phases: PhaseTimes,
     ) -> PendingCompletion:
         source, target = memory_of(send), memory_of(out)
         return self._start(
-            lambda: self._inner.reducescatter(source, counts, target, dtype, op, prescale, postscale, phases)
+            lambda: self._inner.reducescatter(source, counts, target, dtype, reduction, phases)
         )
 
     def start_alltoall(

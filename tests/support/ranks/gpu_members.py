@@ -14,7 +14,7 @@ import pytest
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, Plane
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 from support.fakes.cuda import FakeCuda, FakeGpus, bytes_at
 from support.patience import PATIENCE
 
@@ -65,7 +65,7 @@ def value_of(buffer: CudaBuffer) -> float:
 
 def begun(plane: Plane, buffer: CudaBuffer, factor: float = 2.0) -> Any:
     """An allreduce in place."""
-    return plane.start_allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, factor, 1.0, PhaseTimes())
+    return plane.start_allreduce([buffer], [buffer], DType.F32, Reduction(ReduceOp.SUM, factor), PhaseTimes())
 
 
 def outcome(completion: Any) -> Exception | None:

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import numpy as np
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.mpi import MpiPlane
 
@@ -37,13 +37,13 @@ class Comm:
 
 def operations(plane, arrays):
     one, both, whole = arrays
-    f32, sum_ = DType.F32, ReduceOp.SUM
+    f32 = DType.F32
     return {
-        "allreduce": lambda: plane.allreduce([one], [one], f32, sum_, 1.0, 1.0, PhaseTimes()),
+        "allreduce": lambda: plane.allreduce([one], [one], f32, SUM, PhaseTimes()),
         "allgather": lambda: plane.allgather(one, [COUNT, COUNT], both, PhaseTimes()),
         "broadcast as root": lambda: plane.broadcast(one, 0, PhaseTimes()),
         "broadcast": lambda: plane.broadcast(one, 1, PhaseTimes()),
-        "reducescatter": lambda: plane.reducescatter(both, [COUNT, COUNT], one, f32, sum_, 1.0, 1.0, PhaseTimes()),
+        "reducescatter": lambda: plane.reducescatter(both, [COUNT, COUNT], one, f32, SUM, PhaseTimes()),
         "alltoall": lambda: plane.alltoall(both, [COUNT, COUNT], [COUNT, COUNT], whole, PhaseTimes()),
     }
 

@@ -17,7 +17,7 @@ import pytest
 from hvdlab.collectives.planes import gloo
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.gloo import GlooPlane, listeners, traffic
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType
 from support.patience import HOUR, PATIENCE
 
 pytest.importorskip("torch.distributed")
@@ -64,7 +64,7 @@ def connected(address: str) -> list[GlooPlane]:
 
 def add(plane: GlooPlane) -> Any:
     ones, out = np.ones(COUNT, np.float32), np.empty(COUNT, np.float32)
-    plane.allreduce([ones], [out], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+    plane.allreduce([ones], [out], DType.F32, SUM, PhaseTimes())
     return out
 
 

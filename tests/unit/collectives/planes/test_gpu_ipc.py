@@ -17,7 +17,7 @@ from hvdlab.collectives.planes.gpu.device import DeviceFailed
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
 from hvdlab.collectives.planes.gpu.ipc_memory import RING, TENSORS
 from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType, ReduceOp, Reduction
 from support.fakes.cuda import FakeCuda, bytes_at
 from support.patience import PATIENCE
 from support.ranks.gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
@@ -87,7 +87,7 @@ def test_more_tensors_than_an_operation_takes_become_several(alone: CudaPlane, g
     numbers[:] = 3.0
     each = [CudaBuffer(pointer + 4 * i, (1,), DType.F32) for i in range(TENSORS + 3)]
     phases = PhaseTimes()
-    completion = alone.start_allreduce(each, each, DType.F32, ReduceOp.SUM, 2.0, 1.0, phases)
+    completion = alone.start_allreduce(each, each, DType.F32, Reduction(ReduceOp.SUM, 2.0), phases)
     assert outcome(completion) is None
     assert (numbers == 6.0).all()
     assert phases.transfer > 0
@@ -116,7 +116,7 @@ def test_a_rank_that_has_joined_takes_part_with_zeros_that_are_freed_afterwards(
     zeros = alone.zeros((COUNT,), DType.F32)
     result = alone.empty((COUNT,), DType.F32)
     bytes_at(result.pointer, result.nbytes)[:] = 255
-    completion = alone.start_allreduce([zeros], [result], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+    completion = alone.start_allreduce([zeros], [result], DType.F32, SUM, PhaseTimes())
     assert outcome(completion) is None
     assert not bytes_at(result.pointer, result.nbytes).any()
     ours = len(gpu._memory) - held - 2

@@ -24,7 +24,7 @@ from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.planes.gpu.nccl_group import RING, TABLE_BYTES
 from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
 from hvdlab.collectives.planes.gpu.nccl_plane import MOST_BLOCKS, TENSORS, NcclPlane
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import PLAIN, SUM, DType, ReduceOp, Reduction
 from support.fakes import nccl as fake_nccl
 from support.fakes.cuda import FakeCuda, bytes_at
 from support.fakes.nccl import FakeCommunicator
@@ -146,7 +146,7 @@ def test_more_tensors_than_are_packed_together_become_several_operations(
     numbers[:] = 3.0
     each = [CudaBuffer(pointer + 4 * i, (1,), DType.F32) for i in range(TENSORS + 3)]
     phases = PhaseTimes()
-    completion = alone.start_allreduce(each, each, DType.F32, ReduceOp.SUM, 2.0, 1.5, phases)
+    completion = alone.start_allreduce(each, each, DType.F32, Reduction(ReduceOp.SUM, 2.0, 1.5), phases)
     assert outcome(completion) is None
     assert (numbers == 9.0).all()
     assert phases.transfer > 0
@@ -161,7 +161,9 @@ def test_what_our_kernels_add_goes_through_in_blocks(
     inputs = [array_on(gpu, array, DType.F16) for array in arrays]
     outs = [array_on(gpu, np.zeros_like(array), DType.F16) for array in arrays]
     completions = [
-        plane.start_allreduce([source], [out], DType.F16, ReduceOp.SUM, 1.0, 0.5, PhaseTimes())
+        plane.start_allreduce(
+            [source], [out], DType.F16, Reduction(ReduceOp.SUM, postscale=0.5), PhaseTimes()
+        )
         for plane, source, out in zip(two, inputs, outs, strict=True)
     ]
     assert [outcome(completion) for completion in completions] == [None, None]
@@ -171,7 +173,9 @@ def test_what_our_kernels_add_goes_through_in_blocks(
     counts = [700, 303]
     slices = [array_on(gpu, np.zeros(count, np.float16), DType.F16) for count in counts]
     completions = [
-        plane.start_reducescatter(source, counts, out, DType.F16, ReduceOp.SUM, 1.0, 0.5, PhaseTimes())
+        plane.start_reducescatter(
+            source, counts, out, DType.F16, Reduction(ReduceOp.SUM, postscale=0.5), PhaseTimes()
+        )
         for plane, source, out in zip(two, inputs, slices, strict=True)
     ]
     assert [outcome(completion) for completion in completions] == [None, None]
@@ -184,7 +188,7 @@ def test_a_maximum_keeps_nans_which_nccls_would_lose(two: list[NcclPlane], gpu: 
     tensors = [on_gpu(gpu, 1.0), on_gpu(gpu, 2.0)]
     bytes_at(tensors[0].pointer, 4).view(np.float32)[0] = np.nan
     completions: list[Completion | None] = [
-        plane.start_allreduce([tensor], [tensor], DType.F32, ReduceOp.MAX, 1.0, 1.0, PhaseTimes())
+        plane.start_allreduce([tensor], [tensor], DType.F32, PLAIN[ReduceOp.MAX], PhaseTimes())
         for plane, tensor in zip(two, tensors, strict=True)
     ]
     assert [outcome(completion) for completion in completions] == [None, None]
@@ -214,7 +218,7 @@ def test_a_rank_that_has_joined_takes_part_with_zeros_that_are_freed_afterwards(
     zeros = alone.zeros((COUNT,), DType.F32)
     result = alone.empty((COUNT,), DType.F32)
     bytes_at(result.pointer, result.nbytes)[:] = 255
-    completion = alone.start_allreduce([zeros], [result], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+    completion = alone.start_allreduce([zeros], [result], DType.F32, SUM, PhaseTimes())
     assert outcome(completion) is None
     assert not bytes_at(result.pointer, result.nbytes).any()
     del zeros, result, completion
@@ -297,7 +301,7 @@ def test_what_other_members_get_while_they_have_not_learned_of_an_abort_is_right
     mine, other = (array_on(gpu, np.full(COUNT, value, np.float16), DType.F16) for value in (1.0, 2.0))
     mine.after = gpu_plane.StreamMark(gpu, stream)
     completions = [
-        plane.start_allreduce([tensor], [tensor], DType.F16, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+        plane.start_allreduce([tensor], [tensor], DType.F16, SUM, PhaseTimes())
         for plane, tensor in zip(two, (mine, other), strict=True)
     ]
     two[1].abort()  # while its kernel waits for the other member's share, and before it hands out its own
@@ -391,7 +395,7 @@ def test_a_gpu_that_is_out_of_memory_breaks_the_plane_with_the_drivers_word(
 
     monkeypatch.setattr(gpu, "allocate", full)
     with pytest.raises(PlaneBroken, match="out of memory"):
-        alone.start_allreduce(tensors, tensors, DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+        alone.start_allreduce(tensors, tensors, DType.F32, SUM, PhaseTimes())
     with pytest.raises(PlaneBroken, match="out of memory"):
         begun(alone, tensors[0])
 

@@ -10,7 +10,7 @@ import pytest
 
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType
 from support.patience import PATIENCE
 
 BLOCK = 4096  # bytes of a block
@@ -74,7 +74,7 @@ def plane_of(inner: Inner, outer: Outer) -> HierarchicalPlane:
 
 
 def reduce(plane: HierarchicalPlane, values: Any, out: Any, phases: PhaseTimes) -> None:
-    plane.allreduce([values], [out], DType.F32, ReduceOp.SUM, 1.0, 1.0, phases)
+    plane.allreduce([values], [out], DType.F32, SUM, phases)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_a_small_tensor_needs_no_thread() -> None:
     inner = Inner()
     outer = Outer(inner, 1)
     plane._inner, plane._outer = inner, outer  # type: ignore[assignment]
-    plane._reduce_slices(values, out, DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+    plane._reduce_slices(values, out, DType.F32, SUM, PhaseTimes())
     assert outer.calls == [threading.current_thread().name]
     plane.close()
 

@@ -16,7 +16,7 @@ from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import part, segment_size, slot_bytes
 from hvdlab.collectives.planes.shm.plane import ROUNDS, TRIAL_BYTES, ChunkChoice
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType
 
 KIB = 1024
 
@@ -103,7 +103,7 @@ def test_all_members_choose_the_same_and_reduce_right_meanwhile(members: int) ->
             small = np.full(3 + operation, index, np.float32)
             # One trial each, across both buffers; some elements are left, and in place every second time.
             outs = [small, large] if operation % 2 else [np.empty_like(small), np.empty_like(large)]
-            plane.allreduce([small, large], outs, DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+            plane.allreduce([small, large], outs, DType.F32, SUM, PhaseTimes())
             if operation < 3 * ROUNDS - 1 and told[index]:
                 wrong.append(f"{index} chose before the last trial")
             ranks = sum(range(members))
@@ -136,7 +136,7 @@ def test_a_size_from_elsewhere_ends_the_trials() -> None:
         plane.connect(10)
         plane.tune(64 * KIB)
         x = np.ones(3 * ROUNDS * TRIAL_BYTES, np.uint8)
-        plane.allreduce([x], [x], DType.U8, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+        plane.allreduce([x], [x], DType.U8, SUM, PhaseTimes())
 
     threads = [threading.Thread(target=run, args=(plane,)) for plane in planes]
     for thread in threads:

@@ -12,7 +12,7 @@ import pytest
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import segment_size
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType, ReduceOp, Reduction
 
 
 def context(index: int, size: int, fd: int, **options: str) -> PlaneContext:
@@ -70,7 +70,7 @@ def test_close_frees_the_memory_and_the_descriptor() -> None:
     plane = ShmPlane(context(0, 1, fd))
     plane.connect(1)
     buffer = np.ones(10, np.float32)
-    plane.allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
+    plane.allreduce([buffer], [buffer], DType.F32, SUM, PhaseTimes())
     with open("/proc/self/maps") as maps:
         assert "memfd:test" in maps.read()
     plane.close()
@@ -98,7 +98,9 @@ def test_phases_account_for_the_time_of_an_operation() -> None:
     def run(index: int) -> None:
         planes[index].connect(10)
         source = np.full(1 << 20, index + 1.0, np.float32)
-        planes[index].allreduce([source], [outs[index]], DType.F32, ReduceOp.SUM, 1.0, 0.5, phases[index])
+        planes[index].allreduce(
+            [source], [outs[index]], DType.F32, Reduction(ReduceOp.SUM, postscale=0.5), phases[index]
+        )
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     for thread in threads:

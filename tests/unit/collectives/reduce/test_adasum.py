@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.planes.adasum_cases import expected
 from hvdlab.collectives.reduce.adasum import adasum, levels, products
-from hvdlab.collectives.types import DType
+from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 
 @pytest.mark.parametrize("members", range(1, 40))
@@ -42,7 +42,9 @@ def test_any_number_of_vectors(members: int, count: int, seed: int) -> None:
 def test_it_is_homogeneous_and_bounded_by_the_sum_of_norms() -> None:
     vectors = list(np.random.default_rng(1).normal(size=(6, 50)))
     once = adasum(vectors, DType.F64)
-    np.testing.assert_allclose(adasum(vectors, DType.F64, 3.0, 0.5), once * 1.5, rtol=1e-12)
+    np.testing.assert_allclose(
+        adasum(vectors, DType.F64, Reduction(ReduceOp.ADASUM, 3.0, 0.5)), once * 1.5, rtol=1e-12
+    )
     assert np.linalg.norm(once) <= sum(np.linalg.norm(v) for v in vectors)
 
 

@@ -21,7 +21,7 @@ from hvdlab.collectives.reduce.fold import (
     register_conversion,
     widen_bf16,
 )
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import SUM, DType, ReduceOp
 
 Array = npt.NDArray[Any]
 
@@ -197,7 +197,7 @@ def test_folds_ignore_overflow_and_nan_whatever_the_thread_does(
     scratch, out = FoldScratch(), np.empty(2, np.float32)
     sources = [np.array([3e38, np.inf], np.float32), np.array([3e38, -np.inf], np.float32)]
     with np.errstate(all="raise"):
-        scratch.fold(DType.F32, ReduceOp.SUM, sources, out, 1.0, 1.0)
+        scratch.fold(DType.F32, SUM, sources, out)
         assert np.geterr()["over"] == "raise"
     assert out[0] == np.inf
     assert np.isnan(out[1])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
-from hvdlab.collectives.types import DType, ReduceOp
+from hvdlab.collectives.types import AVERAGE, SUM, DType, ReduceOp, Reduction
 
 INTEGERS = [DType.U8, DType.I8, DType.I16, DType.I32, DType.I64]
 
@@ -18,9 +18,9 @@ INTEGERS = [DType.U8, DType.I8, DType.I16, DType.I32, DType.I64]
 def reduced(
     dtype: DType, op: ReduceOp, rows: list[list[int]], pre: float = 1.0, post: float = 1.0
 ) -> list[int]:
-    wide = WideReduction(dtype, op, len(rows), pre, post)
+    wide = WideReduction(dtype, Reduction(op, pre, post), len(rows))
     encoded = [wide.encode(np.array(row, storage_type(dtype))) for row in rows]
-    ufunc = {ReduceOp.SUM: np.add, ReduceOp.MAX: np.maximum}[wide.op]
+    ufunc = {ReduceOp.SUM: np.add, ReduceOp.MAX: np.maximum}[wide.of_encoded.op]
     out = np.empty(len(rows[0]), storage_type(dtype))
     wide.decode(ufunc.reduce(encoded), out)
     return [int(value) for value in out]
@@ -60,6 +60,8 @@ def test_values(
 def test_plain_sums_and_floats_go_the_short_way() -> None:
     for dtype in DType:
         integer = dtype in INTEGERS
-        assert needs_width(dtype, ReduceOp.AVERAGE, 1.0, 1.0) is integer
-        assert not needs_width(dtype, ReduceOp.SUM, 1.0, 1.0)
-        assert needs_width(dtype, ReduceOp.SUM, 1.0, 0.5) is (integer and dtype is not DType.I64)
+        assert needs_width(dtype, AVERAGE) is integer
+        assert not needs_width(dtype, SUM)
+        assert needs_width(dtype, Reduction(ReduceOp.SUM, postscale=0.5)) is (
+            integer and dtype is not DType.I64
+        )

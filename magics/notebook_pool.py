@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.sink import Sinks
     from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
+    from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell
     from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.kernel_ext.notebook.prestart import Prestart
-    from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
     from hvdlab.kernel_ext.wire.status import Completions, Inspection
     from hvdlab.magics.cell_strip import Strips
     from hvdlab.magics.screens import DisplayIds

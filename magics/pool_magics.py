@@ -28,8 +28,8 @@ from hvdlab.magics.notebook_pool import as_usage_error, ranks_of
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.cells.sink import Sinks
+    from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell
     from hvdlab.kernel_ext.notebook.pool import Pool
-    from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 
 COMMANDS = ("start", "status", "resize", "repair", "restart", "sync", "stop", "attach", "detach", "list")
 _C10D = "HVDLAB_C10D"
@@ -237,7 +237,7 @@ class PoolMagics(NotebookMagics):
 
     def _show_left(self, left: OrphanedCell) -> Sinks:
         """Return the sinks for a cell that the notebook before has left: its output is shown under the cell that runs now."""
-        from hvdlab.kernel_ext.notebook.takeover import INTERRUPTED
+        from hvdlab.kernel_ext.notebook.kept_pools import INTERRUPTED
         from hvdlab.magics.cell_view import make_sinks
 
         does = "trains" if left.order is not None else "runs"

@@ -24,7 +24,7 @@ from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.variables import ABSENT_PLANES, PLANES
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
-from hvdlab.kernel_ext.notebook import takeover
+from hvdlab.kernel_ext.notebook import kept_pools
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
@@ -369,7 +369,7 @@ class PoolParts:
         launcher: str,
         deadline: Deadline,
         progress: Progress,
-        show: takeover.Show | None = None,
+        show: kept_pools.Show | None = None,
     ) -> PoolParts:
         """Take over a pool that was kept. Raises the errors of ``Pool.attach``; the pool is then left as it was."""
         keeping: KeptPool = (
@@ -390,7 +390,7 @@ class PoolParts:
         try:
             self.group.reconnected()
             self._claim_output(self.group.pids())
-            left, self.resumed = takeover.resume_cells(
+            left, self.resumed = kept_pools.resume_cells(
                 self.client, self.group, self.runs, self.transcripts, self.newcomers, show
             )
             members = self.group.members

@@ -27,14 +27,13 @@ from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, ImportDisplay
 from hvdlab.kernel_ext.notebook.cells.sink import Sinks
 from hvdlab.kernel_ext.notebook.elastic import Bounds, SyncResult, sync_cell
-from hvdlab.kernel_ext.notebook.kept_pools import launcher_of
+from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell, launcher_of
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState
 from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
 from hvdlab.kernel_ext.notebook.output.transcript import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import A
 from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks, native_stacks
 from hvdlab.kernel_ext.notebook.stdin import ProcessPrompter, Prompter
-from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter, save_trace
 from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff

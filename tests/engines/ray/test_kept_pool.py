@@ -15,10 +15,9 @@ import ray
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere, this_process
+from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell, kept_elsewhere, this_process
 from hvdlab.kernel_ext.notebook.kept_pools import main as pools_command
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.launch.tenancy import LeaseRefused
 from hvdlab.ray.pool_actor import NAMESPACE
 from hvdlab.ray.strategy import create_placement_group

@@ -8,7 +8,7 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
-from hvdlab.kernel_ext.notebook.takeover import OrphanedCell, Show
+from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell, Show
 from hvdlab.kernel_ext.wire.cells import RetainedCell, RunCell
 from support.fakes.notebook import FakePool, Notebook
 

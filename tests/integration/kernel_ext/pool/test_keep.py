@@ -22,14 +22,14 @@ from hvdlab.collectives.coordinator.handover import server_of
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.notebook import kept_pools, takeover
+from hvdlab.kernel_ext.notebook import kept_pools
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell
 from hvdlab.kernel_ext.notebook.kept_pools import main as pools_command
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, table
-from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.server import DetachedSupervisor
 from hvdlab.launch.kept import KeptJob
@@ -436,7 +436,10 @@ def test_without_a_place_to_show_it_nothing_is_left_of_a_cell(doors: Callable[[i
         assert pool.resumed == ()
         doors(0)
         assert list(pool.run("n", timeout=60)) == [11]
-        assert takeover.find_orphans(PoolProbe(pool).runs.requests, PoolProbe(pool).group.pids()) == ([], ())
+        assert kept_pools.find_orphans(PoolProbe(pool).runs.requests, PoolProbe(pool).group.pids()) == (
+            [],
+            (),
+        )
 
 
 @pytest.mark.soak

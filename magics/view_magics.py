@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
-    from hvdlab.kernel_ext.notebook.membership_history import ElasticState
+    from hvdlab.kernel_ext.notebook.membership import ElasticState
     from hvdlab.kernel_ext.notebook.output.transcript import CellRecorder, Ending, Transcript
     from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.widgets.metrics import MetricsWidget

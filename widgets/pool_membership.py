@@ -53,7 +53,7 @@ class SizeBounds(Protocol):
 
 
 class MembershipState(Protocol):
-    """State of a pool's ranks; :class:`hvdlab.kernel_ext.notebook.membership_history.ElasticState` describes each part."""
+    """State of a pool's ranks; :class:`hvdlab.kernel_ext.notebook.membership.ElasticState` describes each part."""
 
     @property
     def generation(self) -> int: ...

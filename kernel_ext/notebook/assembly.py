@@ -29,12 +29,11 @@ from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
 from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
-from hvdlab.kernel_ext.notebook.elastic_admission import ElasticAdmission
 from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.kernel_ext.notebook.ipyparallel.cluster import EngineRegistration, IpyparallelCluster
 from hvdlab.kernel_ext.notebook.ipyparallel.launchers import PoolRequest
 from hvdlab.kernel_ext.notebook.kept_pools import KeptPool, LauncherKeptPool, LocalKeptPool, adopt_ranks
-from hvdlab.kernel_ext.notebook.membership_history import MembershipHistory
+from hvdlab.kernel_ext.notebook.membership import ElasticAdmission, MembershipHistory
 from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore, kept_limit
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import LEAVE_WITHIN, RankLifecycle

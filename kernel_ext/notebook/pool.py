@@ -28,7 +28,7 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults, ImportDisplay
 from hvdlab.kernel_ext.notebook.cells.sink import Sinks
 from hvdlab.kernel_ext.notebook.elastic import Bounds, SyncResult, sync_cell
 from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell, launcher_of
-from hvdlab.kernel_ext.notebook.membership_history import ElasticState
+from hvdlab.kernel_ext.notebook.membership import ElasticState
 from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
 from hvdlab.kernel_ext.notebook.output.transcript import ShowLate, TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import A

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlab.kernel_ext.notebook.elastic import Bounds
-from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange, MembershipHistory
+from hvdlab.kernel_ext.notebook.membership import ElasticState, MembershipChange, MembershipHistory
 from hvdlab.magics.view_magics import ElasticView
 
 

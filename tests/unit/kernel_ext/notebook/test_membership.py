@@ -8,8 +8,8 @@ import pytest
 
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.types import Membership
-from hvdlab.kernel_ext.notebook import membership_history as module
-from hvdlab.kernel_ext.notebook.membership_history import ALL, MembershipChange, MembershipHistory
+from hvdlab.kernel_ext.notebook import membership as module
+from hvdlab.kernel_ext.notebook.membership import ALL, MembershipChange, MembershipHistory
 
 
 def world(

@@ -59,7 +59,7 @@ class DebugMagics(NotebookMagics):
             raise UsageError(
                 f"%hvd_debug: rank {chosen}, which failed first, is gone; `%hvd_debug R` looks at another"
             )
-        from hvdlab.kernel_ext.rank.pdb import HAS_FAILED, POST_MORTEM
+        from hvdlab.kernel_ext.rank.debugger import HAS_FAILED, POST_MORTEM
         from hvdlab.magics.cell_view import run_cell
 
         with as_usage_error():

@@ -12,7 +12,7 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, compact_
 from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.kernel_ext.wire.status import UserNames
-from hvdlab.kernel_ext.wire.text import rough_size
+from hvdlab.kernel_ext.wire.values import rough_size
 
 
 @dataclass(frozen=True, slots=True)

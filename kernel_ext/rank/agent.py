@@ -18,7 +18,7 @@ from hvdlab.kernel_ext.rank import completion, output, status, sync, values
 from hvdlab.kernel_ext.rank.cell_executor import CellExecutor
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler
 from hvdlab.kernel_ext.rank.compare import CompareServer, ComparisonRequest
-from hvdlab.kernel_ext.rank.debug_server import DebugServer
+from hvdlab.kernel_ext.rank.debugger import DebugServer
 from hvdlab.kernel_ext.rank.errors import describe
 from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
 from hvdlab.kernel_ext.rank.output import ExitFlush, OutputQueue

@@ -16,8 +16,13 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.settings import restore_world_size
 from hvdlab.kernel_ext.rank import output
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler, cell_number, without_blank_head
-from hvdlab.kernel_ext.rank.debug_server import DebugServer
-from hvdlab.kernel_ext.rank.display import RankDisplayHook, wire_bundle
+from hvdlab.kernel_ext.rank.debugger import (
+    DebugServer,
+    cut_debugger,
+    forget_failure,
+    looks_back,
+    stop_tracing,
+)
 from hvdlab.kernel_ext.rank.errors import (
     describe,
     held_interrupt,
@@ -27,8 +32,8 @@ from hvdlab.kernel_ext.rank.errors import (
 )
 from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
 from hvdlab.kernel_ext.rank.output import OutputQueue
-from hvdlab.kernel_ext.rank.pdb import cut_debugger, forget_failure, looks_back, stop_tracing
 from hvdlab.kernel_ext.rank.pipes import CStdout
+from hvdlab.kernel_ext.rank.shell_setup import RankDisplayHook, wire_bundle
 from hvdlab.kernel_ext.rank.stdin import RankStdin
 from hvdlab.kernel_ext.rank.values import DumpedValue, dump_result, short_repr
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display, RunCell

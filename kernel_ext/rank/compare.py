@@ -53,8 +53,7 @@ from hvdlab.kernel_ext.wire.compare import (
     same_key,
     with_host_digest,
 )
-from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, ChunkBuffer, SharedBufferReader
-from hvdlab.kernel_ext.wire.values import Acked, TransferChunk
+from hvdlab.kernel_ext.wire.values import NOT_SHARED, Acked, ChunkBuffer, SharedBufferReader, TransferChunk
 
 ComparisonRequest = AskLeaves | AskBlocks | Gather | Compare
 OVER = "the examination is over"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.utils.tokenutil import token_at_cursor
 
-from hvdlab.kernel_ext.rank.display import wire_bundle
+from hvdlab.kernel_ext.rank.shell_setup import wire_bundle
 from hvdlab.kernel_ext.wire.status import (
     Complete,
     Completions,

@@ -27,7 +27,7 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.kernel_ext.rank.cell_source import label_of
 from hvdlab.kernel_ext.wire.cells import CellError
-from hvdlab.kernel_ext.wire.text import wire_text
+from hvdlab.kernel_ext.wire.codec import wire_text
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,25 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hvdlab.kernel_ext.rank.errors import one_line, safe_str
-from hvdlab.kernel_ext.wire.pickling import INLINE, TooLarge, dump, dump_parts
-from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, ChunkBuffer, SharedBufferReader, copy_to
-from hvdlab.kernel_ext.wire.text import rough_size, wire_text
+from hvdlab.kernel_ext.wire.codec import wire_text
 from hvdlab.kernel_ext.wire.values import (
+    INLINE,
+    NOT_SHARED,
     Acked,
+    ChunkBuffer,
     PullValue,
     PushValue,
     ReadChunk,
+    SharedBufferReader,
     Snapshot,
+    TooLarge,
     TransferChunk,
     Value,
     WriteChunk,
+    copy_to,
+    dump,
+    dump_parts,
+    rough_size,
 )
 
 T = TypeVar("T")

@@ -40,7 +40,7 @@ from hvdlab.kernel_ext.wire.compare import (
     Variables,
     VariableView,
 )
-from hvdlab.kernel_ext.wire.text import rough_size
+from hvdlab.kernel_ext.wire.values import rough_size
 
 ViewRequest = AskView | AskVariables | AskTensors
 

@@ -23,7 +23,7 @@ from ipykernel.comm import CommManager
 
 from hvdlab.kernel_ext.wire.cells import Clear, Display
 from hvdlab.kernel_ext.wire.channel import COMM, CommMessage, as_bytes, encode_comm
-from hvdlab.kernel_ext.wire.text import wire_value
+from hvdlab.kernel_ext.wire.codec import wire_value
 
 INTERVAL = 0.05
 """Seconds between two states of a widget that are sent while code writes to it; leaving the ``with`` sends the last one."""

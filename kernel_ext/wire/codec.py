@@ -4,10 +4,14 @@ The structs themselves are in the other modules of this folder, by subject. Each
 :data:`TO_RANK` from the pool, :data:`TO_POOL` from a rank. The coordinator relays the bytes without decoding them. No pickle is
 decoded here: :class:`~hvdlab.kernel_ext.wire.values.Value` carries a pickle that the user asked for by pulling, and only the pool
 that started the ranks unpickles it.
+
+The encoder refuses some texts and values of users' objects: :func:`wire_text` and :func:`wire_value` return what it takes.
 """
 
 from __future__ import annotations
 
+import base64
+import numbers
 from typing import Any
 
 import msgspec
@@ -160,3 +164,41 @@ def decode_to_pool(body: bytes) -> Any:
         return _to_pool.decode(body)
     except MALFORMED as error:
         raise ProtocolError(f"no message of a rank: {error}") from error
+
+
+def wire_text(text: str) -> str:
+    """Return the text as a plain ``str``, since the encoder of messages refuses subclasses; lone surrogates escaped.
+
+    ``str(error)`` and ``_repr_html_`` may well return a subclass, such as ``numpy.str_``, ``markupsafe.Markup`` or the
+    text that a data loader of torch makes of a ``KeyError``.
+    """
+    exact = str.__str__(text)
+    return exact if exact.isascii() else exact.encode("utf-8", "backslashreplace").decode()
+
+
+DEEPEST = 100
+"""How deep dictionaries and lists may lie within each other; messages can't carry any depth."""
+
+
+_INT64 = range(-(1 << 63), 1 << 64)
+
+
+def wire_value(value: Any, depth: int = 0) -> Any:
+    """Return the value itself if it can be sent, else what comes nearest to it."""
+    if isinstance(value, str):
+        return wire_text(value)
+    if depth > DEEPEST:
+        raise RecursionError(f"it is nested more than {DEEPEST} deep")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, numbers.Integral):  # numpy's as well, as in a kernel
+        return int(value) if int(value) in _INT64 else str(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, dict):
+        return {wire_text(str(key)): wire_value(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [wire_value(item, depth + 1) for item in value]
+    return wire_text(str(value))

@@ -34,9 +34,7 @@ from hvdlab.kernel_ext.wire.compare import (
     same_key,
     with_host_digest,
 )
-from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED
-from hvdlab.kernel_ext.wire.text import rough_size
-from hvdlab.kernel_ext.wire.values import Acked, ReleaseTransfer, TransferChunk
+from hvdlab.kernel_ext.wire.values import NOT_SHARED, Acked, ReleaseTransfer, TransferChunk, rough_size
 
 MOST_ROWS = 20
 """Rows that are shown."""

@@ -16,7 +16,7 @@ from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.kernel_ext.notebook.cells.results import in_output
 from hvdlab.kernel_ext.wire.compare import Tensor, Tensors, Variable, Variables, VariableView
 from hvdlab.kernel_ext.wire.status import UserNames
-from hvdlab.kernel_ext.wire.text import rough_size
+from hvdlab.kernel_ext.wire.values import rough_size
 
 WIDEST = 60
 """Characters of a cell that are shown."""

@@ -18,7 +18,7 @@ from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.compare import SharedRange
-from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
+from hvdlab.kernel_ext.wire.values import SharedBuffer, SharedBufferReader
 from hvdlab.magics.screens import NotebookScreen
 from support.pool_probe import PoolProbe
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from hvdlab.kernel_ext.rank.display import LONGEST_TEXT
-from hvdlab.kernel_ext.wire.text import wire_value
+from hvdlab.kernel_ext.rank.shell_setup import LONGEST_TEXT
+from hvdlab.kernel_ext.wire.codec import wire_value
 from support.ranks.alone import run_in_new_rank
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hvdlab.kernel_ext.rank.debugger import POST_MORTEM
 from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
-from hvdlab.kernel_ext.rank.pdb import POST_MORTEM
 from hvdlab.kernel_ext.rank.stdin import LeftDebugger, RankStdin
 from hvdlab.kernel_ext.wire.cells import (
     AT_AN_END,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.rank.debug_server import load
+from hvdlab.kernel_ext.rank.debugger import load
 
 PARTS = """\
 import sys

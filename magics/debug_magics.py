@@ -11,8 +11,8 @@ from IPython.core.magic import line_magic, magics_class
 
 from hvdlab.kernel_ext.kernel.cell_routing import route
 from hvdlab.magics.arguments import MagicParser, NotebookMagics, parse_ranks, takes_options
-from hvdlab.magics.autohvd import AutoRun
 from hvdlab.magics.notebook_pool import NotebookPool, as_usage_error, ranks_of
+from hvdlab.magics.run_magics import AutoRun
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub

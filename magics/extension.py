@@ -19,13 +19,12 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
 from hvdlab.magics.arguments import give_body
-from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.debug_magics import DebugMagics, load_debugger, unload_debugger
 from hvdlab.magics.notebook_pool import BackgroundPrestart, NotebookPool, SessionBackend
 from hvdlab.magics.panel_comms import PanelComms, load_panel
 from hvdlab.magics.pool_magics import PoolMagics
-from hvdlab.magics.run_magics import CellMagics
+from hvdlab.magics.run_magics import AutoMagics, AutoRun, CellMagics
 from hvdlab.magics.variable_magics import VariableMagics
 from hvdlab.magics.view_magics import OutputMagics, ViewMagics
 from hvdlab.widgets.views import add_awaiting, add_finder, remove_awaiting, remove_finder

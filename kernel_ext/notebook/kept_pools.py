@@ -47,7 +47,7 @@ from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, Retain
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry as launchers
 from hvdlab.launch.forkserver.client import ForkServer
-from hvdlab.launch.kept import HeldJob, KeepRequest, KeptJob, none_there
+from hvdlab.launch.kept import HeldJob, KeepRequest, KeptJob, Tenant, none_there
 from hvdlab.launch.processes import (
     describe_signal,
     exit_status,
@@ -57,7 +57,6 @@ from hvdlab.launch.processes import (
     started_at,
 )
 from hvdlab.launch.starter import Ended, RankObserver, Starter
-from hvdlab.launch.tenancy import Tenant
 
 ANSWER_WITHIN = 5.0
 """Seconds that a coordinator has to hand over its socket."""

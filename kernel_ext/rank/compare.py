@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.bindings.array_source import ArraySource
-from hvdlab.bindings.framework_hooks import hooks_of, loaded, names
+from hvdlab.bindings.framework_hooks import ArraySource, hooks_of, loaded, names
 from hvdlab.collectives.fingerprint import fingerprint, threads_for
 from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.errors import one_line

@@ -27,8 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.bindings.array_source import ArraySource, numpy_source
-from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, loaded, module_of
+from hvdlab.bindings.framework_hooks import (
+    ArraySource,
+    FrameworkHooks,
+    NotOurs,
+    Part,
+    loaded,
+    module_of,
+    numpy_source,
+)
 from hvdlab.collectives.fingerprint import SIZE, fingerprint
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.wire.compare import Difference

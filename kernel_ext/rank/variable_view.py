@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.bindings.array_source import ArraySource
-from hvdlab.bindings.framework_hooks import loaded
+from hvdlab.bindings.framework_hooks import ArraySource, loaded
 from hvdlab.kernel_ext.rank.compare import ComparedValue
 from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded, user_variables
 from hvdlab.kernel_ext.rank.errors import one_line

@@ -20,8 +20,8 @@ from hvdlab.collectives.system import HostPosition
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.ipyparallel.cluster import IpyparallelCluster, load_ipyparallel
 from hvdlab.launch import registry
-from hvdlab.launch.by_connection import LACKS, MembershipRanks
 from hvdlab.launch.hosts import parse_hosts
+from hvdlab.launch.mpi import LACKS, MembershipRanks
 from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.starter import Capabilities, Capability, Launcher, LaunchRequest, RankObserver
 

@@ -1,6 +1,6 @@
 """Stand-in for Horovod: ``import horovod`` gives modules of hvdlab.
 
-The modules of this package have Horovod's names; :mod:`hvdlab.horovod.modules` lists the modules of hvdlab that stand for
+The modules of this package have Horovod's names; :mod:`hvdlab.horovod.import_hook` lists the modules of hvdlab that stand for
 the others. Nothing here is imported before it is used.
 """
 
@@ -10,8 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hvdlab import _version
-from hvdlab.horovod.import_hook import environment, install_as_horovod, offer, uninstall
-from hvdlab.horovod.modules import target
+from hvdlab.horovod.import_hook import environment, install_as_horovod, offer, target, uninstall
 
 if TYPE_CHECKING:
     from hvdlab.horovod.runner import run as run

@@ -24,11 +24,11 @@ from typing import IO, Any
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.system import HostPosition
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.launch.environment import default_python
+from hvdlab.launch.command import default_python
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.connection import AgentProcess
 from hvdlab.launch.host_agent.starter import ExecStarter
-from hvdlab.launch.host_source import HostSource
+from hvdlab.launch.host_discovery import HostSource
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
 from hvdlab.launch.room_starter import RoomStarter

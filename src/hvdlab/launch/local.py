@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.settings import WorldEnvironment, rank_environment
 from hvdlab.collectives.system import HostPosition
-from hvdlab.launch.environment import default_python
+from hvdlab.launch.command import default_python
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,

@@ -22,7 +22,7 @@ from typing import IO, cast
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.system import HOST_VARIABLE, HostPosition
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.launch.environment import default_python, exported
+from hvdlab.launch.command import default_python, exported
 from hvdlab.launch.host_agent.connection import AgentConnection, ProgramConnection, agent_command
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host, assign

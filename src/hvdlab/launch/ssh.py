@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.launch.environment import default_python
+from hvdlab.launch.command import default_python
 from hvdlab.launch.host_agent.connection import ShellReach
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import assign, is_local, parse_hosts

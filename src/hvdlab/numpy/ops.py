@@ -24,8 +24,7 @@ from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.numbering import shown_number
 from hvdlab.collectives.process_sets import ProcessSet, set_id
 from hvdlab.collectives.types import OpKind, ReduceOp
-from hvdlab.numpy.adapter import ADAPTER, BINDING, AnyArray, as_array
-from hvdlab.numpy.device_arrays import DeviceArray
+from hvdlab.numpy.adapter import ADAPTER, BINDING, AnyArray, DeviceArray, as_array
 
 Array = npt.NDArray[Any]
 AnyProcessSet = Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlab.launch.host_source import HostDiscovery
+from hvdlab.launch.host_discovery import HostDiscovery
 from hvdlab.ray.strategy import imported
 
 

@@ -15,9 +15,8 @@ import msgspec
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.settings import Settings
-from hvdlab.launch.environment import default_python
-from hvdlab.launch.host_source import HostSource, as_host_source
-from hvdlab.launch.host_table import COOLDOWN
+from hvdlab.launch.command import default_python
+from hvdlab.launch.host_discovery import COOLDOWN, HostSource, as_host_source
 from hvdlab.ray import discovery
 from hvdlab.ray.adapter import Adapter, BaseParams, interfaces, start_timeout
 from hvdlab.ray.launcher import connected_here

@@ -24,7 +24,7 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.settings import thread_counts
 from hvdlab.collectives.system import HOST_VARIABLE, HostPosition
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.launch.environment import exported
+from hvdlab.launch.command import exported
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.connection import AgentProcess
 from hvdlab.launch.host_agent.starter import ExecStarter

@@ -36,8 +36,8 @@ from hvdlab.ray.strategy import (
     imported,
 )
 from hvdlab.ray.worker import Kind, WorkerInfo, WorkerReply
-from hvdlab.runner.job_result import JobResult
 from hvdlab.runner.run_function import pickled, results
+from hvdlab.runner.supervisor import JobResult
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hvdlab._version import __version__
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, UnsupportedError
 from hvdlab.collectives.text import visible_lines
-from hvdlab.launch.environment import excluded_by_user
+from hvdlab.launch.command import excluded_by_user
 from hvdlab.launch.options import parse as parse_options
 from hvdlab.runner.flags import FLAGS, LEVELS, Flag, FlagKind
 from hvdlab.runner.options import MPI, RunOptions, read_config

@@ -25,13 +25,14 @@ from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.time_limits import RestartLimit
 from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.launch.host_agent.rank_process import STDERR
-from hvdlab.launch.host_source import HostAsker, HostSource
-from hvdlab.launch.host_table import (
+from hvdlab.launch.host_discovery import (
+    HostAsker,
     HostEvent,
     HostFailed,
     HostsAsked,
     HostsChanged,
     HostsFound,
+    HostSource,
     HostTable,
     HostTick,
     NotFound,
@@ -41,10 +42,9 @@ from hvdlab.launch.hosts import is_local
 from hvdlab.launch.processes import ExitStatus, OutputTail, readable
 from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter, Waiting
 from hvdlab.runner import events as e
-from hvdlab.runner.job_result import JobResult
 from hvdlab.runner.job_spec import JobSpec, find_launcher, own_address, program, variables
 from hvdlab.runner.output import Sink, failure_lines, stall_line
-from hvdlab.runner.supervisor import Supervisor
+from hvdlab.runner.supervisor import JobResult, Supervisor
 
 _CLOSING = 5.0
 """Seconds within which the coordinator must end after :meth:`CoordinatorProcess.close`."""

@@ -11,10 +11,9 @@ from hvdlab.collectives.numbering import CONSECUTIVE
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.variables import Reader, for_reader
 from hvdlab.launch import options, registry
-from hvdlab.launch.host_source import HostSource
-from hvdlab.launch.host_table import COOLDOWN
+from hvdlab.launch.command import PythonCommand
+from hvdlab.launch.host_discovery import COOLDOWN, HostSource
 from hvdlab.launch.hosts import Host, Slot, assign, is_local
-from hvdlab.launch.python_command import PythonCommand
 from hvdlab.launch.starter import Capability, Launcher, Program, ProgramOutput
 from hvdlab.runner.supervisor import Growth, Policy
 

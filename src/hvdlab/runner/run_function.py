@@ -12,12 +12,12 @@ from typing import Any, TextIO, TypeVar
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.collectives.text import visible_coloured
-from hvdlab.launch.environment import default_python
+from hvdlab.launch.command import default_python
 from hvdlab.runner.function_worker import FunctionRaised, FunctionReturned, pickled_call
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.job_result import JobResult
 from hvdlab.runner.options import RunOptions
 from hvdlab.runner.output import ConsoleSink, FileSink, Sink, Writer, speaker
+from hvdlab.runner.supervisor import JobResult
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def run(
         min_num_proc, min_np: Makes the job elastic: it continues with so many ranks.
         max_num_proc, max_np: How many ranks an elastic job has at most, where hosts have room for more.
         host_discovery_script: Where hosts come from while the job runs: the command line of a script that prints them, or
-            another object that :func:`hvdlab.launch.host_source.as_host_source` accepts (``{"a": 2}``, an object with
+            another object that :func:`hvdlab.launch.host_discovery.as_host_source` accepts (``{"a": 2}``, an object with
             ``find()``, a function).
         slots: Slots of each host that is found without a number; 1 by default.
         cooldown_range: Seconds that a host that failed is put aside the first time, and at most.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TextIO, TypeVar
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.launch.environment import default_python
+from hvdlab.launch.command import default_python
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.job_spec import JobSpec, patience
 from hvdlab.runner.output import ConsoleSink, Writer, speaker

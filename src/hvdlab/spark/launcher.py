@@ -22,8 +22,8 @@ from hvdlab.collectives.client import Membership
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.settings import own_environment
 from hvdlab.collectives.system import HostPosition
-from hvdlab.launch.environment import default_python, exported
-from hvdlab.launch.host_source import HostSource
+from hvdlab.launch.command import default_python, exported
+from hvdlab.launch.host_discovery import HostSource
 from hvdlab.launch.options import Option
 from hvdlab.launch.processes import describe_exit
 from hvdlab.launch.room_starter import RoomStarter
@@ -37,8 +37,7 @@ from hvdlab.launch.starter import (
     RankObserver,
     Started,
 )
-from hvdlab.spark.demand import Demand
-from hvdlab.spark.runner import active_context, is_local, said_by_spark, slots
+from hvdlab.spark.runner import Demand, active_context, is_local, said_by_spark, slots
 from hvdlab.spark.task import RankEnd, SingleRankTask
 
 _CANCELLED_WITHIN = 5.0

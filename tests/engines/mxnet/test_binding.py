@@ -367,6 +367,6 @@ def test_signatures_and_docstrings() -> None:
 
 
 def test_horovods_modules_are_ours() -> None:
-    from hvdlab.horovod.modules import target
+    from hvdlab.horovod.import_hook import target
 
     assert target("horovod.mxnet.mpi_ops") == "hvdlab.mxnet.mpi_ops"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from hvdlab.launch.host_source import as_host_source
+from hvdlab.launch.host_discovery import as_host_source
 from hvdlab.ray.elastic import RayHostDiscovery
 
 

@@ -18,8 +18,8 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell, kept_elsewhere, this_process
 from hvdlab.kernel_ext.notebook.kept_pools import main as pools_command
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.launch.tenancy import LeaseRefused
-from hvdlab.ray.pool_actor import NAMESPACE
+from hvdlab.launch.kept import LeaseRefused
+from hvdlab.ray.keeper import NAMESPACE
 from hvdlab.ray.strategy import create_placement_group
 from support.jupyter.live_kernel import LiveKernel
 from support.our_processes import our_processes

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import Membership
-from hvdlab.launch.by_connection import MembershipRanks
+from hvdlab.launch.mpi import MembershipRanks
 from hvdlab.launch.starter import Ended, Started, Waiting
 
 

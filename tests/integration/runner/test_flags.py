@@ -12,7 +12,7 @@ import yaml
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.variables import VARIABLES
-from hvdlab.launch.environment import exported
+from hvdlab.launch.command import exported
 from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfile
 from hvdlab.runner.cli import parse
 from hvdlab.runner.flags import FLAGS, FlagKind, filled

@@ -32,8 +32,7 @@ from hvdlab.collectives.failover.successor import GENERATIONS
 from hvdlab.collectives.numbering import CONSECUTIVE, core_rank, own_number
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import Membership, OpKind, ReduceOp
-from hvdlab.launch.host_source import HostSource
-from hvdlab.launch.host_table import HostsAsked, HostsFound, HostTick, NotFound
+from hvdlab.launch.host_discovery import HostsAsked, HostsFound, HostSource, HostTick, NotFound
 from hvdlab.launch.starter import Ended, Started
 from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module

@@ -15,7 +15,7 @@ from hvdlab.horovod.runner.elastic.discovery import (
     HostManager,
     HostState,
 )
-from hvdlab.launch.host_source import HostSource
+from hvdlab.launch.host_discovery import HostSource
 
 
 class Clock:

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdlab.launch.host_source import HostSource
-from hvdlab.launch.host_table import HostsFound
+from hvdlab.launch.host_discovery import HostsFound, HostSource
 from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun, QueuedEvent

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner import events as e
-from hvdlab.runner.job_result import origin_of
-from hvdlab.runner.supervisor import Growth, JobPhase, Policy, Supervisor
+from hvdlab.runner.supervisor import Growth, JobPhase, Policy, Supervisor, origin_of
 from support.effort import examples
 
 OK = ExitStatus()

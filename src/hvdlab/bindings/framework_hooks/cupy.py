@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlab.bindings.array_source import ArraySource, numpy_source
-from hvdlab.bindings.framework_hooks import FrameworkHooks, module_of
+from hvdlab.bindings.framework_hooks import ArraySource, FrameworkHooks, module_of, numpy_source
 
 _PACKAGES = ("cupy",)
 

@@ -6,8 +6,14 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from hvdlab.bindings.array_source import ArraySource, numpy_source
-from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, is_instance_type
+from hvdlab.bindings.framework_hooks import (
+    ArraySource,
+    FrameworkHooks,
+    NotOurs,
+    Part,
+    is_instance_type,
+    numpy_source,
+)
 
 
 class NumpyHooks(FrameworkHooks):

@@ -7,8 +7,15 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
-from hvdlab.bindings.array_source import ArraySource, numpy_source
-from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, is_instance_type, module_of
+from hvdlab.bindings.framework_hooks import (
+    ArraySource,
+    FrameworkHooks,
+    NotOurs,
+    Part,
+    is_instance_type,
+    module_of,
+    numpy_source,
+)
 
 _PACKAGES = ("tensorflow", "keras", "tf_keras")
 _KERAS = ("keras", "tf_keras")

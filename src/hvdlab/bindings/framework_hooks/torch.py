@@ -12,14 +12,13 @@ from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, Any
 
 from hvdlab.bindings import word_sums
-from hvdlab.bindings.array_source import ArraySource
-from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, is_instance_type
+from hvdlab.bindings.framework_hooks import ArraySource, FrameworkHooks, NotOurs, Part, is_instance_type
 from hvdlab.collectives import fingerprint
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from hvdlab.bindings.array_source import Bytes
+    from hvdlab.bindings.framework_hooks import Bytes
 
 _PLAIN = frozenset({"device", "dtype", "layout", "memory_format", "qscheme", "Size"})
 
@@ -302,7 +301,7 @@ def _works_on(device: Any) -> bool:
 
 
 class TensorOnDevice:
-    """Facts as of :class:`~hvdlab.bindings.array_source.OnDevice`. If the device's memory is full, blocks are computed on the host, in the same way.
+    """Facts as of :class:`~hvdlab.bindings.framework_hooks.OnDevice`. If the device's memory is full, blocks are computed on the host, in the same way.
 
     Args:
         raw: The bytes, in one dimension.

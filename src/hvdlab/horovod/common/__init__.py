@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from hvdlab.horovod.modules import target
+from hvdlab.horovod.import_hook import target
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 from hvdlab.collectives.protocol.codec import FrameDecoder
 from hvdlab.collectives.system import HOST_VARIABLE
-from hvdlab.launch.environment import exported
+from hvdlab.launch.command import exported
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.hosts import is_local
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.settings import own_environment
 from hvdlab.collectives.system import HostPosition, host_position
-from hvdlab.launch.environment import FOREIGN, default_python
+from hvdlab.launch.command import FOREIGN, default_python
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.connection import AgentLink, HostTransport
 from hvdlab.launch.hosts import Host, assign

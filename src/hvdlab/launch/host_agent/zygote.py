@@ -16,10 +16,10 @@ import sys
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.system import die_with_parent
+from hvdlab.launch.command import PythonCommand
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.rank_process import Child, RankDescriptors
 from hvdlab.launch.processes import describe_signal
-from hvdlab.launch.python_command import PythonCommand
 
 LARGEST = 1 << 17
 """Bytes of a message to or from a zygote, at most."""

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from hvdlab.bindings.framework_hooks import FrameworkPreloads
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.system import die_with_parent, name_process
+from hvdlab.launch.command import PythonCommand
 from hvdlab.launch.forkserver.children import refresh_libraries, why_not
 from hvdlab.launch.forkserver.program import load, load_later
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.zygote import LARGEST
-from hvdlab.launch.python_command import PythonCommand
 
 DESCRIPTORS = 5
 """Descriptors that come with a rank, at most."""

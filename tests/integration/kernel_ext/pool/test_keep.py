@@ -32,9 +32,8 @@ from hvdlab.kernel_ext.notebook.prestart import PoolProcesses
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, table
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.server import DetachedSupervisor
-from hvdlab.launch.kept import KeptJob
+from hvdlab.launch.kept import KeptJob, Tenant
 from hvdlab.launch.processes import readable
-from hvdlab.launch.tenancy import Tenant
 from support.patience import GONE, PATIENCE
 from support.pool_keeper import KEEPER, keeper, kill
 from support.pool_probe import PoolProbe

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.bindings import word_sums
-from hvdlab.bindings.array_source import ArraySource
+from hvdlab.bindings.framework_hooks import ArraySource
 from hvdlab.bindings.framework_hooks import torch as hooks
 from hvdlab.collectives import fingerprint
 from hvdlab.collectives.fingerprint import SIZE, differing

@@ -1,6 +1,6 @@
 """``horovod.runner.elastic.discovery``: sources of hosts, and Horovod's record of which of them can be used.
 
-``hvdlab run`` keeps that record itself (:mod:`hvdlab.launch.host_table`); the classes here are for programs that use
+``hvdlab run`` keeps that record itself (:mod:`hvdlab.launch.host_discovery`); the classes here are for programs that use
 Horovod's, as some schedulers' adapters do.
 """
 
@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdlab.collectives.elastic import HostUpdateResult
-from hvdlab.launch.host_source import FixedHosts, HostDiscovery, HostDiscoveryScript
-from hvdlab.launch.host_table import Cooldown
+from hvdlab.launch.host_discovery import Cooldown, FixedHosts, HostDiscovery, HostDiscoveryScript
 
 __all__ = [
     "DEFAULT_COOLDOWN_LOWER_LIMIT_SECONDS",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.launch.kept import free_name, in_use, none_there
-from hvdlab.launch.tenancy import (
+from hvdlab.launch.kept import (
     Abandoned,
     Admitted,
     Claimed,
@@ -17,6 +16,9 @@ from hvdlab.launch.tenancy import (
     Tenancy,
     Tenant,
     Vacant,
+    free_name,
+    in_use,
+    none_there,
 )
 
 LEASE, UNUSED = 30.0, 100.0

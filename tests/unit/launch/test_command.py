@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlab.collectives.settings import host_directory_from, host_directory_variable
-from hvdlab.launch.environment import excluded_by_user, exported
+from hvdlab.launch.command import excluded_by_user, exported
 
 COORDINATOR = "tls:10.0.0.1:1234"
 ENVIRON = {"PATH": "/bin", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "DB_PASSWORD": "y", "SSH_TTY": "z"}

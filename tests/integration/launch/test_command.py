@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.launch.python_command import PythonCommand
+from hvdlab.launch.command import PythonCommand
 
 
 @pytest.mark.parametrize(

@@ -338,10 +338,10 @@ class MakeInner(WatchMail, frozen=True, array_like=True):
     """Mail from the comparer: all ranks can make the inner group ``generation``; make it."""
 
 
-class CellFailed(WatchMail, frozen=True, array_like=True):
+class FailedCell(WatchMail, frozen=True, array_like=True):
     """Mail to all ranks: this cell has failed here, so that a launch of it that waits for this rank waits in vain."""
 
     cell: str = ""
 
 
-AnyWatchMail = LateLaunch | LaunchQuery | LaunchAnswer | LaunchVerdict | InnerEnded | MakeInner | CellFailed
+AnyWatchMail = LateLaunch | LaunchQuery | LaunchAnswer | LaunchVerdict | InnerEnded | MakeInner | FailedCell

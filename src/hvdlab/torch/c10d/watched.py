@@ -49,7 +49,7 @@ from hvdlab.torch.c10d.inner_groups import InnerGroup, make_inner
 from hvdlab.torch.c10d.launch_ring import (
     COLLECTIVES,
     AnyWatchMail,
-    CellFailed,
+    FailedCell,
     InnerEnded,
     Inquiry,
     LateLaunch,
@@ -551,7 +551,7 @@ class WatchedGroup(HvdlabProcessGroup):
             others = [
                 rank for rank in self._members if rank in self._engine.living and rank != self._engine.rank
             ]
-            self._send(CellFailed(self._name_in_mail, generation.number, cell=cell), others)
+            self._send(FailedCell(self._name_in_mail, generation.number, cell=cell), others)
 
     def report_failed(self, work: WatchedWork) -> None:
         """Have the ranks compare their launches, since torch's backend has failed one. Any thread."""
@@ -613,7 +613,7 @@ class WatchedGroup(HvdlabProcessGroup):
                 self._on_inner_ended(sender, mail.generation)
             case _ if mail.generation != generation.number:
                 return  # of an inner group that has ended
-            case CellFailed():
+            case FailedCell():
                 generation.failed_cell = mail.cell
                 self._watch.look_now()
             case LateLaunch():

@@ -15,7 +15,7 @@ import numpy as np
 
 import hvdlab.numpy as hvd
 from chaos.journal import COMMIT_EVERY, Journal, factor, with_step
-from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
+from hvdlab.bindings.elastic_state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
 

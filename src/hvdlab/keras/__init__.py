@@ -29,9 +29,15 @@ from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import broadcast_global_variables
 from hvdlab.tensorflow.gradient_tape import Groups
 from hvdlab.tensorflow.keras import DistributedOptimizer as _DistributedOptimizer
-from hvdlab.tensorflow.keras import PartialDistributedOptimizer, optimizers, values
+from hvdlab.tensorflow.keras import (
+    PartialDistributedOptimizer,
+    allgather,
+    broadcast,
+    optimizers,
+    reducescatter,
+)
+from hvdlab.tensorflow.keras import allreduce as _allreduce
 from hvdlab.tensorflow.keras.monitoring import record, watch, watch_divergence
-from hvdlab.tensorflow.keras.values import allgather, broadcast, reducescatter
 from hvdlab.tensorflow.mpi_ops import (
     ccl_built,
     cross_rank,
@@ -184,7 +190,7 @@ def allreduce(
         MismatchError, AbortedError: The ranks disagree, or the reduction can't complete. ``value`` is untouched.
     """
     chosen = op if op is not None else Average if average in (True, None) else Sum
-    return values.allreduce(
+    return _allreduce(
         value,
         name=name,
         op=chosen,

@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hvdlab.bindings.elastic.sampler import ElasticSampler
-from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry, SamplerStateHandler, StateHandler
+from hvdlab.bindings.elastic_sampler import ElasticSampler
+from hvdlab.bindings.elastic_state import HandledState, HandlerRegistry, SamplerStateHandler, StateHandler
 from hvdlab.bindings.objects import allgather_object
 from hvdlab.bindings.objects import broadcast_object as _broadcast
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt, ObjectState, State, run_fn

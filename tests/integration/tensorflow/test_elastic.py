@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.bindings.elastic.sampler import first_rank
+from hvdlab.bindings.elastic_sampler import first_rank
 from hvdlab.collectives import context
 from support.patience import PATIENCE
 from support.ranks.resident import RankGone, Ranks

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from hvdlab.bindings.elastic.sampler import first_rank
+from hvdlab.bindings.elastic_sampler import first_rank
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, MismatchError
 from hvdlab.torch import elastic

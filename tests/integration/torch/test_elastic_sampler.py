@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdlab.bindings.elastic import sampler as module
+from hvdlab.bindings import elastic_sampler as module
 from hvdlab.torch.elastic import ElasticSampler
 
 

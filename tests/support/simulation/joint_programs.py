@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # it has no stubs
 
-from hvdlab.bindings.elastic import state as bindings_state
-from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
+from hvdlab.bindings import elastic_state as bindings_state
+from hvdlab.bindings.elastic_state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.elastic import state as elastic_state

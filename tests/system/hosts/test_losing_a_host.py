@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
-from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
+from hvdlab.bindings.elastic_state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import AbortedError, CauseKind

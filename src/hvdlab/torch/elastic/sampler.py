@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.utils.data
 
-from hvdlab.bindings.elastic import sampler
+from hvdlab.bindings import elastic_sampler
 
 
-class ElasticSampler(sampler.ElasticSampler, torch.utils.data.Sampler[int]):
-    __doc__ = sampler.ElasticSampler.__doc__
+class ElasticSampler(elastic_sampler.ElasticSampler, torch.utils.data.Sampler[int]):
+    __doc__ = elastic_sampler.ElasticSampler.__doc__

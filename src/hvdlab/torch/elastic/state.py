@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hvdlab.bindings.elastic.sampler import ElasticSampler
-from hvdlab.bindings.elastic.state import (
+from hvdlab.bindings.elastic_sampler import ElasticSampler
+from hvdlab.bindings.elastic_state import (
     Entries,
     HandledState,
     HandlerRegistry,

@@ -11,7 +11,7 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab import kvstore
-from hvdlab.bindings.elastic.state import HandledState, HandlerRegistry
+from hvdlab.bindings.elastic_state import HandledState, HandlerRegistry
 from hvdlab.collectives import context, process_sets
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import InvalidRequestError

@@ -40,8 +40,8 @@ ELASTIC = """
 import os, signal
 import hvdlab.numpy as hvd
 import numpy as np
-from hvdlab.bindings.elastic.state import HandlerRegistry
-from hvdlab.bindings.elastic.state import HandledState
+from hvdlab.bindings.elastic_state import HandlerRegistry
+from hvdlab.bindings.elastic_state import HandledState
 from hvdlab.collectives.elastic import run_fn
 
 hvd.init()

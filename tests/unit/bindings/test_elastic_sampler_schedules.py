@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.bindings.elastic import sampler as sampler_module
-from hvdlab.bindings.elastic import state as handlers_module
-from hvdlab.bindings.elastic.sampler import ElasticSampler
-from hvdlab.bindings.elastic.state import SamplerStateHandler
+from hvdlab.bindings import elastic_sampler as sampler_module
+from hvdlab.bindings import elastic_state as handlers_module
+from hvdlab.bindings.elastic_sampler import ElasticSampler
+from hvdlab.bindings.elastic_state import SamplerStateHandler
 from support.effort import examples
 
 

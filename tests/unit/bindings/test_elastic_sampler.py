@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.bindings.elastic import sampler as module
-from hvdlab.bindings.elastic.sampler import ElasticSampler
-from hvdlab.bindings.elastic.state import SamplerStateHandler
+from hvdlab.bindings import elastic_sampler as module
+from hvdlab.bindings.elastic_sampler import ElasticSampler
+from hvdlab.bindings.elastic_state import SamplerStateHandler
 from hvdlab.collectives.errors import NotInitializedError
 from support.effort import examples
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from hvdlab.bindings.elastic.sampler import ElasticSampler, Share, number_of
+from hvdlab.bindings.elastic_sampler import ElasticSampler, Share, number_of
 from hvdlab.bindings.objects import allgather_object, broadcast_object
 from hvdlab.collectives.basics import rank
 from hvdlab.collectives.elastic.state import ATTEMPT, News, ObjectState, elect, merge_news

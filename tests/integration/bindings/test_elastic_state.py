@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 import hvdlab.numpy as hvd
-from hvdlab.bindings.elastic.sampler import ElasticSampler
-from hvdlab.bindings.elastic.state import (
+from hvdlab.bindings.elastic_sampler import ElasticSampler
+from hvdlab.bindings.elastic_state import (
     HandledState,
     HandlerRegistry,
     LoadableStateHandler,

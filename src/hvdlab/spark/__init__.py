@@ -13,8 +13,7 @@ Example:
 
 from __future__ import annotations
 
-from hvdlab.spark.distributor import TorchDistributor
 from hvdlab.spark.elastic import run_elastic
-from hvdlab.spark.runner import run
+from hvdlab.spark.runner import TorchDistributor, run
 
 __all__ = ["TorchDistributor", "run", "run_elastic"]

@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Modules with a test that runs alone: to collect all others once more takes a quarter of a minute.
 ALONE = $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 
-.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest torch-next test-gpu test-engines mxnet engines intel-mpi monarch clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest torch-next gpu test-gpu test-engines mxnet engines intel-mpi monarch clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,7 +91,7 @@ audit: ## known vulnerabilities of the versions in constraints.txt and the lock 
 	cd labextension && npm audit --package-lock-only --audit-level high --omit dev
 
 soak: $(INSTALLED) ## the slow tests: long random schedules, large data
-	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/unit/collectives tests/integration/collectives tests/system/hosts tests/chaos tests/conformance tests/integration/kernel_ext tests/unit/kernel_ext tests/system/spmd tests/unit/magics tests/system/magics tests/integration/magics tests/system/examples tests/unit/widgets tests/integration/widgets tests/system/labextension tests/integration/torch/test_habits.py $(PYTEST_ARGS)
+	HVDLAB_TEST_EFFORT=50 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 tests/unit/collectives tests/integration/collectives tests/system/hosts tests/chaos tests/conformance tests/integration/kernel_ext tests/unit/kernel_ext tests/system/spmd tests/unit/magics tests/system/magics tests/integration/magics tests/system/examples tests/unit/widgets tests/integration/widgets tests/system/labextension tests/integration/torch/test_habits.py tests/system/repository/test_gpu_suite.py $(PYTEST_ARGS)
 
 chaos: $(INSTALLED) ## a thousand faults on real pools, and a thousand changes of elastic training: an hour and a half
 	$(BIN)/python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json --page docs/reference/faults.md
@@ -165,6 +165,12 @@ torch-next: ## the process groups on the newest torch that pip finds, with its i
 		pytest pytest-timeout pytest-xdist hypothesis greenlet cryptography
 	out/torch-next/bin/python -m pytest -m "not soak" tests/integration/torch/test_c10d_reconfigure.py tests/integration/torch/test_c10d_watched.py \
 		tests/integration/torch/test_c10d.py $(PYTEST_ARGS)
+
+# Nothing is installed: the machine may reach no registry. GPU_PYTHON is the interpreter that has torch for CUDA, or out/gpu's of `make test-gpu`.
+GPU_PYTHON ?= $(if $(wildcard out/gpu/bin/python),out/gpu/bin/python,$(PYTHON))
+
+gpu: ## all that needs a GPU, in pieces with limits of their own, 25 minutes at most; GPU_ARGS="--rehearse --small" without a GPU, "--list" names them
+	$(GPU_PYTHON) benchmarks/gpu_suite.py $(GPU_ARGS)
 
 test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itself where there is no GPU, in an environment of its own
 	$(PYTHON) -m venv out/gpu

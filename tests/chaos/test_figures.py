@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Self
 
 import psutil
 import pytest
@@ -76,6 +78,42 @@ def test_the_page_has_the_figures_of_the_campaign(benchmarks: ModuleType, place:
     path = ROOT / "benchmarks/results" / file
     expected = markdown(json.loads(path.read_text())) if path.exists() else ""
     assert benchmarks.between(PAGE.read_text(), place) == expected
+
+
+class Interrupted:
+    """Campaign that is interrupted after its first trial."""
+
+    started = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing is left."""
+
+    def play(self, count: int, first: int) -> Iterator[Outcome]:
+        """Play one trial, in whose place a user presses Ctrl-C."""
+        yield Outcome(1, first, "shm", "a rank raises", "amid", 1, 1.0, report=0.1)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_campaign_keeps_its_outcomes(
+    benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = importlib.util.spec_from_file_location("chaos_benchmark", ROOT / "benchmarks" / "chaos.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script.PoolFaults, "start", lambda self, plane: Interrupted())
+    monkeypatch.setattr(script.PoolFaults, "stop", lambda self, played: [])
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["chaos.py", "--json", str(file)])
+    with pytest.raises(SystemExit, match="True"):
+        script.main()
+    found = json.loads(file.read_text())
+    assert found["faults"] == 1
+    assert found["pools"] == [{"plane": "shm", "pools": 1, "left_at_the_end": [], "interrupted": True}]
 
 
 def test_the_page_has_the_figures_of_recovery(benchmarks: ModuleType) -> None:

@@ -218,7 +218,7 @@ CASES = {
     "reduce_scatter_tensor 16 MiB": Case(_reduce_scatter, 16 * MIB, 4),
     "DDP step, ResNet-50's parameters": Case(_resnet50, 0, 2),
     "DDP step, 32 buckets of 4 KiB, above local": Case(_small_buckets, 32, 20, above_local=True),
-    "small training step, DDP of 8 layers of 256": Case(_small_step, 256, 50),
+    "small training step, DDP of 8 layers of 256": Case(_small_step, 256, 100),
     "fully_shard step, transformer of 100 M": Case(_sharded, 0, 1),
 }
 
@@ -288,6 +288,12 @@ def begin(watched: str) -> dict[str, Any]:
     }
 
 
+def keep(found: dict[str, Any], file: Path | None) -> None:
+    """Write the figures to a file, if they are to be in one."""
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -305,7 +311,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     groups = begin(options.watched)
-    rows = {}
+    rows: dict[str, Any] = {}
+    found = {"ranks": dist.get_world_size(), "torch": torch.__version__, "microseconds": rows}
     for name, case in CASES.items():
         if options.only not in name:
             continue
@@ -315,13 +322,12 @@ def main() -> None:
                 f"{each} " + " / ".join(f"{t:.0f}" for t in row[each]) for each in row if each != "ratio"
             )
             print(f"{name:30} {shown}  ratio {row['ratio']:.2f}", flush=True)
+            keep(found, options.json)  # one that is ended before the last row has those until then
     if dist.get_rank() == 0:
-        found = {"ranks": dist.get_world_size(), "torch": torch.__version__, "microseconds": rows}
         if not options.only and not options.watched:
             found["entry_point_us"] = entry_point_us()
             print(f"the entry point adds {found['entry_point_us']:.0f} microseconds to import torch")
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        keep(found, options.json)
     dist.destroy_process_group()
 
 

@@ -50,6 +50,10 @@ MARK = "GPU_SUITE_PIECE"
 """Variable by which the processes of a piece are found again, whoever their parent is by then."""
 TAIL = 4000
 """Characters of a piece's output that its JSON file keeps."""
+STEP_GOAL = 1.02
+"""How many times as long a small training step may take on a watched group as on torch's own."""
+SMALL_STEP = "small training step"
+"""The beginning of its name in the result of ``c10d.py``."""
 PASSED, FAILED, OVER = "passed", "failed", "over its limit"
 
 PYTEST = "{python} -m pytest -rs -p no:cacheprovider --junitxml {junit}"
@@ -162,7 +166,7 @@ PIECES = {
 SIZES: dict[str, dict[str, object]] = {
     "full": {
         "watched": 9,
-        "blocks": 20,
+        "blocks": 8,
         "sizes": "4K,64K,1M,16M,64M",
         "restarts": 300,
         "faults": 200,
@@ -252,11 +256,7 @@ def play(
     places = {"python": sys.executable, "json": own.absolute(), "junit": junit.absolute(), **sizes}
     words = [word.format(**places) for word in shlex.split(piece.rehearsal if rehearse else piece.command)]
     ended = run_within(words, piece.limit * slow, log)
-    result: Found | None = None
-    if own.exists():
-        result = json.loads(own.read_text())
-    elif junit.exists():
-        result = of_tests(junit)
+    result = result_of(own, junit)
     for file in (own, junit):
         file.unlink(missing_ok=True)
     found: Found = {
@@ -282,6 +282,17 @@ def verdict(ended: Ended, result: Found | None) -> str:
         return OVER
     has_run = result is not None and result.get("passed", 1) > 0
     return PASSED if ended.exit_code == 0 and has_run and not ended.left else FAILED
+
+
+def result_of(own: Path, junit: Path) -> Found | None:
+    """Return the result that a piece has written; ``None`` if there is none, or if its end came while it wrote."""
+    try:
+        if own.exists():
+            found: Found = json.loads(own.read_text())
+            return found
+        return of_tests(junit) if junit.exists() else None
+    except (ValueError, ElementTree.ParseError):
+        return None
 
 
 def of_tests(junit: Path) -> Found:
@@ -374,19 +385,27 @@ def figures(result: Found) -> list[str]:
         crashes = [f"restart {crash['number']} of rank {crash['rank']}: {crash['error']}" for crash in result["crashes"]]  # fmt: skip
         return [f"{result['restarts']} restarts, {len(crashes)} crashes", *crashes]
     if "microseconds" in result:
-        return [f"{name}: {row['ratio']:.3f} times as long" for name, row in result["microseconds"].items()]
+        goals = {
+            name: f", at most {STEP_GOAL} is the goal"
+            for name in result["microseconds"]
+            if name.startswith(SMALL_STEP)
+        }
+        return [
+            f"{name}: {row['ratio']:.3f} times as long{goals.get(name, '')}"
+            for name, row in result["microseconds"].items()
+        ]
     if "wrong" in result:
         return [
             f"torch {result.get('torch')}, NCCL {result.get('nccl')}, {result.get('gpus')}",
             *result["wrong"],
         ]
-    if "allreduce" in result:
+    if "failed" in result:  # check-gpus
         ends = [
             f"{name}: the others were free after {result[name]['free_after']:.2f} s"
             for name in ("interrupt", "death")
             if name in result
         ]
-        return [*_milliseconds(result["allreduce"]), *ends, *filter(None, [result["failed"]])]
+        return [*_milliseconds(result.get("allreduce", {})), *ends, *filter(None, [result["failed"]])]
     return [line for ranks, rows in result.items() for line in _milliseconds(rows, f"{ranks} ranks, ")]
 
 

@@ -24,6 +24,8 @@ WRITES = "{python} -c \"import sys; open(sys.argv[1], 'w').write('{{\\\"wrong\\\
 RAISES = "{python} -c \"print('started'); raise SystemExit('no luck')\""
 SILENT = '{python} -c ""'
 """A piece that ends well and has no result."""
+HALF = "{python} -c \"import sys; open(sys.argv[1], 'w').write('{{')\" {json}"
+"""A piece that ends in the middle of its result."""
 STAYS = "sleep 3600"
 
 
@@ -132,7 +134,7 @@ def test_piece_whose_tests_were_all_skipped_has_not_passed(suite: ModuleType, tm
 def test_failed_or_ended_piece_does_not_stop_the_next(
     suite: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pieces(suite, monkeypatch, good=WRITES, bad=RAISES, silent=SILENT, long=STAYS, last=WRITES)
+    pieces(suite, monkeypatch, good=WRITES, bad=RAISES, silent=SILENT, half=HALF, long=STAYS, last=WRITES)
     out, archive = tmp_path / "out", tmp_path / "out.tar.gz"
     assert suite.main(["--out", str(out), "--archive", str(archive)]) == 1
     verdicts = {name: result["verdict"] for name, result in found(out).items()}
@@ -140,6 +142,7 @@ def test_failed_or_ended_piece_does_not_stop_the_next(
         "good": "passed",
         "bad": "failed",
         "silent": "failed",
+        "half": "failed",
         "long": "over its limit",
         "last": "passed",
     }
@@ -152,7 +155,7 @@ def test_failed_or_ended_piece_does_not_stop_the_next(
         names = {Path(name).name for name in packed.getnames()}
     assert {"summary.md", "last.json", "bad.log"} <= names
     printed = capsys.readouterr().out
-    assert "2 of 5 pieces have passed" in printed
+    assert "2 of 6 pieces have passed" in printed
     assert "no luck" in printed
 
 
@@ -180,6 +183,18 @@ def test_piece_that_might_not_end_in_the_time_is_not_begun(
     assert suite.main(["--out", str(tmp_path), "--minutes", "1"]) == 1  # less than its limit and the grace
     assert found(tmp_path) == {}
     assert "The time is over; go on with --from first" in capsys.readouterr().out
+
+
+def test_pieces_of_a_suite_in_the_background_can_be_interrupted(
+    suite: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pieces(suite, monkeypatch, long=STAYS)
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells start it then
+    try:
+        assert suite.main(["--out", str(tmp_path)]) == 1
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert found(tmp_path)["long"]["exit_code"] == -signal.SIGINT
 
 
 def test_an_interrupt_ends_the_piece_and_the_summary_is_written(
@@ -213,6 +228,10 @@ def test_summary_has_the_figures_of_each_kind_of_result(suite: ModuleType) -> No
     assert suite.figures(recorded("chaos_gpu.json")) == ["50 faults, 0 of them not well"]
     assert suite.figures(recorded("c10d.json"))[0].startswith("all_reduce 4 B: ")
     assert suite.figures(recorded("on_gpus.json"))[0].startswith("2 ranks, 4096: plane ")
+    measured = {"microseconds": {"small training step, DDP": {"ratio": 1.0123}}}
+    assert suite.figures(measured) == [
+        "small training step, DDP: 1.012 times as long, at most 1.02 is the goal"
+    ]
     crash = {"number": 3, "rank": 1, "error": "StartError: rank 1 did not start"}
     assert suite.figures({"benchmark": "restarts", "restarts": 9, "crashes": [crash]}) == [
         "9 restarts, 1 crashes",
@@ -228,6 +247,7 @@ def test_summary_has_the_figures_of_each_kind_of_result(suite: ModuleType) -> No
         "interrupt: the others were free after 0.25 s",
         "rank 1 did not answer",
     ]
+    assert suite.figures({"hvdlab": "1.0", "failed": "rank 1 did not answer"}) == ["rank 1 did not answer"]
 
 
 def test_missing_packages_are_named_before_anything_else_runs(

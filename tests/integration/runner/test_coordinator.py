@@ -53,8 +53,9 @@ SCRIPT = """
 
 ELASTIC = """
     import os, pathlib, signal
-    import torch
-    import hvdlab.torch as hvd
+    import numpy as np
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives.elastic import ObjectState, run_fn
 
     def parent(pid):
         return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -69,19 +70,18 @@ ELASTIC = """
     hvd.init()
     killed = False
 
-    @hvd.elastic.run
     def train(state):
         global killed
         while state.batch < 10:
-            hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x")
+            hvd.allreduce(np.ones(1), op=hvd.Sum, name="x")
             if hvd.rank() == 1 and state.batch == 5 and not killed:
                 killed = True
                 kill_the_coordinator()
             state.batch += 1
             state.commit()
 
-    state = hvd.elastic.TorchState(batch=0)
-    train(state)
+    state = ObjectState(hvd.broadcast_object, hvd.rank, batch=0)
+    run_fn(train, lambda: None)(state)
     print("done", hvd.rank(), hvd.size(), state.batch)
 """
 

@@ -11,18 +11,18 @@ LONG = 20.0
 
 SCRIPT = """
     import os, signal, sys, time
-    import torch
-    import hvdlab.torch as hvd
+    import numpy as np
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives.elastic import ObjectState, run_fn
 
     hvd.init()
     born = int(os.environ["HVDLAB_RANK"])
     how, again = sys.argv[1:]
     print("pid", os.getpid())
 
-    @hvd.elastic.run
     def train(state):
         while state.batch < 10 or hvd.size() < int(again):
-            hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x")
+            hvd.allreduce(np.ones(1), op=hvd.Sum, name="x")
             if born == 1 and state.batch >= 5 and (how == "always" or not os.path.exists("died")):
                 open("died", "w").close()
                 if how == "raise":
@@ -32,8 +32,8 @@ SCRIPT = """
             state.commit()
             time.sleep(0.05)
 
-    state = hvd.elastic.TorchState(batch=0)
-    train(state)
+    state = ObjectState(hvd.broadcast_object, hvd.rank, batch=0)
+    run_fn(train, lambda: None)(state)
     print("done", hvd.rank(), hvd.size())
 """
 

@@ -18,7 +18,7 @@ LOOP = """\
 %%hvd_run {options}
 while True:
     time.sleep(0.01)
-    if float(hvd.allreduce(torch.tensor(float(os.path.exists('{end}'))), name='end')): break
+    if float(hvd.allreduce(np.array(float(os.path.exists('{end}'))), name='end')): break
 print('ended')
 """
 
@@ -29,10 +29,9 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
     kernel = LiveKernel(
         directory,
         strip=True,
-        environment={"HVDLAB_PRELOAD": "torch"},
         prepare=[
             "%load_ext hvdlab",
-            "%%hvd_run -np 2\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()",
+            "%%hvd_run -np 2\nimport os, time, numpy as np, hvdlab.numpy as hvd\nhvd.init()",
         ],
     )
     yield kernel
@@ -82,7 +81,7 @@ def test_it_lives_as_long_as_its_cell(kernel: LiveKernel) -> None:
 
 def test_an_interrupt_is_answered_as_without_it(kernel: LiveKernel) -> None:
     cell = kernel.send(
-        "%%hvd_run\nprint('loops')\nwhile True: hvd.allreduce(torch.ones(10), name='x'); time.sleep(0.01)"
+        "%%hvd_run\nprint('loops')\nwhile True: hvd.allreduce(np.ones(10, np.float32), name='x'); time.sleep(0.01)"
     )
     kernel.until(lambda: bool(strips(cell)))
     kernel.interrupt()
@@ -90,7 +89,7 @@ def test_an_interrupt_is_answered_as_without_it(kernel: LiveKernel) -> None:
     assert cell.error is not None
     assert "ranks 0,1 were interrupted" in cell.error["evalue"]
     assert not [one for one in cell.of("display_data") if "in collectives" in str(one)], "no summary"
-    after = kernel.run("%%hvd_run\nhvd.allreduce(torch.ones(1), op=hvd.Sum, name='sum').item()")
+    after = kernel.run("%%hvd_run\nhvd.allreduce(np.ones(1, np.float32), op=hvd.Sum, name='sum').item()")
     assert [one["data"]["text/plain"] for one in after.of("execute_result")] == ["[0,1] 2.0"]
 
 
@@ -106,7 +105,7 @@ def test_a_cell_in_the_background_has_one_too(kernel: LiveKernel) -> None:
 def test_a_setting_turns_it_off(kernel: LiveKernel) -> None:
     kernel.run("%env HVDLAB_STRIP=0")
     cell = kernel.run(
-        "%%hvd_run\nfor _ in range(90): time.sleep(0.01); hvd.allreduce(torch.ones(1), name='x')"
+        "%%hvd_run\nfor _ in range(90): time.sleep(0.01); hvd.allreduce(np.ones(1, np.float32), name='x')"
     )
     assert cell.seconds > 0.8
     assert not cell.of("display_data")

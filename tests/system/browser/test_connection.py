@@ -27,14 +27,14 @@ WAIT_MS = 180_000  # limit of each wait for the page, in ms
 INIT, VIEW, TRAIN, COUNT, CLEAR = range(5)
 
 CELLS = [
-    "%env HVDLAB_PRELOAD=torch\nimport hvdlab\n%load_ext hvdlab\n%hvd_run -np 2 import os, time, torch, hvdlab.torch as hvd; hvd.init()",
+    "import hvdlab\n%load_ext hvdlab\n%hvd_run -np 2 import os, time, numpy as np, hvdlab.numpy as hvd; hvd.init()",
     "view = hvdlab.timeline(); view",
     """\
 %%hvd_run
 stop = False
 while not stop:
     time.sleep(0.03)
-    stop = bool(hvd.allreduce(torch.tensor(float(os.path.exists('end'))), name='step'))
+    stop = bool(hvd.allreduce(np.array(float(os.path.exists('end'))), name='step'))
     if hvd.rank() == 0:
         with open('steps', 'a') as file: file.write('.')
 """,

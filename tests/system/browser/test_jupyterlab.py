@@ -25,7 +25,7 @@ LOAD, LIVE, FAIL, STUCK, LOOP, NEXT = range(6)
 # Ranks wait for a file after their first line: it is shown while the cell runs, or never.
 FIRST_CELL = """\
 %%hvd_run -np 2
-import os, time, hvdlab.torch as hvd, torch
+import os, time, hvdlab.numpy as hvd, numpy as np
 hvd.init()
 print('step 0')
 while not os.path.exists('go'): time.sleep(0.01)
@@ -33,12 +33,12 @@ print('rank', hvd.rank(), 'is done')
 """
 
 CELLS = [
-    "%env HVDLAB_PRELOAD=torch\n%load_ext hvdlab",
+    "%load_ext hvdlab",
     FIRST_CELL,
-    "%%hvd_run\nif hvd.rank() == 1:\n    raise ValueError('bad batch')\nhvd.allreduce(torch.ones(1), name='loss')",
+    "%%hvd_run\nif hvd.rank() == 1:\n    raise ValueError('bad batch')\nhvd.allreduce(np.ones(1, np.float32), name='loss')",
     "%%hvd_run\nprint('stuck')\nif hvd.rank() == 0:\n    hvd.barrier()\nelse:\n    time.sleep(1000)",
     "%%hvd_run\nprint('looping')\nwhile True: pass",
-    "%%hvd_run\nhvd.allreduce(torch.ones(1), op=hvd.Sum, name='sum').item()",
+    "%%hvd_run\nhvd.allreduce(np.ones(1, np.float32), op=hvd.Sum, name='sum').item()",
 ]
 
 

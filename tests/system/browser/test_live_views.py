@@ -41,10 +41,10 @@ for step in range({ROUNDS}):
     hvd.barrier()
     if hvd.rank() == 2: time.sleep({LATE})
     came.append(time.monotonic_ns())
-    loss = hvd.allreduce_async(torch.ones(50_000), name='loss')
+    loss = hvd.allreduce_async(np.ones(50_000, np.float32), name='loss')
     gone.append(time.monotonic_ns())
     hvd.synchronize(loss)
-    hvd.allreduce(torch.ones(50_000), name='grad.weight')
+    hvd.allreduce(np.ones(50_000, np.float32), name='grad.weight')
 """
 
 LOSS_LINE = 1 + next(i for i, line in enumerate(TRAINING.splitlines()) if "name='loss'" in line)
@@ -64,8 +64,8 @@ print(json.dumps({
 """
 
 CELLS = [
-    "%env HVDLAB_PRELOAD=torch\nimport hvdlab\n%load_ext hvdlab",
-    "%%hvd_run -np 4\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()",
+    "import hvdlab\n%load_ext hvdlab",
+    "%%hvd_run -np 4\nimport os, time, numpy as np, hvdlab.numpy as hvd\nhvd.init()",
     "view = hvdlab.timeline()\nview",
     "hvdlab.ranks()",
     TRAINING,

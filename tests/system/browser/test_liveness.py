@@ -32,7 +32,7 @@ LOAD, INIT, TIMELINE, RANKS, TRAIN, NEXT = range(6)
 
 CELLS = [
     "%load_ext hvdlab\nimport hvdlab, os\nos.getpid()",
-    "%%hvd_run -np 2\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()",
+    "%%hvd_run -np 2\nimport os, time, numpy as np, hvdlab.numpy as hvd\nhvd.init()",
     "hvdlab.timeline()",
     "hvdlab.ranks()",
     """\
@@ -40,7 +40,7 @@ CELLS = [
 print('begins')
 while True:
     time.sleep(0.05)
-    if hvd.allreduce(torch.tensor(float(os.path.exists('end'))), name='stop'): break
+    if hvd.allreduce(np.array(float(os.path.exists('end'))), name='stop'): break
 print('ends')
 """,
     "%%hvd_run\nwhile not os.path.exists('next'): time.sleep(0.01)",

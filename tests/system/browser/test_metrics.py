@@ -36,7 +36,7 @@ TRAINING = f"""\
 for step in range({STEPS}):
     hvd.barrier()
     if hvd.rank() == 2: time.sleep({LATE})
-    hvd.allreduce(torch.ones(50_000), name='grad')
+    hvd.allreduce(np.ones(50_000, np.float32), name='grad')
     hvd.metric('loss', 1 / (step + 1) + hvd.rank(), step=step)
 """
 
@@ -48,8 +48,8 @@ print(json.dumps({str(rank): value for rank, value in late.items()}))
 """
 
 CELLS = [
-    "%env HVDLAB_PRELOAD=torch\nimport hvdlab\n%load_ext hvdlab",
-    "%%hvd_run -np 4\nimport time, torch, hvdlab.torch as hvd\nhvd.init()",
+    "import hvdlab\n%load_ext hvdlab",
+    "%%hvd_run -np 4\nimport time, numpy as np, hvdlab.numpy as hvd\nhvd.init()",
     "view = hvdlab.metrics()\nview",
     TRAINING,
     REPORT,

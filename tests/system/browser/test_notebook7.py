@@ -27,7 +27,7 @@ WAIT_MS = 180_000  # limit of each wait for the page, in ms
 INIT, VIEW, RANKS, TRAIN = range(4)
 
 CELLS = [
-    "import hvdlab\n%load_ext hvdlab\n%hvd_run -np 2 import os, time, torch, hvdlab.torch as hvd; hvd.init()",
+    "import hvdlab\n%load_ext hvdlab\n%hvd_run -np 2 import os, time, numpy as np, hvdlab.numpy as hvd; hvd.init()",
     "hvdlab.timeline()",
     "hvdlab.ranks()",
     """\
@@ -35,7 +35,7 @@ CELLS = [
 stop = False
 while not stop:
     time.sleep(0.02)
-    stop = bool(hvd.allreduce(torch.tensor(float(os.path.exists('seen'))), name='stop'))
+    stop = bool(hvd.allreduce(np.array(float(os.path.exists('seen'))), name='stop'))
 """,
 ]
 

@@ -34,16 +34,16 @@ LOAD, INIT, TRAIN, POOL = range(4)
 TRAINING = f"""\
 %%hvd_run
 step = 0
-while not hvd.allreduce(torch.tensor(float(os.path.exists('end'))), op=hvd.Sum, name='end'):
+while not hvd.allreduce(np.array(float(os.path.exists('end'))), op=hvd.Sum, name='end'):
     if hvd.rank() == 2: time.sleep({LATE})
-    hvd.allreduce(torch.ones(1000), name='loss')
+    hvd.allreduce(np.ones(1000, np.float32), name='loss')
     step += 1
 """
 CELLS = [
     "%load_ext hvdlab",
-    "%%hvd_run -np 3\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()\nhvd.barrier()",
+    "%%hvd_run -np 3\nimport os, time, numpy as np, hvdlab.numpy as hvd\nhvd.init()\nhvd.barrier()",
     TRAINING,
-    "import hvdlab\nother = hvdlab.Pool.start(2)\nother.run('import hvdlab.torch as h; h.init(); h.barrier()').errors",
+    "import hvdlab\nother = hvdlab.Pool.start(2)\nother.run('import hvdlab.numpy as h; h.init(); h.barrier()').errors",
 ]
 VIEW = ".jp-HvdlabPanel .hvd-timeline"
 

@@ -31,15 +31,15 @@ TRAINING = """\
 print('begins')
 while not os.path.exists('seen'):
     time.sleep(0.08 if hvd.rank() == 2 else 0.01)
-    hvd.allreduce(torch.ones(1000), name='loss')
-    stop = hvd.allreduce(torch.tensor(float(os.path.exists('seen'))), name='stop')
+    hvd.allreduce(np.ones(1000, np.float32), name='loss')
+    stop = hvd.allreduce(np.array(float(os.path.exists('seen'))), name='stop')
     if stop: break
 print('ends')
 """
 
 CELLS = [
     "%load_ext hvdlab",
-    "%%hvd_run -np 3\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()",
+    "%%hvd_run -np 3\nimport os, time, numpy as np, hvdlab.numpy as hvd\nhvd.init()",
     TRAINING.replace("while not os.path.exists('seen')", "while True"),
     "%%hvd_run\nhvd.rank()",
 ]

@@ -56,6 +56,9 @@ hypothesis.settings.load_profile("hvdlab")
 # a busy machine keeps waiting must not change which lines are shown as one, and in which order.
 os.environ.setdefault("HVDLAB_OUTPUT_HOLD", "2")
 
+# nbformat would have jsonschema compile 39 grammars for formats that no notebook has: three seconds of CPU in each worker.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # an import that fails
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start background processes so, and every process that a test interrupts would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -60,9 +60,9 @@ def pool(
     request: pytest.FixtureRequest, start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Pool:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("HVDLAB_PRELOAD", "hvdlab.torch.c10d")
+    monkeypatch.setenv("HVDLAB_PRELOAD", "torch._dynamo,hvdlab.torch.c10d")
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
-    started = start_pool(request.param)
+    started = start_pool(request.param, timeout=2 * PATIENCE)
     assert started.run(SETUP).errors == {}
     return started
 
@@ -103,49 +103,46 @@ dist.all_reduce(torch.ones(2), group=patient)
 """
 
 
-@pytest.mark.parametrize("cell", [LAUNCHES_BEFORE, LAUNCHES_AFTER], ids=["launches before", "launches after"])
 def test_a_cell_that_fails_on_one_rank_ends_the_waits_of_the_others_before_they_are_late(
-    pool: Pool, cell: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cell_state, "GRACE", HOUR)  # otherwise the pool would interrupt them
     pool.run(f"os.chdir({str(tmp_path)!r})")
-    assert (
-        pool.run(f"patient = dist.new_group(pg_options=WatchOptions('watched', 'gloo', {HOUR}))").errors == {}
-    )
-    errors = pool.run(cell, timeout=PATIENCE).errors
-    assert errors[0].ename == "ValueError"
+    made = pool.run(f"patient = dist.new_group(pg_options=WatchOptions('watched', 'gloo', {HOUR}))")
+    assert made.errors == {}
     others = range(1, pool.size)
-    assert {rank: errors[rank].ename for rank in others} == dict.fromkeys(others, "AbortedError")
-    assert any("rank 0 failed: ValueError: bad batch" in errors[rank].evalue for rank in others), errors
-    assert pool.run("dist.all_reduce(torch.ones(2), group=patient)", timeout=PATIENCE).errors == {}
+    for cell in (LAUNCHES_BEFORE, LAUNCHES_AFTER):
+        errors = pool.run(cell, timeout=PATIENCE).errors
+        assert errors[0].ename == "ValueError", cell
+        assert {rank: errors[rank].ename for rank in others} == dict.fromkeys(others, "AbortedError"), cell
+        assert any("rank 0 failed: ValueError: bad batch" in errors[rank].evalue for rank in others), errors
+        assert pool.run("dist.all_reduce(torch.ones(2), group=patient)", timeout=PATIENCE).errors == {}, cell
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_an_interrupt_ends_a_wait(pool: Pool, wait: str) -> None:
+def test_an_interrupt_ends_a_wait(pool: Pool) -> None:
     good(pool, "first")  # the ranks' models are alike before that: DDP orders its buckets in the first step
-    said = Recorder()
-    run = pool.start_run(f"print('in', flush=True)\nwhile rank == 0: pass\n{wait}", out=said)
-    said.wait_for_note("waited", PATIENCE)
-    run.interrupt()
-    errors = run.wait(PATIENCE).errors
-    assert errors.keys() == set(range(pool.size))
-    assert errors[0].ename == "KeyboardInterrupt"
-    good(pool, wait)
+    for wait in WAITS:
+        said = Recorder()
+        run = pool.start_run(f"print('in', flush=True)\nwhile rank == 0: pass\n{wait}", out=said)
+        said.wait_for_note("waited", PATIENCE)
+        run.interrupt()
+        errors = run.wait(PATIENCE).errors
+        assert errors.keys() == set(range(pool.size)), wait
+        assert errors[0].ename == "KeyboardInterrupt", wait
+        good(pool, wait)
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(3)"])
-def test_a_rank_that_dies_is_named_and_the_group_is_made_anew_with_its_replacement(
-    pool: Pool, end: str
-) -> None:
-    errors = pool.run(f"if rank == 1: {end}\nstep()").errors
-    for rank in {*range(pool.size)} - {1}:
-        assert errors[rank].ename == "AbortedError", errors
-        assert "rank 1 died: " in errors[rank].evalue
-    pool.repair()
-    lost = pool.run("dist.barrier()", ranks=[0]).errors
-    assert "has lost ranks since it was made" in lost[0].evalue
-    assert {rank: error.evalue for rank, error in pool.run(SETUP).errors.items()} == {}
-    good(pool, end)
+def test_a_rank_that_dies_is_named_and_the_group_is_made_anew_with_its_replacement(pool: Pool) -> None:
+    for end in ("os.kill(os.getpid(), 9)", "os._exit(3)"):
+        errors = pool.run(f"if rank == 1: {end}\nstep()").errors
+        for rank in {*range(pool.size)} - {1}:
+            assert errors[rank].ename == "AbortedError", (end, errors)
+            assert "rank 1 died: " in errors[rank].evalue, end
+        pool.repair()
+        lost = pool.run("dist.barrier()", ranks=[0]).errors
+        assert "has lost ranks since it was made" in lost[0].evalue, end
+        assert {rank: error.evalue for rank, error in pool.run(SETUP).errors.items()} == {}, end
+        good(pool, end)
 
 
 def test_a_resized_pool_makes_the_group_anew(pool: Pool) -> None:
@@ -172,8 +169,8 @@ def test_a_rank_whose_cell_ended_behind_its_launch_is_not_missing(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("HVDLAB_PRELOAD", "hvdlab.torch.c10d")
-    pool = start_pool(3)
+    monkeypatch.setenv("HVDLAB_PRELOAD", "torch._dynamo,hvdlab.torch.c10d")
+    pool = start_pool(3, timeout=2 * PATIENCE)
     assert pool.run(SETUP).errors == {}
     assert {rank: error.evalue for rank, error in pool.run(ENDED).errors.items()} == {}
     assert list(pool.run("work.wait() if rank == 1 else None\ntensor[0].item()")) == [3.0] * 3

@@ -68,7 +68,7 @@ class Ways:
         from hvdlab.collectives.engine.rank_state import RankState
         from hvdlab.collectives.engine.requests import Request
         from hvdlab.collectives.text import call_site
-        from hvdlab.collectives.types import DType, OpKind, ReduceOp
+        from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 
         handles: list[Handle] = []
 
@@ -78,7 +78,7 @@ class Ways:
             handles[-1].received = time.monotonic_ns()
 
         for tensor, name in zip(self._tensors, self._names, strict=True):
-            request = Request(OpKind.ALLREDUCE, name, tensor, tensor, DType.F32, ReduceOp.MAX)
+            request = Request(OpKind.ALLREDUCE, name, tensor, tensor, DType.F32, PLAIN[ReduceOp.MAX])
             handles.append(Handle(self._engine, request, call_site(), time.monotonic_ns()))
             self._engine._locked.update(enter)
         batch = RunBatch(0, handles[0].generation, 1 << 31, 0, tuple(handles), ())

@@ -89,7 +89,7 @@ def on_rank(
 
     import hvdlab.torch as hvd
     from hvdlab.bindings.operations import Binding, Operation
-    from hvdlab.collectives.types import OpKind, ReduceOp
+    from hvdlab.collectives.types import SUM, OpKind
     from hvdlab.torch.adapter import ADAPTER, BINDING
     from support.real_gpu import become_host_of_nccl
 
@@ -104,7 +104,7 @@ def on_rank(
         world_size=hvd.size(),
     )
     staging = Binding(ADAPTER)  # knows no devices: all goes through the host
-    add = Operation(OpKind.ALLREDUCE, ReduceOp.SUM)
+    add = Operation(OpKind.ALLREDUCE, SUM)
 
     def contenders(tensor: torch.Tensor, name: str) -> dict[str, Call]:
         other = torch.empty_like(tensor)

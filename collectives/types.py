@@ -100,6 +100,11 @@ class Reduction(NamedTuple):
         """Return whether there is a scale factor."""
         return self.prescale != 1.0 or self.postscale != 1.0
 
+    @property
+    def has_nan(self) -> bool:
+        """Return whether a scale factor is NaN. Such a reduction can be found in no dict, unless the NaN is the same object."""
+        return self.prescale != self.prescale or self.postscale != self.postscale
+
     def summed(self, members: int) -> Reduction:
         """Return the reduction that a plane makes for this one: for an average, a sum whose ``postscale`` divides it by ``members``."""
         if self.op is not ReduceOp.AVERAGE:

@@ -22,7 +22,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.buffers import host_view
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 
 
 class HostUpdateResult(IntFlag):
@@ -375,7 +375,7 @@ def merge_news(news: News) -> News:
     before, latest, changes = news
     removed, added = bool(changes & HostUpdateResult.removed), bool(changes & HostUpdateResult.added)
     mine = np.array([before, latest, removed, added], dtype=np.float64)
-    request = Request(OpKind.ALLREDUCE, "elastic.news", mine, dtype=DType.F64, op=ReduceOp.MAX)
+    request = Request(OpKind.ALLREDUCE, "elastic.news", mine, dtype=DType.F64, reduction=PLAIN[ReduceOp.MAX])
     before, latest, removed, added = _run(request).tolist()
     return before, latest, HostUpdateResult.removed * int(removed) | HostUpdateResult.added * int(added)
 

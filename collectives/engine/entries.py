@@ -13,7 +13,7 @@ from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction
 
 UNANNOUNCED, ANNOUNCED, EXECUTING, ENDED, POSTED = range(5)
 
@@ -90,9 +90,7 @@ class Zeros(Entry):
             tensor,
             tensor,
             dtype,
-            ReduceOp(signature.op),
-            signature.prescale,
-            signature.postscale,
+            Reduction(ReduceOp(signature.op), signature.prescale, signature.postscale),
             process_set=process_set,
             device=signature.device,
         )
@@ -190,13 +188,11 @@ class Locals:
         """Return the local id for entries like this one; a new one is defined."""
         request = entry.request
         shape = matched_shape(request)
-        if request.prescale != request.prescale:
-            request.prescale = math.nan  # one object, which the dict finds again: one id for all NaN
-        if request.postscale != request.postscale:
-            request.postscale = math.nan
+        if request.reduction.has_nan:
+            request.reduction = _with_one_nan(request.reduction)
         key: Key = (
-            entry.name, request.kind, shape, request.dtype, request.op, entry.site, request.process_set, request.root,
-            request.prescale, request.postscale, request.group, request.device, request.ranks, request.channel, request.about,
+            entry.name, request.kind, shape, request.dtype, request.reduction, entry.site, request.process_set, request.root,
+            request.group, request.device, request.ranks, request.channel, request.about,
             request.priority,
         )  # fmt: skip
         local = self._by_key.get(key)
@@ -270,21 +266,28 @@ def plain_name(name: object) -> str:
 def signature_of(request: Request, name: str, shape: tuple[int, ...]) -> Signature:
     """Return the part of a request that ranks must agree on."""
     group, count = request.group or ("", 0)
+    op, prescale, postscale = request.reduction
     return Signature(
         int(request.kind),
         name,
         int(request.dtype),
-        int(request.op),
+        int(op),
         shape,
         request.root,
-        request.prescale,
-        request.postscale,
+        prescale,
+        postscale,
         request.device,
         group,
         count,
         request.ranks,
         request.channel,
     )
+
+
+def _with_one_nan(reduction: Reduction) -> Reduction:
+    """Return the reduction with ``math.nan`` for every NaN: one object, which a dict finds again, so one id for all NaN."""
+    op, *factors = reduction
+    return Reduction(op, *(math.nan if math.isnan(factor) else factor for factor in factors))
 
 
 def matched_shape(request: Request) -> tuple[int, ...]:

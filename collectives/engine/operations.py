@@ -73,7 +73,7 @@ def _allreduce(
 ) -> tuple[list[Result], Completion | None]:
     first = entries[0].request
     # All entries of a batch have the first one's operator, scales and element type: the coordinator fuses only such.
-    reduction, dtype = Reduction(first.op, first.prescale, first.postscale), first.dtype
+    reduction, dtype = first.reduction, first.dtype
     ins: list[Buffer] = []
     outs: list[Buffer] = []
     results = []
@@ -133,7 +133,7 @@ def _reducescatter(plane: Plane, request: Request, table: Tables, phases: PhaseT
     width = math.prod(rest)
     size, index = plane.context.size, plane.context.index
     rows = scatter_rows((request.input.shape or (1,))[0], size)
-    reduction, dtype = Reduction(request.op, request.prescale, request.postscale), request.dtype
+    reduction, dtype = request.reduction, request.dtype
     out = _output(plane, request, (rows[index], *rest))
     counts, target = [r * width for r in rows], buffer_of(out, dtype)
     if needs_width(dtype, reduction):
@@ -261,7 +261,7 @@ def run_parts(request: Request, parts: HostArrays, scratch: FoldScratch) -> Resu
         storage = storage_type(request.dtype)
         out = np.empty(source.shape, storage) if request.allocate is None else request.allocate(source.shape)
     view = host_view(out)
-    reduction, dtype = Reduction(request.op, request.prescale, request.postscale), request.dtype
+    reduction, dtype = request.reduction, request.dtype
     if reduction.op is ReduceOp.ADASUM:
         view.reshape(-1)[...] = adasum(parts, dtype, reduction)
     elif needs_width(dtype, reduction):

@@ -33,7 +33,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.fold import MANY, FoldScratch, is_direct
 from hvdlab.collectives.reduce.integers import needs_width
-from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp, Reduction
+from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 LAYOUTS = 1024
 """Layouts of requests that a rank keeps per board; names that change with each step would make them grow for ever."""
@@ -217,9 +217,9 @@ def _fit_device(group: SetState, request: Request) -> None:
         )
     if request.kind is OpKind.SENDRECV:
         raise InvalidRequestError(f"messages of tensors on {request.device}: copy them to the CPU.")
-    if request.op is ReduceOp.ADASUM:
+    if request.reduction.op is ReduceOp.ADASUM:
         raise InvalidRequestError(f"Adasum of tensors on {request.device}: copy them to the CPU.")
-    if needs_width(request.dtype, Reduction(request.op, request.prescale, request.postscale)):
+    if needs_width(request.dtype, request.reduction):
         raise InvalidRequestError(
             f"an average or scaled sum of integers on {request.device}: copy them to the CPU."
         )
@@ -337,7 +337,7 @@ def fits(request: Request) -> bool:
     """
     if request.kind not in _KINDS or request.group is not None:
         return False
-    if request.prescale != request.prescale or request.postscale != request.postscale:
+    if request.reduction.has_nan:
         return False  # NaN equals nothing
     return request.input is None or request.input.nbytes > 0
 
@@ -360,11 +360,9 @@ def _reduces_quickly(request: Request) -> bool:
     """Return whether one member reduces about as fast as it copies, so that each can do it for itself."""
     if request.kind is not OpKind.ALLREDUCE:
         return True
-    if request.op is ReduceOp.ADASUM or not is_direct(request.dtype):
+    if request.reduction.op is ReduceOp.ADASUM or not is_direct(request.dtype):
         return False
-    return request.dtype is DType.F32 or not needs_width(
-        request.dtype, Reduction(request.op, request.prescale, request.postscale)
-    )
+    return request.dtype is DType.F32 or not needs_width(request.dtype, request.reduction)
 
 
 class RequestLayout:
@@ -410,13 +408,12 @@ class BoardReduction:
 
     def __init__(self, request: Request, name: str, layout: RequestLayout, member: BoardMember) -> None:
         self.request = Request(
-            OpKind.ALLREDUCE, request.name, layout.own[0], layout.own[0], request.dtype, request.op,
+            OpKind.ALLREDUCE, request.name, layout.own[0], layout.own[0], request.dtype, request.reduction,
             process_set=member.process_set,
         )  # fmt: skip
         self.name, self.layout = name, layout
-        average = request.op is ReduceOp.AVERAGE
-        self.postscale = 1.0 / len(member.ranks) if average else 1.0
-        self._fold = member.folds.quiet(request.dtype, ReduceOp.SUM if average else request.op)
+        op, _, self.postscale = request.reduction.summed(len(member.ranks))
+        self._fold = member.folds.quiet(request.dtype, op)
 
     def reduce(self, number: int, out: HostArray) -> None:
         """Reduce the members' tensors of the ``number``-th request into ``out``."""
@@ -539,8 +536,7 @@ class BoardMember:
         request = entry.request
         shape = None if request.input is None else request.input.shape
         key: Key = (
-            entry.name, request.kind, shape, request.dtype, request.op, request.prescale, request.postscale, request.root,
-            request.device,
+            entry.name, request.kind, shape, request.dtype, request.reduction, request.root, request.device,
         )  # fmt: skip
         layout = self._layouts.get(key)
         if layout is None:
@@ -552,15 +548,16 @@ class BoardMember:
 
     def _keep_reduction(self, request: Request, name: str, layout: RequestLayout) -> None:
         """Keep an allreduce whose next requests need no checks, as its type and operator need no more than a fold."""
-        if request.kind is not OpKind.ALLREDUCE or not layout.own or request.op is ReduceOp.ADASUM:
+        op = request.reduction.op
+        if request.kind is not OpKind.ALLREDUCE or not layout.own or op is ReduceOp.ADASUM:
             return
         # bfloat16 has no numpy type of its own: its bits would stand under the key of integers.
-        if request.dtype is DType.BF16 or (request.prescale, request.postscale) != (1.0, 1.0):
+        if request.dtype is DType.BF16 or request.reduction.is_scaled:
             return
-        if needs_width(request.dtype, PLAIN[request.op]) or type(request.name) not in (str, type(None)):
+        if needs_width(request.dtype, request.reduction) or type(request.name) not in (str, type(None)):
             return
         assert request.input is not None
-        key = request.name, storage_type(request.dtype), request.input.shape, request.op
+        key = request.name, storage_type(request.dtype), request.input.shape, op
         self.reductions[key] = BoardReduction(request, name, layout, self)
 
     def _forget_layouts(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hvdlab.collectives.planes.buffers import HOST, Tensor
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind, Reduction
 
 Allocate = Callable[[tuple[int, ...]], Tensor]
 
@@ -65,9 +65,7 @@ class Request:
             engine asks ``allocate``, or makes a new array or buffer. A message has one on the rank that receives it alone,
             where it is also the ``input``.
         dtype: Element type.
-        op: Reduction operator; AVERAGE is a sum divided by the number of members at execution.
-        prescale: Multiplies the input.
-        postscale: Multiplies the result.
+        reduction: How an allreduce or a reducescatter reduces.
         root: *Rank* that a broadcast or a message comes from; -1 for a receive from any rank.
         splits: Rows (of dimension 0) for each member of an alltoall; ``None`` for even ones.
         process_set: Id of the process set.
@@ -94,9 +92,7 @@ class Request:
     input: Tensor | None = None
     output: Tensor | None = None
     dtype: DType = DType.U8
-    op: ReduceOp = ReduceOp.SUM
-    prescale: float = 1.0
-    postscale: float = 1.0
+    reduction: Reduction = SUM
     root: int = -1
     splits: tuple[int, ...] | None = None
     process_set: int = 0

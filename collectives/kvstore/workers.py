@@ -24,7 +24,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, SUM, DType, OpKind, ReduceOp
 
 _TEXT_BYTES = 2048  # all workers broadcast as many, since they don't know the text's length
 
@@ -103,7 +103,7 @@ class Workers:
             array,
             array,
             _dtype(array),
-            ReduceOp.SUM,
+            SUM,
             process_set=self.id,
             anonymous=True,
         )
@@ -126,7 +126,7 @@ class Workers:
                 part,
                 part,
                 dtype,
-                ReduceOp.SUM,
+                SUM,
                 process_set=self.id,
                 group=(f"{name} {array.shape}", count) if count > 1 else None,
                 anonymous=True,
@@ -177,7 +177,7 @@ class Workers:
             OpKind.ALLREDUCE,
             name,
             dtype=DType.I64,
-            op=ReduceOp.MAX,
+            reduction=PLAIN[ReduceOp.MAX],
             process_set=self.id,
             anonymous=True,
         )

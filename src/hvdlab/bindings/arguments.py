@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from hvdlab.bindings.adapter import FrameworkAdapter
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.types import OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, OpKind, ReduceOp, Reduction
 
 T = TypeVar("T")
 
@@ -99,8 +99,14 @@ def allreducing(
     """Return the operation of an allreduce."""
     chosen = op if type(op) is ReduceOp and average is None else chosen_operator(average, op)
     return Operation(
-        OpKind.ALLREDUCE, chosen, float(prescale_factor), float(postscale_factor), -1, process_set
+        OpKind.ALLREDUCE, reduction_of(chosen, prescale_factor, postscale_factor), -1, process_set
     )
+
+
+def reduction_of(op: ReduceOp, prescale_factor: float, postscale_factor: float) -> Reduction:
+    """Return the reduction of these arguments; without factors none is made."""
+    prescale, postscale = float(prescale_factor), float(postscale_factor)
+    return PLAIN[op] if prescale == 1.0 == postscale else Reduction(op, prescale, postscale)
 
 
 def gathering(process_set: int) -> Operation:
@@ -128,13 +134,8 @@ def scattering(
     """Return the operation of a reducescatter of these tensors; raises ``InvalidRequestError`` if one is 0-d."""
     _refuse_scalars(adapter, tensors, OpKind.REDUCESCATTER)
     chosen = checked_operator(op)
-    return Operation(
-        OpKind.REDUCESCATTER,
-        chosen,
-        float(prescale_factor),
-        float(postscale_factor),
-        process_set=process_set,
-    )
+    reduction = reduction_of(chosen, prescale_factor, postscale_factor)
+    return Operation(OpKind.REDUCESCATTER, reduction, process_set=process_set)
 
 
 def exchanging(adapter: FrameworkAdapter[T], tensor: Any, splits: Any, process_set: int) -> Operation:

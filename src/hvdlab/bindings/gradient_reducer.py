@@ -34,7 +34,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, set_id
 from hvdlab.collectives.text import call_site
-from hvdlab.collectives.types import OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, OpKind, ReduceOp, Reduction
 
 P = TypeVar("P", bound=Hashable)
 """A framework's parameter, or what stands for it if parameters can't be keys of a dictionary; equal only to itself."""
@@ -395,8 +395,10 @@ class ReductionSettings:
 
     def operation(self) -> Operation:
         """Return the allreduce of a bucket; for an average the division is split around the sum."""
-        before, after = (1.0 / self.predivide, self.predivide) if self.op is Average else (1.0, 1.0)
-        return Operation(OpKind.ALLREDUCE, self.op, before, after, process_set=set_id(self.process_set))
+        reduction = PLAIN[self.op]
+        if self.op is Average:
+            reduction = Reduction(Average, 1.0 / self.predivide, self.predivide)
+        return Operation(OpKind.ALLREDUCE, reduction, process_set=set_id(self.process_set))
 
 
 class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, T]):

@@ -22,7 +22,7 @@ from hvdlab.bindings.operations import Binding, Operation
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.numbering import own_number
 from hvdlab.collectives.process_sets import members, position
-from hvdlab.collectives.types import OpKind, ReduceOp
+from hvdlab.collectives.types import AVERAGE, SUM, OpKind, ReduceOp
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class ForwardPass:
     @property
     def linear(self) -> bool:
         """Return whether the gradient does not depend on the tensors."""
-        return self.operation.kind not in _REDUCTIONS or self.operation.op in LINEAR
+        return self.operation.kind not in _REDUCTIONS or self.operation.reduction.op in LINEAR
 
     @property
     def gradient_name(self) -> str | None:
@@ -198,8 +198,9 @@ class Differentiable(Generic[T]):
 
     def _of_reducescatter(self, forward: ForwardPass, gradients: Sequence[T]) -> Sequence[T]:
         operation = forward.operation
-        scale = operation.prescale * operation.postscale
-        if operation.op is ReduceOp.SUM:
+        op, prescale, postscale = operation.reduction
+        scale = prescale * postscale
+        if op is ReduceOp.SUM:
             scale *= len(members(operation.process_set))
         scaled = gradients if scale == 1.0 else [self._framework.scaled(each, scale) for each in gradients]
         return self._on_gradients(forward, _GATHER, scaled)
@@ -240,8 +241,8 @@ def own_rows(tables: Sequence[tuple[tuple[int, ...], ...]], process_set: int) ->
     return [(sum(each[:mine]), each[mine]) for each in counts]
 
 
-_SUM = Operation(OpKind.ALLREDUCE, ReduceOp.SUM)
-_AVERAGE = Operation(OpKind.ALLREDUCE, ReduceOp.AVERAGE)
+_SUM = Operation(OpKind.ALLREDUCE, SUM)
+_AVERAGE = Operation(OpKind.ALLREDUCE, AVERAGE)
 _GATHER = Operation(OpKind.ALLGATHER)
 
 _RULES: dict[OpKind, Callable[[Differentiable[Any], ForwardPass, Sequence[Any]], Sequence[Any]]] = {

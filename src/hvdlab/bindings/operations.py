@@ -15,7 +15,7 @@ from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.planes.buffers import HOST, HostArray
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
-from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction
+from hvdlab.collectives.types import SUM, DType, OpKind, ReduceOp, Reduction
 
 T = TypeVar("T")
 
@@ -32,18 +32,14 @@ class Operation(NamedTuple):
 
     Attributes:
         kind: Which collective.
-        op: Reduction operator.
-        prescale: Factor for the inputs.
-        postscale: Factor for the result.
+        reduction: How an allreduce or a reducescatter reduces.
         root: Rank a broadcast comes from, as scripts number them.
         process_set: Id of the process set.
         splits: Rows for each rank of an alltoall.
     """
 
     kind: OpKind
-    op: ReduceOp = ReduceOp.SUM
-    prescale: float = 1.0
-    postscale: float = 1.0
+    reduction: Reduction = SUM
     root: int = -1
     process_set: int = 0
     splits: tuple[int, ...] | None = None
@@ -144,7 +140,7 @@ class Binding(Generic[T]):
         adapter, kind = self.adapter, operation.kind
         tensor = adapter.check(given, kind, in_place)
         dtype = adapter.dtype(tensor)
-        check_supported(kind, dtype, operation.op)
+        check_supported(kind, dtype, operation.reduction.op)
         memory: HostMemory[T] | DeviceMemory[T] = self._host
         direct, device = memory.is_direct(tensor), HOST
         if not direct and self._devices is not None:
@@ -156,8 +152,7 @@ class Binding(Generic[T]):
         root = core_rank(operation.root, "broadcast") if kind is OpKind.BROADCAST else -1
         # By position: by name it took as long again.
         request = Request(
-            kind, None, None, None, dtype, operation.op, operation.prescale, operation.postscale, root, operation.splits,
-            operation.process_set,
+            kind, None, None, None, dtype, operation.reduction, root, operation.splits, operation.process_set,
         )  # fmt: skip
         request.device = device
         output: T | OutputAllocator[T]
@@ -183,15 +178,13 @@ class Binding(Generic[T]):
     def _device(self, devices: DeviceMemory[T], operation: Operation, tensor: T, dtype: DType) -> str:
         """Return the device class on which a collective of this tensor works: its own if a plane can do it, otherwise the host's."""
         device = devices.device(tensor)
-        if device == HOST or operation.op is ReduceOp.ADASUM:
+        if device == HOST or operation.reduction.op is ReduceOp.ADASUM:
             return HOST
         engine = context.engine(_LABELS[operation.kind])
         if not engine.device_plane(operation.process_set, device):
             return HOST
         reduces = operation.kind in _REDUCING
-        wide = reduces and needs_width(
-            dtype, Reduction(operation.op, operation.prescale, operation.postscale)
-        )
+        wide = reduces and needs_width(dtype, operation.reduction)
         return HOST if wide else device
 
     def _placing(self, direct: bool, device: str, tensor: T) -> Deliver[T] | None:

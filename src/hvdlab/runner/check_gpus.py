@@ -33,7 +33,7 @@ from hvdlab.collectives.planes.gpu import gpu_plane, nccl_library
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, allocated, links_between
 from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory
 from hvdlab.collectives.planes.links import links_text, planes_text
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 
 FILE = "hvdlab-check-gpus.json"
 SIZES = {"4 KiB": 1 << 12, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
@@ -141,7 +141,9 @@ class CheckedRank:
     def _allreduce(self, buffer: CudaBuffer) -> None:
         name = f"check of {buffer.nbytes} bytes"
         self._engine.run(
-            Request(OpKind.ALLREDUCE, name, buffer, buffer, DType.F32, ReduceOp.SUM, device=gpu_plane.CUDA)
+            Request(
+                OpKind.ALLREDUCE, name, buffer, buffer, DType.F32, PLAIN[ReduceOp.SUM], device=gpu_plane.CUDA
+            )
         )
 
     def _reach(self, task: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.reduce.adasum import levels
 from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.text import site_of_lines
-from hvdlab.collectives.types import OpKind, ReduceOp
+from hvdlab.collectives.types import OpKind, ReduceOp, Reduction
 from hvdlab.tensorflow import kernels
 from hvdlab.tensorflow.adapter import BINDING, as_tensor, core_dtype
 from hvdlab.tensorflow.errors import JIT
@@ -97,7 +97,7 @@ class _TensorFlowDifferentiation:
         inputs = _scaled_backwards(stacked, count)
         with tf.GradientTape() as tape:
             tape.watch(inputs)
-            output = reduced(operation.op, inputs, count, operation.prescale, operation.postscale)
+            output = reduced(operation.reduction, inputs, count)
         return tape.gradient(output, inputs, gradient)[mine]
 
 
@@ -278,7 +278,7 @@ def _emitted(
 ) -> Outputs:
     kind = operation.kind
     for tensor in tensors:
-        check_supported(kind, core_dtype(tensor), operation.op)
+        check_supported(kind, core_dtype(tensor), operation.reduction.op)
     _refuse_scalars(kind, *tensors)
     refuse_compilation(JIT)
     base = name or _made_name(kind, tensors[0], grouped)
@@ -361,11 +361,12 @@ def refuse_compilation(reason: str) -> None:
         frame = frame.f_back
 
 
-def reduced(op: ReduceOp, stacked: Any, count: int, prescale: float, postscale: float) -> Any:
+def reduced(reduction: Reduction, stacked: Any, count: int) -> Any:
     """Return the reduction of the tensors of ``count`` ranks, which are stacked along dimension 0; differentiable.
 
-    ``op`` is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
+    The operator is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
     """
+    op, prescale, postscale = reduction
     wide = tf.cast(stacked, tf.float32) if stacked.dtype in (tf.float16, tf.bfloat16) else stacked
     if prescale != 1.0:
         wide = wide * prescale

@@ -40,7 +40,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.numbering import own_number, shown_number
 from hvdlab.collectives.process_sets import check_id
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction
 from hvdlab.tensorflow import interrupts
 from hvdlab.tensorflow.errors import to_status
 from hvdlab.tensorflow.installed import internal, tf
@@ -191,14 +191,16 @@ class Call(NamedTuple):
 
     def encoded(self) -> bytes:
         """Return the call as the value of the operation's attribute."""
-        operation = [*self.operation[:-1]]  # splits are an input
+        kind, reduction, root, process_set, _ = self.operation  # splits are an input
+        operation = [kind, *reduction, root, process_set]
         return msgspec.json.encode([operation, self.name, self.grouped, self.site])
 
 
 def decoded(value: bytes | str) -> Call:
     """Return the call in a value that :meth:`Call.encoded` made."""
     (kind, op, prescale, postscale, root, process_set), name, grouped, site = msgspec.json.decode(value)
-    operation = Operation(OpKind(kind), ReduceOp(op), float(prescale), float(postscale), root, process_set)
+    reduction = Reduction(ReduceOp(op), float(prescale), float(postscale))
+    operation = Operation(OpKind(kind), reduction, root, process_set)
     return Call(operation, name, grouped, site)
 
 

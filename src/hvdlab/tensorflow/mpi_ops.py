@@ -264,9 +264,10 @@ def grouped_allreduce(
 
 
 def _sparse(operation: Operation, slices: Any, name: str | None, device: str, ignore_name_scope: bool) -> Any:
-    if operation.op not in (Average, Sum):
+    op = operation.reduction.op
+    if op not in (Average, Sum):
         raise UnsupportedError(
-            f"tf.IndexedSlices can be averaged and summed, not reduced by {operation.op.name.lower()}; give "
+            f"tf.IndexedSlices can be averaged and summed, not reduced by {op.name.lower()}; give "
             "sparse_as_dense=True, or tf.convert_to_tensor(slices)."
         )
     gathering = Operation(OpKind.ALLGATHER, process_set=operation.process_set)
@@ -280,8 +281,9 @@ def _sparse(operation: Operation, slices: Any, name: str | None, device: str, ig
 
 def _scaled_slices(operation: Operation, values: Any) -> Any:
     """Apply the scale factors, and the division of an average, to the gathered values of ``tf.IndexedSlices``."""
-    scale = operation.prescale * operation.postscale
-    if operation.op is not Average:
+    op, prescale, postscale = operation.reduction
+    scale = prescale * postscale
+    if op is not Average:
         if scale == 1.0:
             return values
         if values.dtype.is_integer:  # a factor such as 0.5 would be 0 in the dtype of the values
@@ -612,13 +614,8 @@ def _scattering(
         )
     if any(getattr(getattr(tensor, "shape", None), "rank", 1) == 0 for tensor in tensors):
         raise InvalidRequestError("reducescatter splits dimension 0, which a 0-d tensor does not have.")
-    return Operation(
-        OpKind.REDUCESCATTER,
-        chosen,
-        float(prescale_factor),
-        float(postscale_factor),
-        process_set=set_id(process_set),
-    )
+    reduction = arguments.reduction_of(chosen, prescale_factor, postscale_factor)
+    return Operation(OpKind.REDUCESCATTER, reduction, process_set=set_id(process_set))
 
 
 def _check_root(operation: Operation) -> None:

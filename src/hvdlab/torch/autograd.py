@@ -15,17 +15,18 @@ import torch
 from hvdlab.bindings.gradients import Differentiable, ForwardPass
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.reduce.adasum import levels
-from hvdlab.collectives.types import OpKind, ReduceOp
+from hvdlab.collectives.types import OpKind, ReduceOp, Reduction
 from hvdlab.torch.adapter import BINDING
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def reduced(op: ReduceOp, stacked: torch.Tensor, prescale: float, postscale: float) -> torch.Tensor:
+def reduced(reduction: Reduction, stacked: torch.Tensor) -> torch.Tensor:
     """Return the reduction of the tensors of all ranks, which are stacked along dimension 0; differentiable.
 
-    ``op`` is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
+    The operator is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
     """
+    op, prescale, postscale = reduction
     wide = stacked.float() if stacked.dtype in _HALVES else stacked
     if prescale != 1.0:
         wide = wide * prescale
@@ -113,7 +114,7 @@ class _TorchDifferentiation:
             stacked.requires_grad_()
         with torch.enable_grad():
             inputs = stacked.view_as(stacked)
-            output = reduced(operation.op, inputs, operation.prescale, operation.postscale)
+            output = reduced(operation.reduction, inputs)
             (all_gradients,) = torch.autograd.grad(output, inputs, gradient, create_graph=again)
         result: torch.Tensor = all_gradients[mine]
         return result

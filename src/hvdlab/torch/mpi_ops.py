@@ -177,8 +177,9 @@ def allreduce(
                 return reduced
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
-        output: torch.Tensor = synchronize(sparse_allreduce_async(tensor, name, operation.op, process_set))
-        factor = operation.prescale * operation.postscale
+        chosen, prescale, postscale = operation.reduction
+        output: torch.Tensor = synchronize(sparse_allreduce_async(tensor, name, chosen, process_set))
+        factor = prescale * postscale
         return output if factor == 1.0 else (output * factor).to(output.dtype)
     return compressed(compression, tensor, lambda sent: collective(operation, sent, name))
 

@@ -34,7 +34,7 @@ from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.context import is_initialized
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
-from hvdlab.collectives.types import OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, OpKind, ReduceOp
 from hvdlab.torch.adapter import ADAPTER, BINDING, as_stored
 from hvdlab.torch.compression import Compression, Compressor
 from hvdlab.torch.monitoring import meter_of
@@ -650,7 +650,7 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
     def _reduced(
         self, changes: dict[torch.Tensor, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        operation = Operation(OpKind.ALLREDUCE, ReduceOp.ADASUM, process_set=set_id(self._process_set))
+        operation = Operation(OpKind.ALLREDUCE, PLAIN[ReduceOp.ADASUM], process_set=set_id(self._process_set))
         started: list[tuple[list[torch.Tensor], Handle, list[Any]]] = []
         for name, bucket in self._buckets:
             compressed = [self._compression.compress(changes[parameter]) for parameter in bucket]

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
-from hvdlab.collectives.types import OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, OpKind
 from hvdlab.torch.autograd import collective
 from hvdlab.torch.dynamo import untraced
 
@@ -196,7 +196,7 @@ def _affine(normalized: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
 
 
 def _summed(tensor: torch.Tensor, process_set: int) -> torch.Tensor:
-    operation = Operation(OpKind.ALLREDUCE, ReduceOp.SUM, process_set=process_set)
+    operation = Operation(OpKind.ALLREDUCE, SUM, process_set=process_set)
     return collective(operation, tensor, None)
 
 

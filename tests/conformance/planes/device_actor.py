@@ -14,7 +14,7 @@ from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.reduce.integers import needs_width
-from hvdlab.collectives.types import OpKind, ReduceOp, Reduction
+from hvdlab.collectives.types import OpKind, ReduceOp
 from support.fakes import device as fake_device
 
 
@@ -71,9 +71,9 @@ class OnDevice:
 
 def _for_the_host(request: Request) -> bool:
     """Whether only the host does this: a binding stages tensors that are elsewhere."""
-    if request.kind is OpKind.SENDRECV or request.op is ReduceOp.ADASUM:
+    if request.kind is OpKind.SENDRECV or request.reduction.op is ReduceOp.ADASUM:
         return True
-    return needs_width(request.dtype, Reduction(request.op, request.prescale, request.postscale))
+    return needs_width(request.dtype, request.reduction)
 
 
 class Copying:

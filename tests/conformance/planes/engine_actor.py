@@ -98,9 +98,7 @@ class EngineActor(CollectiveActor):
                 input=array,
                 output=array if in_place else None,
                 dtype=dtype,
-                op=reduction.op,
-                prescale=reduction.prescale,
-                postscale=reduction.postscale,
+                reduction=reduction,
                 group=group,
                 site=SITE,
             )
@@ -136,9 +134,7 @@ class EngineActor(CollectiveActor):
                     OpKind.REDUCESCATTER,
                     input=send,
                     dtype=dtype,
-                    op=reduction.op,
-                    prescale=reduction.prescale,
-                    postscale=reduction.postscale,
+                    reduction=reduction,
                     site=SITE,
                 )
             )

@@ -21,7 +21,7 @@ from hvdlab.collectives.engine.operations import run_small
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.base import KeyValue, PlaneContext
 from hvdlab.collectives.reduce.fold import FoldScratch, conversion_of, register_conversion
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind
 from hvdlab.torch.adapter import register_conversions
 
 MEMBERS = 8
@@ -124,7 +124,7 @@ def test_what_travels_with_the_negotiation_is_rounded_once(dtype: DType, convert
         rng = np.random.default_rng(3)
         wide = rng.normal(size=(MEMBERS, 500)) * np.exp2(rng.integers(-6, 7, size=(MEMBERS, 500)))
         parts = [inputs.from_float64(row, dtype) for row in wide]
-        request = Request(OpKind.ALLREDUCE, input=parts[0], dtype=dtype, op=ReduceOp.SUM)
+        request = Request(OpKind.ALLREDUCE, input=parts[0], dtype=dtype, reduction=SUM)
         out = run_small(request, tuple(part.tobytes() for part in parts), FoldScratch()).output
         assert out is not None
     finally:

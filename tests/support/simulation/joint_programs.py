@@ -32,7 +32,7 @@ from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
 from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 from support.simulation.joint_ranks import SimEntry, SimRank
 from support.simulation.joint_simulation import Simulation
 
@@ -213,7 +213,7 @@ class SimEngine:
         values = [self.job.values[number] for number in met]
         if request.kind is OpKind.ALLGATHER:
             return Result(np.concatenate(values))  # type: ignore[arg-type]  # all are arrays
-        return Result(_FOLDS[request.op](values, axis=0))
+        return Result(_FOLDS[request.reduction.op](values, axis=0))
 
     def allreduce(
         self, name: str, value: float, op: ReduceOp = ReduceOp.SUM, process_set: int = 0, *, directly: bool
@@ -224,7 +224,7 @@ class SimEngine:
             name,
             np.array([value], np.float32),
             dtype=DType.F32,
-            op=op,
+            reduction=PLAIN[op],
             process_set=process_set,
         )
         result = self.run(request, directly=directly).output

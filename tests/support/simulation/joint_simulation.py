@@ -44,7 +44,7 @@ from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers, SentMembers
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind
 from support.simulation.joint_boards import AtBoard, Boards
 from support.simulation.joint_planes import Planes
 from support.simulation.joint_ranks import Scope, SimEntry, SimRank
@@ -362,13 +362,13 @@ class Simulation:
         if group is None or group.board_member is None or request.input is None:
             return None
         member, source = group.board_member, host_view(request.input)
-        if (request.prescale, request.postscale) != (1.0, 1.0) or request.kind is not OpKind.ALLREDUCE:
+        if request.reduction.is_scaled or request.kind is not OpKind.ALLREDUCE:
             return None
         if request.anonymous or request.group is not None or self.random.random() < 0.5:
             return None
         entry.name = request.name or request.kind.label + ".noname"
         member._layout(entry)
-        reduction = member.reductions.get((request.name, source.dtype, source.shape, request.op))
+        reduction = member.reductions.get((request.name, source.dtype, source.shape, request.reduction.op))
         if reduction is None:
             return None
         number = me.state.post_reduction(entry, member, reduction, source)
@@ -656,7 +656,7 @@ def _waits_untold(me: SimRank) -> bool:
 
 def allreduce(name: str | None, shape: tuple[int, ...] = (4,), **changes: object) -> Request:
     """Return a request like those that bindings make."""
-    request = Request(OpKind.ALLREDUCE, name, np.zeros(shape, np.float32), dtype=DType.F32, op=ReduceOp.SUM)
+    request = Request(OpKind.ALLREDUCE, name, np.zeros(shape, np.float32), dtype=DType.F32, reduction=SUM)
     for key, value in changes.items():
         setattr(request, key, value)
     return request

@@ -35,7 +35,7 @@ from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello, encode
 from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind, ReduceOp
 
 Coming = Event | m.Message | Callable[[], None] | None
 """What comes at a moment: an event, a message to a rank, a call, or the coordinator's next round."""
@@ -273,9 +273,7 @@ class TimedJob:
 
     def _submit(self, me: TimedRank, names: Sequence[str]) -> None:
         for name in names:
-            request = Request(
-                OpKind.ALLREDUCE, name, _TENSOR, output=_TENSOR, dtype=DType.F32, op=ReduceOp.SUM
-            )
+            request = Request(OpKind.ALLREDUCE, name, _TENSOR, output=_TENSOR, dtype=DType.F32, reduction=SUM)
             me.state.submit(Entry(request, "cell [4] line 12", 0))
         me.free = max(me.free, self.now)
         self._flush(me)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hvdlab.collectives.types import AVERAGE, PLAIN, SUM, ReduceOp, Reduction
@@ -13,6 +15,12 @@ def test_a_plane_averages_by_a_sum_that_is_divided_after_all_other_factors() -> 
 @pytest.mark.parametrize("op", [op for op in ReduceOp if op is not ReduceOp.AVERAGE])
 def test_other_reductions_are_a_planes_own_and_none_is_made(op: ReduceOp) -> None:
     assert PLAIN[op].summed(4) is PLAIN[op]
+
+
+def test_a_factor_that_is_nan_is_found_on_either_side() -> None:
+    assert not Reduction(ReduceOp.SUM, math.inf, -0.0).has_nan
+    assert Reduction(ReduceOp.SUM, math.nan).has_nan
+    assert Reduction(ReduceOp.SUM, postscale=float("nan")).has_nan
 
 
 def test_a_factor_on_either_side_is_a_scale() -> None:

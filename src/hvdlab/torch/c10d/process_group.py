@@ -27,7 +27,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
-from hvdlab.collectives.types import OpKind, ReduceOp, Reduction
+from hvdlab.collectives.types import PLAIN, OpKind, ReduceOp, Reduction
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
 from hvdlab.torch.c10d.reconfiguration import TorchReconfiguration, handle_of, require_same_ranks
 from hvdlab.torch.c10d.submission import Calls, Messages, Submission
@@ -337,7 +337,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if not self._engine.device_plane(self._calls.process_set, device):
             return HOST
         wide = request.kind in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER) and needs_width(
-            request.dtype, Reduction(request.op, request.prescale, request.postscale)
+            request.dtype, request.reduction
         )
         return HOST if wide else device
 
@@ -648,9 +648,8 @@ def _set_operator(request: Request, operator: Any, tensor: torch.Tensor) -> None
     if tensor.dtype is torch.bool:
         op = _OF_BOOL.get(op, op)
     check_supported(request.kind, request.dtype, op)
-    request.op = op
-    if name == "PREMUL_SUM":
-        request.prescale = float(operator.__getstate__()[1])
+    scales = name == "PREMUL_SUM"
+    request.reduction = Reduction(op, float(operator.__getstate__()[1])) if scales else PLAIN[op]
 
 
 def _other_shapes(shapes: Sequence[Sequence[int]]) -> MismatchError:

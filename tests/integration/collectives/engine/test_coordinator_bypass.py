@@ -33,7 +33,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
 )
 from hvdlab.collectives.tracing.record_format import Span, decode
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind
 from support.engine_probe import EngineProbe
 from support.patience import PATIENCE
 from support.ranks.resident import RankFailed, Ranks, meet, resident_ranks
@@ -521,7 +521,7 @@ def reduce_at_once(size: int, beside: bool) -> tuple[float, int]:
         if not beside:
             patch.setattr(coordinator_bypass, "PATIENCE", PATIENCE)
         other = engine.submit(Request(OpKind.BARRIER, "beside")) if beside and engine.rank == 0 else None
-        request = Request(OpKind.ALLREDUCE, "at once", x, x, DType.F32, ReduceOp.SUM, anonymous=True)
+        request = Request(OpKind.ALLREDUCE, "at once", x, x, DType.F32, SUM, anonymous=True)
         engine.submit(request, at_once=True).wait()
         if beside:
             (other or engine.submit(Request(OpKind.BARRIER, "beside"))).wait()
@@ -538,7 +538,7 @@ def test_what_is_waited_for_at_once_is_agreed_on_the_board_unless_there_is_more(
 
 def wait_or_withdraw(seconds: float) -> None:
     x = np.ones(10, np.float32)
-    request = Request(OpKind.ALLREDUCE, "never", x, x, DType.F32, ReduceOp.SUM)
+    request = Request(OpKind.ALLREDUCE, "never", x, x, DType.F32, SUM)
     context.engine().submit(request, at_once=True).wait_or_withdraw(Limit(seconds, "it took too long"))
 
 
@@ -592,11 +592,11 @@ class Full:
 
 def no_memory() -> str:
     from hvdlab.collectives.engine.requests import Request
-    from hvdlab.collectives.types import DType, OpKind, ReduceOp
+    from hvdlab.collectives.types import SUM, DType, OpKind
 
     engine = context.engine()
     x = np.ones(3, np.float32)
-    request = Request(OpKind.ALLREDUCE, "x", x, dtype=DType.F32, op=ReduceOp.SUM)
+    request = Request(OpKind.ALLREDUCE, "x", x, dtype=DType.F32, reduction=SUM)
     if engine.rank == 1:
         request.allocate = Full()  # type: ignore[assignment]  # it does not get so far as to return one
     try:

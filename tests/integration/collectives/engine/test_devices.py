@@ -14,7 +14,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import PLAIN, SUM, DType, OpKind, ReduceOp
 from support.engine_probe import EngineProbe
 from support.fakes import device as fake_device
 from support.patience import PATIENCE
@@ -42,7 +42,7 @@ def begin(has_device: bool = True) -> None:
 def request(name: str, value: float, device: str, count: int = COUNT) -> Request:
     array = np.full(count, value, np.float32)
     tensor = fake_device.on_device(array, DType.F32) if device == fake_device.DEVICE else array
-    return Request(OpKind.ALLREDUCE, name, tensor, None, DType.F32, ReduceOp.SUM, device=device)
+    return Request(OpKind.ALLREDUCE, name, tensor, None, DType.F32, SUM, device=device)
 
 
 def value_of(result: Result) -> float:
@@ -153,7 +153,7 @@ def refused() -> str:
 
 def adasum() -> str:
     asked = request("adasum", 1.0, fake_device.DEVICE)
-    asked.op = ReduceOp.ADASUM
+    asked.reduction = PLAIN[ReduceOp.ADASUM]
     with pytest.raises(InvalidRequestError) as told:
         context.engine().submit(asked)
     return str(told.value)

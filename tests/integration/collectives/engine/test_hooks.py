@@ -15,7 +15,7 @@ from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from hvdlab.collectives.planes.buffers import host_view
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks, resident_ranks
 
@@ -49,7 +49,7 @@ class Calls:
 
 def request(name: str, hook: Any = None, count: int = 4, value: float = 1.0) -> Request:
     return Request(
-        OpKind.ALLREDUCE, name, np.full(count, value, np.float32), None, DType.F32, ReduceOp.SUM, on_done=hook
+        OpKind.ALLREDUCE, name, np.full(count, value, np.float32), None, DType.F32, SUM, on_done=hook
     )
 
 

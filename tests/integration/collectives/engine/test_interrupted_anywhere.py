@@ -29,7 +29,7 @@ from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind
 from support.engine_probe import EngineProbe
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks, resident_ranks
@@ -172,7 +172,7 @@ def hooks_at_each_place() -> tuple[int, list[str]]:
             calls.append((result, error))
             called.set()
 
-        request = Request(OpKind.ALLREDUCE, None, np.ones(4), None, DType.F64, ReduceOp.SUM, on_done=hook)
+        request = Request(OpKind.ALLREDUCE, None, np.ones(4), None, DType.F64, SUM, on_done=hook)
         interrupt = Interrupt(tried)
         with contextlib.suppress(KeyboardInterrupt, AbortedError), interrupt:
             handle = engine.submit(request)
@@ -245,7 +245,7 @@ class InterruptedRank:
         return handle
 
     def handle(self, name: str) -> Handle:
-        request = Request(OpKind.ALLREDUCE, name, np.ones(4), dtype=DType.F64, op=ReduceOp.SUM)
+        request = Request(OpKind.ALLREDUCE, name, np.ones(4), dtype=DType.F64, reduction=SUM)
         return Handle(cast(HandleOwner, self), request, "line 1", 1)
 
     def change(self, what: str) -> None:

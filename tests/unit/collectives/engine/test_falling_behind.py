@@ -10,7 +10,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind
 
 MEMBERS = tuple(m.Member(rank, "host", 100 + rank) for rank in range(3))
 GONE_ON = m.Outdated("rank 1 was cut off, and the others have gone on without it")
@@ -24,7 +24,7 @@ def member() -> RankState:
 
 def entry(name: str) -> Entry:
     tensor = np.zeros(4, np.float32)
-    return Entry(Request(OpKind.ALLREDUCE, name, tensor, dtype=DType.F32, op=ReduceOp.SUM), "line 1", 0)
+    return Entry(Request(OpKind.ALLREDUCE, name, tensor, dtype=DType.F32, reduction=SUM), "line 1", 0)
 
 
 def cut_off(state: RankState) -> None:

@@ -8,7 +8,7 @@ from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import SUM, DType, OpKind
 
 SECOND = 1_000_000_000
 
@@ -19,7 +19,7 @@ def executing(waited: float = 0.0) -> tuple[RankState, Entry]:
     members = tuple(m.Member(rank, "host", 1) for rank in (0, 1))
     state.handle(m.Configure(0, 1, members, "shm", {}), 0)
     x = np.ones(4, np.float32)
-    entry = Entry(Request(OpKind.ALLREDUCE, "x", x, x, DType.F32, ReduceOp.SUM), "site", 1)
+    entry = Entry(Request(OpKind.ALLREDUCE, "x", x, x, DType.F32, SUM), "site", 1)
     state.submit(entry)
     state.take_messages()
     if waited:

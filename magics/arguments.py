@@ -423,7 +423,7 @@ def check_syntax(shell: InteractiveShell, source: str, line_offset: int) -> None
     """
     try:
         # A new manager: the shell's, if the user or %autohvd changed it, would transform the cell a second time.
-        manager = TransformerManager()  # type: ignore[no-untyped-call]  # IPython has no annotation
+        manager = TransformerManager()
         python = manager.transform_cell(source)
         code = "\n" * line_offset + python
         name = shell.compile.cache(code, cell_number(shell))  # tracebacks call it `Cell In[7]`

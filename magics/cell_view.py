@@ -128,7 +128,7 @@ def _conclude(
         session.shell.user_ns[name], results.name = results, name
     elif quiet and results.ok and results.has_values:
         # After a ``;`` IPython neither shows nor keeps the magic's result.
-        session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # IPython has no annotation
+        session.shell.displayhook.update_user_ns(results)
     failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:
         raise failure
@@ -136,7 +136,7 @@ def _conclude(
         return None
     if not quiet and in_notebook(session.shell) and results.has_live_values and not results.as_one:
         _show_each(session.shell, results)
-        session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # as above
+        session.shell.displayhook.update_user_ns(results)
         return None
     return results
 
@@ -152,7 +152,7 @@ def _show_each(shell: InteractiveShell, results: CellResults) -> None:
 
 def _quiet(source: str) -> bool:
     """Return whether the source ends in ``;``: its value is kept but not shown."""
-    return bool(DisplayHook.semicolon_at_end_of_expression(source))  # type: ignore[no-untyped-call]  # IPython has no annotation
+    return bool(DisplayHook.semicolon_at_end_of_expression(source))
 
 
 def make_sinks(

@@ -631,7 +631,7 @@ class StartProgress:
             return
         self._shown = False
         if self._notebook:
-            self._shell.display_pub.clear_output(wait=False)  # type: ignore[no-untyped-call]  # IPython has no annotation
+            self._shell.display_pub.clear_output(wait=False)
         else:
             sys.stderr.write(_ERASE)
             sys.stderr.flush()

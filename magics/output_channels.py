@@ -40,7 +40,7 @@ class RunningCellChannel:
         self._shell.display_pub.publish(data, metadata, transient=transient, update=update)
 
     def clear(self, wait: bool) -> None:
-        self._shell.display_pub.clear_output(wait)  # type: ignore[no-untyped-call]  # IPython has no annotation
+        self._shell.display_pub.clear_output(wait)
 
 
 class FixedCellChannel:

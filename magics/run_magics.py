@@ -97,7 +97,7 @@ class CellMagics(NotebookMagics):
                 name, _, rest = line[1:].partition(" ")
                 self.session.shell.run_line_magic(name, rest)
             else:
-                self.session.shell.system(line[1:])  # type: ignore[no-untyped-call]  # IPython has no types for it
+                self.session.shell.system(line[1:])
 
 
 def split_installs(prog: str, source: str) -> tuple[list[str], str]:
@@ -229,7 +229,7 @@ class AutoMagics(NotebookMagics):
         assert shell is not None
         was, self._auto.on = self._auto.on, False
         try:
-            result = shell.run_cell(cell, store_history=False)  # type: ignore[no-untyped-call]  # no annotation
+            result = shell.run_cell(cell, store_history=False)
         finally:
             self._auto.on = was
         result.raise_error()

@@ -119,7 +119,7 @@ class ViewMagics(NotebookMagics):
         from hvdlab.widgets.views import timeline
 
         try:
-            display(timeline(pool))  # type: ignore[no-untyped-call]  # IPython has no types for it
+            display(timeline(pool))
         except ModuleNotFoundError as error:
             raise UsageError(f"%hvd_timeline show: {error}") from None
 

@@ -216,7 +216,7 @@ def html_of(failures: tuple[Failure, ...]) -> str:
 
 def _under_running_cell(data: Data, metadata: Data, area: str, update: bool) -> None:
     where: dict[str, Any] = {"display_id": area, "update": update} if area else {}
-    display(data, raw=True, metadata=metadata, **where)  # type: ignore[no-untyped-call]  # IPython has none here
+    display(data, raw=True, metadata=metadata, **where)
 
 
 def unparented(call: Callable[..., T], *arguments: Any, **more: Any) -> T:

@@ -234,7 +234,7 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(fullname, self) if fullname in self.NAMES else None
 
     def exec_module(self, module: ModuleType) -> None:
-        from tqdm import std  # type: ignore[import-untyped]  # no stubs
+        from tqdm import std
 
         bars = {"tqdm": std.tqdm, "trange": std.trange, "tqdm_notebook": std.tqdm, "tnrange": std.trange}
         vars(module).update(bars, __all__=list(bars), _hvdlab_text=True)

@@ -38,7 +38,7 @@ state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, groups=
 @hvd.elastic.run
 def train(state):
     training.begin(state)
-    while not training.step(model, optimizer, state):
+    while not training.train_step(model, optimizer, state):
         pass
 """
 
@@ -80,7 +80,7 @@ class ElasticTraining(Training):
             self._become()
         self.journal.begin(state.step)
 
-    def step(self, model: Model, optimizer: Any, state: Any) -> bool:
+    def train_step(self, model: Model, optimizer: torch.optim.Optimizer, state: Any) -> bool:
         """Run one step, and commit if it is due. Return whether the campaign asks the cell to end."""
         self._obey()
         ranks, number = context.engine().ranks(), state.step

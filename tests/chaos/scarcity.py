@@ -79,7 +79,9 @@ class Scarcity(Pieces):
             self.outcome.report = line[0] - at
         if sink.count != 4 * ROOM // len(LINE) * len(LINE):
             self.outcome.wrong.append(f"{sink.count} bytes came")
-        kept = self.campaign.pool.transcripts.find("7").transcript
+        recorder = self.campaign.pool.transcripts.find("7")
+        assert recorder is not None
+        kept = recorder.transcript
         if not kept.lost or not kept.why:
             self.outcome.wrong.append("nobody says that what was written could not be kept")
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -64,13 +64,14 @@ def test_a_state_is_the_same_in_every_process() -> None:
 def test_states_that_differ_by_an_act_differ(hours: ModuleType) -> None:
     simulation = Simulation(3, 1)
     found = [hours.abstract_state(simulation)]
-    for act in (
+    acts: list[Callable[[], object]] = [
         lambda: simulation.kill(1),
         simulation.run,
         lambda: simulation.connect(1),
         lambda: simulation.cut(2),
         simulation.restart,
-    ):
+    ]
+    for act in acts:
         act()
         found.append(hours.abstract_state(simulation))
     assert len(set(found)) == len(found)

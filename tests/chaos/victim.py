@@ -42,9 +42,9 @@ def _left_to_gloo() -> list[int]:
     count = [0]
     give_up = gloo.GlooPlane._give_up
 
-    def counted(plane: gloo.GlooPlane) -> None:
+    def counted(self: gloo.GlooPlane) -> None:
         count[0] += 1
-        give_up(plane)
+        give_up(self)
 
     gloo.GlooPlane._give_up = counted  # type: ignore[method-assign]
     return count
@@ -113,7 +113,7 @@ class Training(Victim):
     def __init__(self, seed: int, mailbox: str) -> None:
         super().__init__(mailbox)
         rng = np.random.default_rng([seed, self.rank])
-        kept = {f"data{i}": rng.standard_normal(20_000) for i in range(4)}
+        kept: dict[str, npt.NDArray[Any]] = {f"data{i}": rng.standard_normal(20_000) for i in range(4)}
         kept["labels"] = rng.integers(0, 10, 5_000)
         self.kept: dict[str, Any] = {name: self.tensor(values) for name, values in kept.items()}
         self.weights: Any = self.tensor(np.zeros(BIG, np.float32))

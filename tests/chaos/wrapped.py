@@ -106,7 +106,7 @@ class Wrapped(Victim):
         middle: Any = self.module[2].weight
         hook = middle.register_hook(strike)
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         finally:
             hook.remove()
 

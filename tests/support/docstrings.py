@@ -354,7 +354,7 @@ def run_examples(names: Sequence[str]) -> dict[str, str]:
     reports = {}
     for name in names:
         module = importlib.import_module(name)
-        texts = {name: (module.__doc__ or "", {})}
+        texts: dict[str, tuple[str, dict[str, object]]] = {name: (module.__doc__ or "", {})}
         for member in _members(module):
             value = getattr(module, member)
             if getattr(value, "__module__", "").startswith("hvdlab"):
@@ -390,7 +390,7 @@ def main() -> None:
         "keras",
     ):  # before mocks are in place: they look at versions
         importlib.import_module(framework)
-    from sphinx.ext.autodoc.mock import mock
+    from sphinx.ext.autodoc import mock
 
     absent = [name for name in ELSEWHERE if importlib.util.find_spec(name) is None]
     with mock(absent):

@@ -132,7 +132,7 @@ def report_lines(slowest: Iterable[tuple[str, float]]) -> list[str]:
     return [f"{seconds:7.1f}s {group}" for group, seconds in slowest]
 
 
-class GroupScheduling(LoadScopeScheduling):
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Scheduling that gives workers whole groups, in the order in which they were collected."""
 
     def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:

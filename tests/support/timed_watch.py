@@ -145,9 +145,8 @@ class TimedGroup(WatchedGroup):
     """A watched group of all ranks of the job."""
 
     def __init__(self, engine: TimedEngine, members: Sequence[int]) -> None:
-        dist.ProcessGroup.__init__(
-            self, engine.rank, len(members)
-        )  # not a WatchedGroup's, which waits for the other ranks
+        # Not a WatchedGroup's, which waits for the other ranks. torch's types know the form with a store alone.
+        dist.ProcessGroup.__init__(self, engine.rank, len(members))  # type: ignore[call-arg]
         self._engine, self._members = cast(Any, engine), tuple(members)
         self._name_in_mail, self.process_set = "0123456789abcdef.c10d.0", 0
         self.on_device = False
@@ -184,7 +183,7 @@ class TimedConnections(Connections):
     """Connections of the job's ranks, without sockets."""
 
     def __init__(self, job: TimedWatches) -> None:
-        super().__init__(ServerOptions(""), print)
+        super().__init__(ServerOptions(""), operator_log("coordinator"))
         self.loop.close()
         self._job = job
 

@@ -109,7 +109,7 @@ class _TorchDifferentiation:
         again = torch.is_grad_enabled()  # whether the user differentiates this gradient once more
         if stacked.requires_grad:
             # ``stacked`` came out of an allgather, whose gradient is an average over the ranks; here the ranks' losses add up.
-            stacked.register_hook(lambda averaged: averaged * count)  # type: ignore[no-untyped-call]  # torch's
+            stacked.register_hook(lambda averaged: averaged * count)
         else:
             stacked.requires_grad_()
         with torch.enable_grad():

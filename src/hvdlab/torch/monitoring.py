@@ -243,7 +243,7 @@ class LateValues:
             self._record(name, float(value.item()), step, time_ns)
             return
         copy = value.detach().to("cpu", non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type for it
+        done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(value.device))
         self.wait_for(name, copy, done, step, time_ns)
 

@@ -166,7 +166,7 @@ class TorchGradients:
         self._sparse_dims: dict[torch.Tensor, int] = {}
 
     def register(self, parameter: torch.Tensor, hook: GradientHook) -> RemovableHandle:
-        return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+        return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return]
 
     def registered(self, parameter: torch.Tensor) -> Iterable[object]:
         hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}

@@ -11,7 +11,9 @@ from conformance.bindings.harness import BindingUnderTest, Values
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.types import DType
 
-_TYPES = {dtype: storage_type(dtype) for dtype in DType if dtype is not DType.BF16}
+_TYPES: dict[DType, np.dtype[Any]] = {
+    dtype: storage_type(dtype) for dtype in DType if dtype is not DType.BF16
+}
 _DTYPES = {kind: dtype for dtype, kind in _TYPES.items()}
 
 

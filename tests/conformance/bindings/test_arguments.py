@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,10 +105,11 @@ def process_sets(name: str) -> list[str]:
     rank = hvd.rank()
     some = hvd.add_process_set([0, 2])
     if rank == 1:
-        for case, call in {
+        calls: dict[str, Callable[[], object]] = {
             "allreduce": lambda: hvd.allreduce(ones(under_test), process_set=some),
             "grouped": lambda: hvd.grouped_allreduce([ones(under_test)], process_set=some),
-        }.items():
+        }
+        for case, call in calls.items():
             with problems.refused(case, InvalidRequestError, "process set"):
                 call()
     else:
@@ -214,8 +216,8 @@ def refusals(under_test: BindingUnderTest) -> dict[str, Case]:
         "polled handle": (lambda: hvd.poll(None), InvalidRequestError, "not NoneType."),
     }  # fmt: skip
     if "async" in under_test.lacks:
-        asynchronous = ("bool sum", "one tensor to reduce", "one tensor in place", "one tensor to scatter")
-        asynchronous += ("negative splits", "root in place", "handle", "polled handle")
+        asynchronous = ["bool sum", "one tensor to reduce", "one tensor in place", "one tensor to scatter"]
+        asynchronous += ["negative splits", "root in place", "handle", "polled handle"]
         for case in asynchronous:
             del cases[case]
     if "adasum" in under_test.lacks:
@@ -225,16 +227,16 @@ def refusals(under_test: BindingUnderTest) -> dict[str, Case]:
         if not hasattr(hvd, form):
             continue
         kind = InvalidRequestError if "takes" in text else UnsupportedError
-        cases[f"no tensor: {form}"] = (lambda form=form: getattr(hvd, form)(wrong), kind, text)
+        cases[f"no tensor: {form}"] = (partial(getattr(hvd, form), wrong), kind, text)
     for case, (tensor, way_out) in under_test.unsupported().items():
-        cases[case] = (lambda tensor=tensor: hvd.allgather(tensor), UnsupportedError, way_out)
+        cases[case] = (partial(hvd.allgather, tensor), UnsupportedError, way_out)
     if not under_test.scalars_are_rows:
         for form in ("reducescatter", "reducescatter_async", "alltoall", "alltoall_async"):
             if not hasattr(hvd, form):
                 continue
             kind_name = form.removesuffix("_async")
             cases[f"0-d {form}"] = (
-                lambda form=form: getattr(hvd, form)(ones(under_test)),
+                partial(getattr(hvd, form), ones(under_test)),
                 InvalidRequestError,
                 f"{kind_name} splits dimension 0, which a 0-d tensor does not have.",
             )

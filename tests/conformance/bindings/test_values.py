@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,8 @@ def scales(name: str) -> list[str]:
     rank, size = under_test.hvd.rank(), under_test.hvd.size()
     each = [values_of(r, (6,)) for r in range(size)]
     mine = [(each[rank], DType.F32), (each[rank], DType.F64)]
-    summed, factors = sum(each), {"prescale_factor": 0.5, "postscale_factor": 4.0}
+    summed = np.add.reduce(each)
+    factors: dict[str, Any] = {"prescale_factor": 0.5, "postscale_factor": 4.0}
     return [
         *try_all(name, "allreduce", mine, [summed / size] * 2, in_place=True),
         *try_all(name, "allreduce", mine, [summed / size * 2] * 2, in_place=True, **factors),
@@ -162,8 +164,8 @@ def layouts(name: str) -> list[str]:
     each = [values_of(r, (4, 6)) for r in range(size)]
     for layout, given in under_test.layouts(each[rank]).items():
         with problems.of(layout):
-            for form, outputs in forms(hvd, "allreduce", lambda given=given: [given], op=ReduceOp.SUM):
-                wanted = each[rank] if form == "untouched" else sum(each)
+            for form, outputs in forms(hvd, "allreduce", partial(list, [given]), op=ReduceOp.SUM):
+                wanted = each[rank] if form == "untouched" else np.add.reduce(each)
                 compare(problems, under_test, f"{layout}, {form}", outputs, [wanted], [DType.F32])
             gathered = hvd.allgather(given)
             compare(
@@ -171,7 +173,10 @@ def layouts(name: str) -> list[str]:
             )
     if "in place" in under_test.lacks:
         return problems
-    for kind, arguments, expected in (("allreduce", (), sum(each)), ("broadcast", (size - 1,), each[-1])):
+    for kind, arguments, expected in (
+        ("allreduce", (), np.add.reduce(each)),
+        ("broadcast", (size - 1,), each[-1]),
+    ):
         keywords = {"op": ReduceOp.SUM} if kind == "allreduce" else {}
         for form in ("_", "_async_"):
             for layout, given in under_test.layouts(each[rank]).items():
@@ -280,7 +285,7 @@ def gradients(name: str) -> list[str]:
     def weight(of: int, rows: int) -> Values:
         return values_of(of, (rows, 3), 7) + 1
 
-    summed, gathered = (sum(weight(r, rows) for r in range(size)) for rows in (2, 2 * size))
+    summed, gathered = (np.add.reduce([weight(r, rows) for r in range(size)]) for rows in (2, 2 * size))
     exchanged = under_test.tensor(values_of(rank, (size, 3)), DType.F64)
     cases: dict[str, tuple[Callable[..., Any], Any, int, Values]] = {
         "sum": (lambda t: hvd.allreduce(t, op=hvd.Sum), mine, 2, summed),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+
+import numpy as np
 
 from conformance.planes.actor import Array, CollectiveActor
 from hvdlab.collectives.client import Client
@@ -34,7 +36,7 @@ class Coordination:
         self._coordinator = CoordinatorProcess.start(size=size)
         self._client: Client | None = None
         self._members = list(range(size))
-        self.environment = {
+        self.environment: Mapping[str, str] = {
             "HVDLAB_COORDINATOR": self._coordinator.address,
             "HVDLAB_TOKEN": self._coordinator.token,
         }
@@ -196,5 +198,5 @@ class EngineActor(CollectiveActor):
 
 
 def _output(result: Result) -> Array:
-    assert result.output is not None
+    assert isinstance(result.output, np.ndarray)
     return result.output

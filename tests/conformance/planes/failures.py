@@ -137,8 +137,10 @@ def is_aborted(operation: Callable[[], None], *errors: type[Exception]) -> None:
     """Check that the operation raises ``PlaneAborted`` or one of ``errors``; it must."""
     try:
         operation()
-    except (PlaneAborted, *errors):
-        return
+    except Exception as error:
+        if isinstance(error, (PlaneAborted, *errors)):
+            return
+        raise
     raise AssertionError("the operation was not aborted")
 
 

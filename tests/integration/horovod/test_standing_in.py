@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.integration.horovod.conftest import Run
-
 from hvdlab.horovod import environment
 from hvdlab.horovod.import_hook import SHIM
+from integration.horovod.conftest import Run
 
 LINE = "hvdlab: `import horovod` means hvdlab"
 

@@ -45,21 +45,21 @@ def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Return memory as an array."""
     if not nbytes:
         return np.empty(0, np.uint8)
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 class Stream:
     """Work in order, by a thread."""
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._left = 0
         self._guard = threading.Lock()
         self.failed: Exception | None = None
         self._thread = threading.Thread(target=self._execute, name="fake-stream", daemon=True)
         self._thread.start()
 
-    def put(self, work: Callable[[], None]) -> None:
+    def put(self, work: Callable[[], object]) -> None:
         with self._guard:
             self._left += 1
         self._work.put(work)
@@ -245,7 +245,7 @@ class FakeCuda:
 
 def run_kernel(it: KernelLaunch) -> None:
     """Compute as ``kernels.cu`` does, element by element like the host's folds."""
-    times = np.frombuffer((ctypes.c_uint64 * 2).from_address(it.times), np.uint64)
+    times = (ctypes.c_uint64 * 2).from_address(it.times)
     times[0] = time.monotonic_ns()
     if any(word(it.stopped + 4 * it.stride * member).value for member in range(it.members)):
         return

@@ -7,6 +7,7 @@ code.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -108,7 +109,7 @@ class PopenStarter:
         reader.start()
 
     def _pass_on(self, program: Program, rank: int, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
+        assert isinstance(process.stdout, io.BufferedReader)
         with process.stdout:
             while data := process.stdout.read1():
                 program.output.write(rank, 1, data)

@@ -38,7 +38,7 @@ def run_in_new_rank(*cells: str, preload: str = "") -> list[dict[str, Any]]:
 
 def main() -> None:
     """In the new interpreter: run the cells of standard input, write the pool's view to standard output."""
-    from tests.integration.kernel_ext.rank.conftest import Rank
+    from integration.kernel_ext.rank.conftest import Rank
 
     cells = json.load(sys.stdin)
     out = os.dup(1)

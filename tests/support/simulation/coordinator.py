@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Event,
+    Log,
     PeerConnected,
     PeerLost,
     Received,
@@ -44,8 +46,8 @@ def signature(
     )
 
 
-def hello(rank: int, *, tracked: bool = False, pid: int | None = None, **fields: object) -> m.Hello:
-    given: dict[str, object] = {"host": "host", "planes": ("shm", "gloo")} | fields
+def hello(rank: int, *, tracked: bool = False, pid: int | None = None, **fields: Any) -> m.Hello:
+    given: dict[str, Any] = {"host": "host", "planes": ("shm", "gloo")} | fields
     return m.Hello(
         m.PROTOCOL_VERSION,
         "",
@@ -54,7 +56,7 @@ def hello(rank: int, *, tracked: bool = False, pid: int | None = None, **fields:
         pid=1000 + rank if pid is None else pid,
         cells_tracked=tracked,
         **given,
-    )  # type: ignore[arg-type]  # names are checked by msgspec
+    )
 
 
 @dataclass(eq=False)
@@ -71,6 +73,14 @@ class Submission:
     def end(self, message: m.Message) -> None:
         assert self.outcome is None, f"{self.signature.name} ends twice: {self.outcome}, {message}"
         self.outcome = message
+
+
+class ExecutedBatch(NamedTuple):
+    """Batch that a simulated rank has executed."""
+
+    sequence: int
+    signatures: tuple[m.Signature, ...]
+    tables: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass
@@ -94,7 +104,7 @@ class SimulatedRank:
         self.sets: dict[int, SetView] = {}
         self.submissions: list[Submission] = []
         self.received: list[m.Message] = []
-        self.executed: dict[tuple[int, int], list[tuple[object, ...]]] = defaultdict(list)
+        self.executed: dict[tuple[int, int], list[ExecutedBatch]] = defaultdict(list)
         self.cells: set[str] = set()
         self.left = False
         #: Reports of executed batches that the test sends itself; ``None``: each is sent at once.
@@ -157,8 +167,8 @@ class SimulatedRank:
             view = self.sets[0]
             self._pop(0, view.generation, message.local, message)
         elif isinstance(message, m.Dissolve):
-            view = self.sets.pop(message.process_set, None)
-            for submission in view.pending if view is not None else ():
+            dissolved = self.sets.pop(message.process_set, None)
+            for submission in dissolved.pending if dissolved is not None else ():
                 submission.end(message)  # submitted after the abort that came before
 
     def _configure(self, message: m.Configure) -> None:
@@ -201,7 +211,7 @@ class SimulatedRank:
             if batch.reported and view.ranks[0] == self.rank:
                 report = m.Executed(message.process_set, message.generation, message.sequence, number)
                 (self.outgoing if self.reports is None else self.reports).append(report)
-            names: list[object] = []
+            names: list[m.Signature] = []
             for local in batch.locals:
                 if local < 0:  # it has joined
                     assert any(s.signature.kind == OpKind.JOIN for s in view.pending) or batch.zeros
@@ -209,7 +219,7 @@ class SimulatedRank:
                 else:
                     names.append(self._pop(message.process_set, message.generation, local, message).signature)
             assert not batch.tables or len(batch.tables) == len(batch.locals)
-            done = (message.sequence, tuple(names), batch.tables)
+            done = ExecutedBatch(message.sequence, tuple(names), batch.tables)
             self.executed[message.process_set, message.generation].append(done)
 
     def _pop(self, process_set: int, generation: int, local: int, message: m.Message) -> Submission:
@@ -253,6 +263,7 @@ class Simulation:
             elif isinstance(effect, CloseConnection):
                 self._closed(effect.peer)
             else:
+                assert isinstance(effect, Log), "no simulation tunes"
                 self.logged.append(effect.text)
 
     def _deliver(self, peer: int, message: m.Message) -> None:
@@ -337,7 +348,7 @@ class Simulation:
 
     def check_order(self) -> None:
         """Check that all members of a generation have received the same orders, as far as they go."""
-        told: dict[tuple[int, int], list[tuple[object, ...]]] = {}
+        told: dict[tuple[int, int], list[ExecutedBatch]] = {}
         for rank in [*self.ranks.values(), *self.gone]:
             for key, done in rank.executed.items():
                 longest = told.setdefault(key, done)

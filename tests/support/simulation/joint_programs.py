@@ -36,7 +36,11 @@ from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 from support.simulation.joint_ranks import SimEntry, SimRank
 from support.simulation.joint_simulation import Simulation
 
-_FOLDS = {ReduceOp.SUM: np.sum, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max}
+_FOLDS: dict[ReduceOp, Callable[..., npt.NDArray[Any]]] = {
+    ReduceOp.SUM: np.sum,
+    ReduceOp.MIN: np.min,
+    ReduceOp.MAX: np.max,
+}
 
 P = ParamSpec("P")
 
@@ -279,7 +283,19 @@ def _met(entry: SimEntry, outcome: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 class TrainingState(HandledState):
-    """State of a simulated training, whose changes are watched."""
+    """State of a simulated training, whose changes are watched.
+
+    Attributes:
+        batch: Steps done.
+        groups: Ranks that trained together, and how many steps.
+        done: Whether the training has ended.
+        origin: Pid of the process whose first state this comes from.
+    """
+
+    batch: int
+    groups: tuple[tuple[tuple[int, ...], int], ...]
+    done: bool
+    origin: int
 
     def __init__(self, watcher: StateWatcher, **values: object) -> None:
         super().__init__(HandlerRegistry([]), **values)

@@ -82,7 +82,8 @@ class Schedule:
             returns=chance.random() < 0.8,
         )
         #: Priorities that allreduces have in this schedule.
-        self.priorities = chance.choice([[None], [None], [None, 0], [0, 0, 7, -3]])
+        kinds: list[list[int | None]] = [[None], [None], [None, 0], [0, 0, 7, -3]]
+        self.priorities = chance.choice(kinds)
         self.cells = 0
         self.script = False  # whether only the ranks have any state
         self.resized = False

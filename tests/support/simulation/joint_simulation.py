@@ -329,6 +329,7 @@ class Simulation:
         me, waits = self.ranks[rank], directly
         self._numbers += 1
         if request.input is not None:
+            assert isinstance(request.input, np.ndarray)
             request.input[...] = self._numbers % 65_521  # names its submission where it turns up
         entry = SimEntry(request, site or f"rank.py:{rank}", self._numbers)
         try:
@@ -435,7 +436,7 @@ class Simulation:
             work: Whether operations are executed.
             clock: Whether the clock is put forward if no other event is possible.
         """
-        choices = []
+        choices: list[tuple[Callable[[SimRank], None], SimRank]] = []
         if self._gone:
             self._moving = [me for me in self._moving if me.alive or me.open]
             self._gone = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.bindings.handles import CoreHandle, Handle, Part, every
-from hvdlab.collectives.engine.requests import Result
+from hvdlab.collectives.engine.requests import CompletionHook, Result
 from hvdlab.collectives.errors import CollectiveError
 
 
@@ -23,6 +23,15 @@ class ScriptedCore(CoreHandle):
         if self.outcome is not None:
             raise self.outcome
         return Result(tables=((len(self.waited),),))
+
+    def add_hook(self, hook: CompletionHook) -> bool:
+        raise AssertionError("nothing here runs after a collective")
+
+    def tell_blocked(self, seconds: float) -> None:
+        raise AssertionError("nothing here waits on another thread")
+
+    def tell_unblocked(self) -> None:
+        raise AssertionError("nothing here waits on another thread")
 
 
 def handle_of(*cores: ScriptedCore) -> Handle:

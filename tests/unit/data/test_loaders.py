@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -101,6 +101,7 @@ def test_no_more_is_loaded_ahead_than_the_queue_takes() -> None:
         assert loaded.acquire(timeout=PATIENCE)
     assert not loaded.acquire(timeout=0.05)
     assert len(count) == 4
+    assert isinstance(batches, Generator)
     batches.close()
     assert threads() == []
 

@@ -90,7 +90,8 @@ def test_small_helpers() -> None:
     assert [n for n in range(-2, 17) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8, 16]
     assert util.split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
     assert util.split_list([1], 3) == [[1], [], []]
-    assert [util.is_iterable(x) for x in ([], "", iter(()), 3, None)] == [True, True, True, False, False]
+    values: tuple[object, ...] = ([], "", iter(()), 3, None)
+    assert [util.is_iterable(x) for x in values] == [True, True, True, False, False]
     assert util.EXTENSIONS == ["tensorflow", "torch", "mxnet"]
 
 

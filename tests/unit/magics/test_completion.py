@@ -66,7 +66,9 @@ def test_code_behind_the_options_is_left_to_the_others(three: Notebook) -> None:
 
 
 def test_an_option_that_takes_no_value_is_followed_by_anything() -> None:
-    assert "resize" in pool_parser().candidates(["--keep", "x", "re"])
+    found = pool_parser().candidates(["--keep", "x", "re"])
+    assert isinstance(found, list)
+    assert "resize" in found
     assert pool_parser().candidates(["restart", ""]) is Values.RANKS
     assert pool_parser().candidates(["restart", "1", ""]) == []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.notebook.cells.sink import Sinks
 from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell, Show
 from hvdlab.kernel_ext.wire.cells import RetainedCell, RunCell
 from support.fakes.notebook import FakePool, Notebook
@@ -24,13 +24,13 @@ def left() -> list[OrphanedCell]:
 
 
 @pytest.fixture
-def sinks() -> list[OutputSink]:
+def sinks() -> list[Sinks]:
     return []
 
 
 @pytest.fixture(autouse=True)
 def kept(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, left: list[OrphanedCell], sinks: list[OutputSink]
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, left: list[OrphanedCell], sinks: list[Sinks]
 ) -> None:
     """There is a pool called ``mine``, with the cells that are ``left``, whose output goes to ``sinks``."""
 
@@ -64,7 +64,7 @@ def test_a_pool_is_attached_to_by_its_name(notebook: Notebook) -> None:
 
 
 def test_cells_that_the_notebook_before_has_left_go_on_under_the_attach(
-    notebook: Notebook, left: list[OrphanedCell], sinks: list[OutputSink]
+    notebook: Notebook, left: list[OrphanedCell], sinks: list[Sinks]
 ) -> None:
     running, ended = RetainedCell("c", "[7]", 0, 0, True), RetainedCell("c", "[7]", 0, 0, False)
     trains = RetainedCell("e", "[9]", 0, 0, True, RunCell("e", "[9]", "train(state)", at_least=1))
@@ -102,6 +102,7 @@ def test_unloading_leaves_a_kept_pool_alone(notebook: Notebook) -> None:
 
 
 def test_unloading_says_that_a_kept_pool_goes_on(notebook: Notebook) -> None:
+    assert notebook.shell.extension_manager is not None
     notebook.shell.extension_manager.loaded.add("hvdlab")
     notebook.run("%hvd_pool attach mine")
     said = notebook.run("%unload_ext hvdlab").stdout

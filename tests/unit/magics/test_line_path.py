@@ -79,7 +79,7 @@ def passed(modules: set[str]) -> Iterator[None]:
 
 
 def _is_data(value: object) -> bool:
-    kinds = str | bytes | bytearray | memoryview | tuple | list | msgspec.Struct
+    kinds = (str, bytes, bytearray, memoryview, tuple, list, msgspec.Struct)
     return isinstance(value, kinds) or dataclasses.is_dataclass(value)
 
 

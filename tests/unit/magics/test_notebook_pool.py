@@ -58,8 +58,10 @@ def test_it_is_there_without_being_asked_for(session: NotebookPool, start: SlowS
     start.go.set()
     session.start_in_background(lambda: PoolDefaults(np=3, launcher="mpi"))
     assert there.wait(20)
-    assert session.pool_unchecked is start.pools[0]
-    assert (session.pool_unchecked.size, session.pool_unchecked.launcher) == (3, "mpi")
+    pool = session.pool_unchecked
+    assert pool is start.pools[0]
+    assert pool is not None
+    assert (pool.size, pool.launcher) == (3, "mpi")
 
 
 def test_who_needs_it_waits_and_later_pools_are_like_it(session: NotebookPool, start: SlowStart) -> None:

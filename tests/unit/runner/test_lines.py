@@ -82,9 +82,9 @@ def test_tail_keeps_the_last_lines() -> None:
     assert shown_lines(tail.data, 3) == ["line 9999", "\\xff", "last"]
 
 
-def _console(**options: bool) -> tuple[ConsoleSink, io.TextIOWrapper, io.TextIOWrapper]:
+def _console(*, timestamp: bool = False) -> tuple[ConsoleSink, io.TextIOWrapper, io.TextIOWrapper]:
     out, err = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
-    return ConsoleSink(Writer(out), Writer(err), **options), out, err
+    return ConsoleSink(Writer(out), Writer(err), timestamp=timestamp), out, err
 
 
 def _bytes(stream: io.TextIOWrapper) -> bytes:

@@ -109,6 +109,7 @@ def test_allocator_gives_memory_of_its_tensor(dtype: torch.dtype) -> None:
     view = allocate((2, 3))
     assert allocate.allocated.shape == (2, 3)
     assert allocate.allocated.dtype is dtype
+    assert isinstance(view, np.ndarray)
     assert view.ctypes.data == allocate.allocated.data_ptr()
 
 

@@ -29,7 +29,9 @@ def _bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
     ("dtype", "storage", "reference"),
     [(DType.F16, np.float16, fold.widen_f16), (DType.BF16, np.uint16, fold.widen_bf16)],
 )
-def test_widening_gives_numpy_s_values(dtype: DType, storage: type, reference: Callable[..., None]) -> None:
+def test_widening_gives_numpy_s_values(
+    dtype: DType, storage: type[np.generic], reference: Callable[..., None]
+) -> None:
     register_conversions()
     source = EVERY_BIT_PATTERN.view(storage)
     ours, expected = np.empty((2, source.size), np.float32)

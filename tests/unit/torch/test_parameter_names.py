@@ -25,7 +25,7 @@ def test_names_must_be_pairs_unique_and_complete() -> None:
     with pytest.raises(InvalidRequestError, match=r"missing: param_groups\[0\]\['params'\]\[1\]"):
         checked_names([("a", ps[0])], groups)
     with pytest.raises(InvalidRequestError, match="pairs"):
-        checked_names(ps, groups)
+        checked_names(ps, groups)  # type: ignore[arg-type]  # on purpose
 
 
 def test_gradients_are_named_by_parameter_or_by_place() -> None:

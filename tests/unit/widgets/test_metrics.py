@@ -126,7 +126,7 @@ def test_no_line_goes_on_from_one_cell_to_the_next_and_pictures_end_with_the_las
     found, seconds = sparks(cells("loss"), 160)
     assert 15 <= seconds < 16, "not the idle minute after it"
     column = 160 / seconds
-    drawn = {one.name: (draw(one, 30)[..., 3] > 0).any(0) for one in found}
+    drawn = {one.name: np.any(draw(one, 30)[..., 3] > 0, axis=0) for one in found}
     assert drawn["loss"][: int(2 * column)].all()
     assert not drawn["loss"][int(2 * column) + 2 : int(13 * column) - 1].any()
     assert drawn["loss"][int(13 * column) + 1 : int(15 * column)].all()

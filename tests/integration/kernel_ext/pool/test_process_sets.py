@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.support.fixtures.kernel_ext_pool import StartPool
-
+from support.fixtures.kernel_ext_pool import StartPool
 from support.patience import PATIENCE
 from support.pool_probe import PoolProbe
 

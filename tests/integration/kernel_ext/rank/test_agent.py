@@ -31,7 +31,7 @@ from support.patience import PATIENCE
 from support.ranks.alone import run_in_new_rank
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
+    from integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 def test_status_of_an_idle_rank(rank: Rank) -> None:
@@ -179,9 +179,8 @@ def test_a_busy_rank_leaves_after_its_cell(rank: Rank) -> None:
 
 
 def test_a_rank_gives_everything_back(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.integration.kernel_ext.rank.conftest import Rank as MakeRank
-
     from hvdlab.collectives import context
+    from integration.kernel_ext.rank.conftest import Rank as MakeRank
 
     monkeypatch.setattr(context, "adopt", lambda engine: None)
 

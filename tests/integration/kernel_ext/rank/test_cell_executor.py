@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.wire.cells import CellDone, Output, RunCell
 from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
+    from integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 def traceback_of(ran: Any) -> str:

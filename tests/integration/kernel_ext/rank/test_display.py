@@ -15,7 +15,7 @@ from hvdlab.kernel_ext.wire.codec import wire_value
 from support.ranks.alone import run_in_new_rank
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Rank
+    from integration.kernel_ext.rank.conftest import Rank
 
 
 def test_display_carries_the_mime_bundle(rank: Rank) -> None:

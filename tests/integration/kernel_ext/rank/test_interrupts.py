@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.wire.cells import CellDone
 from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
+    from integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 def interrupt_once_running(rank: Rank, source: str, **options: Any) -> Any:

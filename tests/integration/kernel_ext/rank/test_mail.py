@@ -15,7 +15,7 @@ from hvdlab.kernel_ext.wire.values import Acked, PushValue, ReadChunk, ReleaseTr
 from support.fuzz.payload import make
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
+    from integration.kernel_ext.rank.conftest import Pool, Rank
 
 KINDS = tuple(kind for kind in get_args(codec.ToRank) if kind is not RunCell)
 

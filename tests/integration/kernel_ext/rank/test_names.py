@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hvdlab.kernel_ext.rank.completion import user_names
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Rank
+    from integration.kernel_ext.rank.conftest import Rank
 
 
 def test_only_what_the_user_made_is_told(rank: Rank) -> None:

@@ -13,7 +13,7 @@ from hvdlab.magics.extension import MAGICS
 from hvdlab.widgets.views import recording_of
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Rank
+    from integration.kernel_ext.rank.conftest import Rank
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from hvdlab.kernel_ext.wire.cells import (
 from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
+    from integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 class Sent:

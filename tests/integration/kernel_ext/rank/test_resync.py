@@ -30,7 +30,7 @@ from hvdlab.launch.processes import start_time
 from support.patience import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
+    from integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 def text_of(output: Output) -> str:

@@ -29,7 +29,7 @@ from hvdlab.kernel_ext.wire.cells import (
 )
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Pool, Ran, Rank
+    from integration.kernel_ext.rank.conftest import Pool, Ran, Rank
 
 
 def talk(rank: Rank, source: str, answers: Sequence[str]) -> tuple[Ran, list[PromptRequest]]:

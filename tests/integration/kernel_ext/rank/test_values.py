@@ -26,7 +26,7 @@ from hvdlab.kernel_ext.wire.values import (
 )
 
 if TYPE_CHECKING:
-    from tests.integration.kernel_ext.rank.conftest import Pool, Rank
+    from integration.kernel_ext.rank.conftest import Pool, Rank
 
 
 def load(raw: bytes | None) -> Any:

@@ -33,7 +33,7 @@ def message(source: int, target: int, shape: tuple[int, ...] = (4,)) -> m.Signat
 
 
 def executed(rank: SimulatedRank) -> list[str]:
-    return [each.name for _, names, _ in rank.executed[0, 1] for each in names]  # type: ignore[attr-defined]
+    return [each.name for batch in rank.executed[0, 1] for each in batch.signatures]
 
 
 def cancelled(rank: SimulatedRank) -> list[m.Cancelled]:
@@ -69,11 +69,11 @@ def test_messages_stand_where_they_were_complete_among_what_concerns_all() -> No
     for rank in sim.ranks.values():
         done = rank.executed[0, 1]
         numbers = [number for number, _, _ in done]
-        assert numbers == sorted(numbers)  # type: ignore[type-var]
+        assert numbers == sorted(numbers)
         assert {*executed(rank)} == {"before", "after", *(n for n in RING if str(rank.rank) in n)}
         for number, names, _ in done:
-            (name,) = {each.name for each in names}  # type: ignore[attr-defined]
-            assert of_number.setdefault(number, name) == name  # type: ignore[call-overload]
+            (name,) = {each.name for each in names}
+            assert of_number.setdefault(number, name) == name
 
 
 def test_messages_of_one_name_come_in_order_and_others_overtake_them() -> None:
@@ -213,7 +213,7 @@ def from_any(target: int, shape: tuple[int, ...] = (4,)) -> m.Signature:
 
 def sources(rank: SimulatedRank) -> list[int]:
     """Return the ranks from which this one has received, as its orders say."""
-    return [tables[0][0][0] for _, (each,), tables in rank.executed[0, 1] if each.name.startswith("any")]  # type: ignore[attr-defined,index,misc]
+    return [tables[0][0][0] for _, (each,), tables in rank.executed[0, 1] if each.name.startswith("any")]
 
 
 @pytest.mark.parametrize("first", ["receive", "send"])

@@ -36,7 +36,7 @@ def executed(sim: Simulation) -> list[str]:
     (rank, *_) = sim.ranks.values()
     sim.check_order()
     batches = rank.executed[0, rank.sets[0].generation]
-    return ["+".join(sig.name for sig in names) for _, names, _ in batches]  # type: ignore[attr-defined]
+    return ["+".join(sig.name for sig in names) for _, names, _ in batches]
 
 
 def report(sim: Simulation) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,14 +103,16 @@ def test_each_mistake_fails_on_all_ranks_and_everything_else_works(
         for rank in sim.world(*range(size))
     ]
     while True:
-        moves = [p.advance for p in programs if not p.finished]
-        moves += [lambda r=r: sim.deliver_from(r) for r in sim.ranks.values() if r.outgoing]  # type: ignore[misc]
-        moves += [lambda r=r: sim.deliver_to(r) for r in sim.ranks.values() if r.incoming]  # type: ignore[misc]
-        moves += [lambda: sim.tick(0.6)] if sim.state.sets.world.negotiation.mismatches else []  # type: ignore[list-item]
+        moves: list[Callable[[], object]] = [p.advance for p in programs if not p.finished]
+        moves += [partial(sim.deliver_from, r) for r in sim.ranks.values() if r.outgoing]
+        moves += [partial(sim.deliver_to, r) for r in sim.ranks.values() if r.incoming]
+        if sim.state.sets.world.negotiation.mismatches:
+            moves.append(partial(sim.tick, 0.6))
         idle = not any(r.outgoing or r.incoming for r in sim.ranks.values())
         if idle and not any(list(map(Program.advance, programs))):
             break
-        choose.choice(moves or [lambda: None])()
+        if moves:
+            choose.choice(moves)()
     for generation, length in enumerate(lengths):
         for number, step in enumerate(program):
             working = [p for p in programs if length[p.rank.rank] > number]

@@ -39,7 +39,7 @@ def test_tensors_in_random_order_are_executed_alike_everywhere(sim: Simulation) 
     sim.drain()
     sim.state.validate_state()
     sim.check_order()
-    executed = {name.name for _, batch, _ in sim.ranks[0].executed[0, 1] for name in batch}  # type: ignore[attr-defined]
+    executed = {name.name for _, batch, _ in sim.ranks[0].executed[0, 1] for name in batch}
     assert executed == set(names)
     assert all(s.outcome is not None for rank in sim.ranks.values() for s in rank.submissions)
 

@@ -11,7 +11,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
-from support.simulation.coordinator import CLIENT, SimulatedRank, Simulation, signature
+from support.simulation.coordinator import CLIENT, SimulatedRank, Simulation, Submission, signature
 
 M = TypeVar("M", bound=m.Message)
 
@@ -132,7 +132,7 @@ def test_all_ranks_are_told_to_execute_in_the_same_order() -> None:
     submit(sim, "b", 0)
     submit(sim, "a", 0, 1)
     submit(sim, "b", 1)
-    assert [[s.name for s in names] for _, names, _ in sim.ranks[0].executed[0, 1]] == [["a"], ["b"]]  # type: ignore[attr-defined]
+    assert [[s.name for s in names] for _, names, _ in sim.ranks[0].executed[0, 1]] == [["a"], ["b"]]
     sim.check_order()
 
 
@@ -148,9 +148,7 @@ def test_what_is_announced_together_is_fused() -> None:
     assert last(sim.ranks[0], m.Execute).batches == (m.Batch((10, 11, 12, 13, 14)),)
 
 
-def submission(local: int, rank: SimulatedRank) -> object:
-    from support.simulation.coordinator import Submission
-
+def submission(local: int, rank: SimulatedRank) -> Submission:
     entry = Submission(signature(f"grad.{local}"), (), local, 1)
     rank.submissions.append(entry)
     return entry

@@ -230,9 +230,9 @@ def test_in_any_order_all_that_live_come_together(actions: list[tuple[str, int]]
     sim.world(*range(4))
     tickets: dict[SimulatedRank, int] = {}
     trains: dict[SimulatedRank, bool] = {}
-    for rank in sim.ranks.values():
-        rank.say(m.Elastic(True))
-        trains[rank] = True
+    for member in sim.ranks.values():
+        member.say(m.Elastic(True))
+        trains[member] = True
     for action, number in actions:
         rank = sim.ranks.get(number)
         if rank is None:
@@ -256,10 +256,10 @@ def test_in_any_order_all_that_live_come_together(actions: list[tuple[str, int]]
             trains[rank] = False
     sim.drain()
     # Now every rank that trains stops; none may be left waiting for an answer.
-    for rank in sim.ranks.values():
-        if trains.get(rank) and len(all_of(rank, m.Regrouped)) == tickets.get(rank, 0):
-            tickets[rank] = tickets.get(rank, 0) + 1
-            rank.say(m.Regroup(tickets[rank], 1, ""))
+    for member in sim.ranks.values():
+        if trains.get(member) and len(all_of(member, m.Regrouped)) == tickets.get(member, 0):
+            tickets[member] = tickets.get(member, 0) + 1
+            member.say(m.Regroup(tickets[member], 1, ""))
     sim.drain()
     for rank in sim.ranks.values():
         assert [answer.ticket for answer in all_of(rank, m.Regrouped)] == list(

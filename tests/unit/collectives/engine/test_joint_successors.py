@@ -134,10 +134,10 @@ def test_an_interrupted_submission_does_not_take_old_answers_for_new(seed: int) 
         simulation._from_coordinator(me)
     new = [simulation.submit(0, allreduce(name, process_set=1)) for name in "cd"]
     simulation.run()
-    for entry in new:
-        assert isinstance(entry, SimEntry)
-        assert isinstance(entry.outcome, tuple)
-        assert entry.outcome[:2] == ("done", 1), entry.outcome
+    for submitted in new:
+        assert isinstance(submitted, SimEntry)
+        assert isinstance(submitted.outcome, tuple)
+        assert submitted.outcome[:2] == ("done", 1), submitted.outcome
 
 
 def test_the_interrupt_of_one_ends_what_others_finish_who_were_left_out() -> None:

@@ -32,6 +32,7 @@ def test_a_store_is_used_without_its_memory_where_no_descriptor_is_left(
     try:
         opened = link.request(lambda number: kv.OpenStore(number, 5, (0,)))
         assert link._endpoint is not None
+        assert link._endpoint._descriptors is not None
         link._endpoint._descriptors.append(LOST)  # as if the system had dropped one that came
         link.hear(kv.encode(kv.SharedStoreMemory(5)) + kv.encode(kv.RequestDone(1)))
         assert opened.answer == kv.RequestDone(1)

@@ -118,7 +118,7 @@ class Client:
 @pytest.fixture
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return a module that stands in for mlflow, without an active run."""
-    module = SimpleNamespace(
+    module: SimpleNamespace = SimpleNamespace(
         active=None,
         client=Client(),
         active_run=lambda: module.active,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +21,9 @@ from hvdlab.collectives.planes.gpu import nccl_group as groups
 from hvdlab.collectives.planes.gpu import nccl_plane as planes
 from hvdlab.collectives.planes.gpu.device import DeviceFailed
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
+from hvdlab.collectives.planes.gpu.ipc_memory import RING
 from hvdlab.collectives.planes.gpu.jobs import table_of
-from hvdlab.collectives.planes.gpu.nccl_group import RING, TABLE_BYTES
+from hvdlab.collectives.planes.gpu.nccl_group import TABLE_BYTES
 from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
 from hvdlab.collectives.planes.gpu.nccl_plane import MOST_BLOCKS, TENSORS, NcclPlane
 from hvdlab.collectives.types import PLAIN, SUM, DType, ReduceOp, Reduction
@@ -268,13 +270,17 @@ def test_other_members_get_time_to_learn_of_an_abort_in_the_middle_of_an_operati
 ) -> None:
     happened: list[object] = []
     monkeypatch.setattr(groups, "LEARN_WITHIN", 77.0)
-    real = groups.time
     monkeypatch.setattr(
         groups,
         "time",
-        SimpleNamespace(monotonic=real.monotonic, monotonic_ns=real.monotonic_ns, sleep=happened.append),
+        SimpleNamespace(monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, sleep=happened.append),
     )
-    monkeypatch.setattr(FakeCommunicator, "abort", lambda self: (happened.append("abort"), self.close(0.0)))
+
+    def abort(communicator: FakeCommunicator) -> None:
+        happened.append("abort")
+        communicator.close(0.0)
+
+    monkeypatch.setattr(FakeCommunicator, "abort", abort)
     completion = begun(two[0], on_gpu(gpu, 1.0))
     two[0].abort()
     assert isinstance(outcome(completion), PlaneAborted)
@@ -289,12 +295,11 @@ def test_what_other_members_get_while_they_have_not_learned_of_an_abort_is_right
     two: list[NcclPlane], gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned, stream, computed = threading.Event(), gpu.new_stream(), threading.Event()
-    real = groups.time
     monkeypatch.setattr(
         groups,
         "time",
         SimpleNamespace(
-            monotonic=real.monotonic, monotonic_ns=real.monotonic_ns, sleep=lambda _: learned.wait()
+            monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, sleep=lambda _: learned.wait()
         ),
     )
     gpu._put(stream, lambda: computed.wait() and None)

@@ -74,7 +74,12 @@ def communicator(recorder: Recorder) -> LoadedCommunicator:
 def test_a_communicator_is_made_without_blocking(recorder: Recorder) -> None:
     given: list[Any] = []
     nccl = LoadedNccl(recorder)  # type: ignore[arg-type]
-    recorder._functions["ncclCommInitRankConfig"] = lambda *arguments: given.extend(arguments) or IN_PROGRESS
+
+    def connect(*arguments: Any) -> int:
+        given.extend(arguments)
+        return IN_PROGRESS
+
+    recorder._functions["ncclCommInitRankConfig"] = connect
     identity = bytes(range(ID_BYTES))
     nccl.connect(identity, 3, 1)
     _, members, sent, index, config = given

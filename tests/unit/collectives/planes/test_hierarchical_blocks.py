@@ -53,7 +53,7 @@ class Outer:
 
     def block(self) -> None:
         """From now on a reduction goes on until the abort."""
-        self.allreduce = self._until_abort  # type: ignore[method-assign]  # on purpose
+        self.allreduce = self._until_abort  # type: ignore[method-assign,assignment]  # on purpose
 
     def _until_abort(self, *_: object) -> None:
         self.calls.append("begun")

@@ -184,8 +184,13 @@ def test_a_wait_ends_by_an_abort_by_whoever_goes_and_by_whoever_is_gone(
 
     def wait(board: AgreementBoard, ends: Callable[[], None]) -> None:
         number = board.post(5, None)
-        thread = threading.Thread(target=lambda: (asleep(main), ends()))
         main = threading.get_native_id()
+
+        def end_once_asleep() -> None:
+            asleep(main)
+            ends()
+
+        thread = threading.Thread(target=end_once_asleep)
         thread.start()
         try:
             waits.append((board.wait(number, PATIENCE), board.agreed(number)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,12 @@ def test_it_is_homogeneous_and_bounded_by_the_sum_of_norms() -> None:
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.F32, DType.F64])
 def test_zeros_and_what_underflows_give_no_nan(dtype: DType) -> None:
-    storage = {DType.F16: np.float16, DType.F32: np.float32, DType.F64: np.float64}[dtype]
+    storages: dict[DType, type[np.floating[Any]]] = {
+        DType.F16: np.float16,
+        DType.F32: np.float32,
+        DType.F64: np.float64,
+    }
+    storage = storages[dtype]
     tiny = np.full(4, np.finfo(storage).tiny, storage)
     zeros, ones = np.zeros(4, storage), np.ones(4, storage)
     assert np.array_equal(adasum([zeros, ones, zeros], dtype), ones)

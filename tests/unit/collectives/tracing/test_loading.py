@@ -6,6 +6,7 @@ import gzip
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def recorded(count: int = 20) -> Recording:
     return recording
 
 
-def one(name: str, sequence: int, arrival: int, ready: int, **more: object) -> Span:
+def one(name: str, sequence: int, arrival: int, ready: int, **more: Any) -> Span:
     return Span(
         name,
         OpKind.ALLREDUCE,
@@ -54,7 +55,7 @@ def one(name: str, sequence: int, arrival: int, ready: int, **more: object) -> S
         ready + 1000,
         ready + MS,
         **more,
-    )  # type: ignore[arg-type]  # fields of a span
+    )
 
 
 @pytest.mark.parametrize("format", ["json", "json.gz"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
@@ -27,11 +28,13 @@ def span(
     name: str, sequence: int, arrival: int, ready: int, finished: int, *, started: int | None = None
 ) -> Span:
     """Times in ms."""
-    times = (arrival, ready, ready if started is None else started, finished)
-    return Span(name, OpKind.ALLREDUCE, DType.F32, 0, sequence, 0, 4096, *(START + t * MS for t in times))
+    submitted, agreed, begun, ended = (
+        START + t * MS for t in (arrival, ready, ready if started is None else started, finished)
+    )
+    return Span(name, OpKind.ALLREDUCE, DType.F32, 0, sequence, 0, 4096, submitted, agreed, begun, ended)
 
 
-def recorded(*ranks: list[Event]) -> Recording:
+def recorded(*ranks: Sequence[Event]) -> Recording:
     recording = Recording()
     for rank, events in enumerate(ranks):
         recording.feed(rank, encode(rank, [Members(0, 0, len(ranks), START), *events]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -51,7 +52,7 @@ def span(name: str, sequence: int, arrival: int, ready: int, end: int, **more: o
     )
 
 
-def fed(*batches: tuple[int, list[Event]], clock: int = 1) -> Recording:
+def fed(*batches: tuple[int, Sequence[Event]], clock: int = 1) -> Recording:
     recording = Recording()
     for rank, events in batches:
         recording.feed(rank, encode(rank, events, clock=clock))
@@ -66,7 +67,7 @@ def test_the_rank_that_came_last_and_by_how_much() -> None:
     last = START + 24 * MS
     came = {0: START, 1: START + MS, 2: last, 3: START + 2 * MS}
     recording = fed(
-        *((rank, [world(4), span("loss", 1, at, last + 1000, last + 5000)]) for rank, at in came.items())
+        *((rank, (world(4), span("loss", 1, at, last + 1000, last + 5000))) for rank, at in came.items())
     )
     table = recording.table()
     assert table["last_rank"].tolist() == [2] * 4
@@ -136,7 +137,7 @@ def test_ranks_that_use_a_name_at_different_lines_are_in_one_collective() -> Non
     sites = ["train.py:3", "train.py:9", "", "train.py:3"]
     recording = fed(
         *(
-            (rank, [world(4), span("loss", 1, START + rank, START + 9, START + 10, site=site)])
+            (rank, (world(4), span("loss", 1, START + rank, START + 9, START + 10, site=site)))
             for rank, site in enumerate(sites)
         )
     )
@@ -150,9 +151,9 @@ def test_ranks_that_use_a_name_at_different_lines_are_in_one_collective() -> Non
 
 def test_a_lead_within_the_error_of_the_clocks_is_not_certain() -> None:
     recording = Recording()
-    here = [world(2), ClockSample(START, 0, 40), span("a", 1, START, START + 300, START + 400)]
+    here: list[Event] = [world(2), ClockSample(START, 0, 40), span("a", 1, START, START + 300, START + 400)]
     recording.feed(0, encode(0, here, clock=1))
-    there = [world(2), span("a", 1, START + 5080, START + 5300, START + 5400)]
+    there: list[Event] = [world(2), span("a", 1, START + 5080, START + 5300, START + 5400)]
     recording.feed(1, encode(1, there, clock=2))
     assert recording.count == 1, "its clock was not compared yet"
     recording.feed(1, encode(1, [ClockSample(START, -5000, 30)], clock=2))
@@ -326,7 +327,7 @@ def test_metrics_are_kept() -> None:
 
 def test_who_waits_is_woken_by_a_batch_and_by_the_end() -> None:
     recording = Recording()
-    seen = []
+    seen: list[int] = []
 
     def watch() -> None:
         while not recording.closed:
@@ -344,7 +345,7 @@ def test_who_waits_is_woken_by_a_batch_and_by_the_end() -> None:
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(1, 40), st.integers(0, 60))
 def test_rows_come_out_as_they_went_in(sizes: list[int], limit: int, since: int) -> None:
     store = RowStore(limit)
-    store.CHUNK = 8  # type: ignore[misc]  # small, to have many
+    store.CHUNK = 8  # small, to have many
     sent = 0
     for size in sizes:
         rows = np.zeros(size, ROW)

@@ -38,14 +38,16 @@ def test_buffers_are_kept_where_they_belong_and_go_with_their_value(monkeypatch:
     opened = {"state": {**MODEL, "parts": [None, 2]}, "buffer_paths": [["value"], ["parts", 0]]}
     known.opened("a", WIDGET, opened, (b"old", b"part"))
     known.message_passed("a", {"method": "update", "state": {}, "buffer_paths": [["value"]]}, (b"new",))
-    before = {"own": {}}, [["own", "state", "v"]], [b"own"]
-    _, paths, buffers = known.add_to(*before)
+    own: dict[str, Any] = {"own": {}}
+    own_paths: list[list[str | int]] = [["own", "state", "v"]]
+    own_buffers = [b"own"]
+    _, paths, buffers = known.add_to(own, own_paths, own_buffers)
     assert dict(zip(map(tuple, paths), buffers, strict=True)) == {
         ("own", "state", "v"): b"own",
         ("a", "state", "value"): b"new",
         ("a", "state", "parts", 0): b"part",
     }
-    assert before == ({"own": {}}, [["own", "state", "v"]], [b"own"])
+    assert (own, own_paths, own_buffers) == ({"own": {}}, [["own", "state", "v"]], [b"own"])
     known.message_passed("a", {"method": "update", "state": {"parts": []}}, ())
     assert known.add_to({}, [], [])[1:] == ([["a", "state", "value"]], [b"new"])
 

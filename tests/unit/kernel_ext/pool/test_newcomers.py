@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,12 +71,15 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=30))
-def test_whatever_happens_a_rank_that_was_brought_nothing_is_one(steps: list[tuple[str, ...]]) -> None:
+def test_whatever_happens_a_rank_that_was_brought_nothing_is_one(steps: list[tuple[Any, ...]]) -> None:
     """Rank 4 has never come later; the others are newcomers just if they have nothing and no cell brings it."""
-    newcomers, nothing, sent, running = UnsyncedRanks(), set(), {}, set()
+    newcomers = UnsyncedRanks()
+    nothing: set[int] = set()
+    sent: dict[int, str] = {}
+    running: set[str] = set()
     for what, *details in steps:
         if what == "came":
-            newcomers.add("resize", *details, range(5))
+            newcomers.add("resize", details[0], range(5))
             nothing |= details[0]
             for rank in details[0]:
                 sent.pop(rank, None)

@@ -151,7 +151,12 @@ def test_a_wait_that_is_too_short_can_be_repeated() -> None:
 
 def test_the_time_limit_needs_no_event() -> None:
     run = Run(timeout=0.05)
-    answer = threading.Thread(target=lambda: (run.interrupted.wait(PATIENCE), run.post(done(0), done(1))))
+
+    def end_once_interrupted() -> None:
+        run.interrupted.wait(PATIENCE)
+        run.post(done(0), done(1))
+
+    answer = threading.Thread(target=end_once_interrupted)
     answer.start()
     results = run.handle.wait()
     answer.join()

@@ -229,7 +229,7 @@ class Writes(io.StringIO):
         return len(text)
 
 
-class Bar(tqdm):
+class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """Bar without a thread that watches it."""
 
     monitor_interval = 0
@@ -450,7 +450,9 @@ steps = st.lists(
 
 @pytest.mark.parametrize("merge", [True, False])
 @given(schedule=steps, ended=st.sets(st.integers(0, RANKS - 1)))
-def test_each_rank_reads_its_own_lines_in_order(merge: bool, schedule: list, ended: set[int]) -> None:
+def test_each_rank_reads_its_own_lines_in_order(
+    merge: bool, schedule: list[tuple[int, str, list[str], float, bool]], ended: set[int]
+) -> None:
     merger = LineMerger(range(RANKS), merge=merge)
     wanted: dict[int, list[tuple[str, str]]] = {r: [] for r in range(RANKS)}
     pieces: list[Piece] = []

@@ -199,6 +199,7 @@ class OutputQueue:
         with self._lock:
             # Set before the rest is sent: text that another thread queued after that would follow the end of the cell.
             self._over = True
+            self._room.notify_all()
         with self._sending:
             self._send_queued()
         self.sent.done(done)
@@ -280,11 +281,12 @@ class OutputQueue:
     def _put(self, entry: _Entry, cell: str = "", wait: bool = True, landed: PipeText | None = None) -> None:
         size = entry[2]
         with self._lock:
+            if wait and self._total + size - self._taken > self._window and not self._attendance.absent:
+                # First, since the cell can end while this thread waits: its text is late then.
+                self._await_room(size, cell)
             if self._over or (cell and cell != self._cell):
                 self._put_late(entry, cell or self._cell, wait, landed)
                 return
-            if wait and self._total + size - self._taken > self._window and not self._attendance.absent:
-                self._await_room(size)
             if self._closed:
                 return
             unsent = self._unsent
@@ -329,10 +331,17 @@ class OutputQueue:
         """Return the number of bytes that were written after the ends of cells and that the pool has not taken. The caller holds the lock."""
         return self._late_queued + self._late_leaving + self.sent.late_total - self._late_taken
 
-    def _await_room(self, size: int) -> None:
-        self._urgent = True
-        # An entry that is larger than the window goes alone: it waits until the pool has taken all before it.
-        self._wait_until(lambda: self._total - self._taken <= max(0, self._window - size))
+    def _await_room(self, size: int, cell: str = "") -> None:
+        """Wait for room in the current cell's window, unless output of ``cell`` is late: that has another. The caller holds the lock."""
+
+        def is_room() -> bool:
+            # An entry that is larger than the window goes alone: it waits until the pool has taken all before it.
+            fits = self._total - self._taken <= max(0, self._window - size)
+            return fits or self._over or bool(cell and cell != self._cell)
+
+        if not is_room():
+            self._urgent = True
+            self._wait_until(is_room)
 
     def _wait_until(self, is_room: Callable[[], bool]) -> None:
         """Wait for room; without limit there is where no process takes the output, and at the end of the rank."""

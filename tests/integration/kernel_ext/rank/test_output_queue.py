@@ -10,13 +10,21 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvdlab.kernel_ext.rank.output import INTERVAL, PIECE, WINDOW, OutputQueue, RankStream, window_of
+from hvdlab.kernel_ext.rank.output import (
+    INTERVAL,
+    PIECE,
+    WINDOW,
+    OutputQueue,
+    RankStream,
+    set_current_cell,
+    window_of,
+)
 from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.cells import (
     Acknowledge,
@@ -317,6 +325,51 @@ def test_a_task_that_waits_for_room_gets_it_while_its_rank_leaves(rank: Rank) ->
         assert rank.left.wait(PATIENCE)
 
     rank.play(script)
+
+
+class Waiting(threading.Condition):
+    """Condition that shows when a thread waits."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        super().__init__(lock)
+        self.entered = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        self.entered.set()  # with the lock held, which only the wait itself gives away
+        return super().wait_for(predicate, timeout)
+
+
+def test_text_that_waits_for_room_is_late_when_its_cell_ends_meanwhile() -> None:
+    mails: list[Any] = []
+    late = threading.Event()
+
+    def post(topic: str, body: bytes) -> None:
+        mails.append(codec.decode_to_pool(body))
+        if isinstance(mails[-1], Late):
+            late.set()
+
+    def write() -> None:
+        set_current_cell("cell")
+        capture.write("stdout", "waits")
+
+    capture = OutputQueue(post)
+    capture._room = waiting = Waiting(capture._lock)
+    capture.sent.register("cell")
+    capture.begin_cell("cell")
+    for _ in range(WINDOW // PIECE):
+        capture.write("stdout", "x" * PIECE)
+    capture.start()
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert waiting.entered.wait(PATIENCE)
+    capture.finish(CellDone("cell", None, 0.0))
+    assert late.wait(PATIENCE)
+    capture.close()
+    writer.join(PATIENCE)
+    *outputs, done, last = mails
+    assert [type(mail) for mail in outputs] == [Output] * len(outputs)
+    assert done == CellDone("cell", None, 0.0, total=WINDOW)
+    assert last == Late("cell", (Stream("stdout", "waits"),), 5)
 
 
 def test_late_output_on_its_way_leaves_no_room_for_more() -> None:

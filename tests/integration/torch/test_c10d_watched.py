@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
 from hvdlab.torch.c10d import WatchOptions, watch_options, watched
-from support.patience import GONE
 from support.ranks.resident import Ranks
 
 LATE = 0.3  # seconds after which a rank counts as late in a watched group
@@ -361,85 +360,6 @@ def test_inner_groups_that_end_leave_no_descriptors(world: Ranks) -> None:
 
 def test_a_failure_of_the_backend_that_no_rank_explains_is_shown_on_all(world: Ranks) -> None:
     world.run(_backend_fails, timeout=60)
-    good(world)
-
-
-class _Connecting:
-    """Next inner group that this rank makes: rank 0 calls a function when it begins to connect, and rank 1 does not begin before the abort."""
-
-    def __init__(self, begun: Callable[[], None]) -> None:
-        self._make, self._begun = watched.make_inner, begun
-        self._thread: threading.Thread | None = None
-        watched.make_inner = self
-
-    def __call__(self, *given: Any) -> Any:
-        watched.make_inner = self._make
-        inner: Any = self._make(*given)
-        self._connect, self._abort, self._aborted = inner.connect, inner.abort, threading.Event()
-        inner.connect, inner.abort = self._connect_late, self._abort_first
-        return inner
-
-    def _connect_late(self) -> None:
-        self._thread = threading.current_thread()
-        if dist.get_rank() == 0:
-            self._begun()
-        if dist.get_rank() == 1:
-            self._aborted.wait()
-        self._connect()
-
-    def _abort_first(self) -> None:
-        self._aborted.set()
-        self._abort()
-
-    def end(self) -> None:
-        """Check that the thread that connects has ended."""
-        watched.make_inner = self._make
-        if self._thread is not None:
-            self._thread.join(GONE)
-            assert not self._thread.is_alive()
-
-
-def _ends_while_it_is_made() -> None:
-    group: Any = dist.group.WORLD
-    connecting = _Connecting(group.abort)
-    dist.monitored_barrier(KEPT["gloo"])
-    if dist.get_rank() == 0:
-        group.abort()
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size()
-    connecting.end()
-
-
-def test_an_inner_group_whose_generation_ends_while_it_is_made_is_given_up(world: Ranks) -> None:
-    world.run(_ends_while_it_is_made, timeout=60)
-    good(world)
-
-
-def _interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def _interrupted_in_new_group() -> None:
-    ordinary = signal.signal(signal.SIGINT, signal.default_int_handler)
-    connecting = _Connecting(_interrupt)
-    try:
-        if dist.get_rank() == 0:
-            with pytest.raises(KeyboardInterrupt):
-                dist.new_group()
-        else:
-            with pytest.raises(AbortedError, match=r"dist\.new_group.*rank 0 was interrupted"):
-                dist.new_group()
-    finally:
-        signal.signal(signal.SIGINT, ordinary)
-    connecting.end()
-    total, group = torch.ones(1), dist.new_group()
-    dist.all_reduce(total, group=group)
-    assert total.item() == dist.get_world_size()
-
-
-def test_an_interrupt_ends_the_making_of_a_group_on_all_ranks(world: Ranks) -> None:
-    world.run(_interrupted_in_new_group, timeout=60)
     good(world)
 
 

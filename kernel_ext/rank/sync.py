@@ -29,7 +29,8 @@ from hvdlab.collectives.types import DType, OpKind
 from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.rank.completion import user_items
 from hvdlab.kernel_ext.rank.errors import one_line
-from hvdlab.kernel_ext.wire.values import Snapshot, SnapshotLoaded, ValuePickler
+from hvdlab.kernel_ext.wire.pickling import ValuePickler
+from hvdlab.kernel_ext.wire.values import Snapshot, SnapshotLoaded
 
 _NAMESPACE, _SHELL = "namespace", "shell"
 """What stands in a pickle for the user's namespace and for the shell, since each rank has its own."""

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from hvdlab.kernel_ext.rank.errors import one_line, safe_str
 from hvdlab.kernel_ext.wire.codec import wire_text
+from hvdlab.kernel_ext.wire.pickling import INLINE, TooLarge, dump, dump_parts
 from hvdlab.kernel_ext.wire.values import (
-    INLINE,
     NOT_SHARED,
     Acked,
     ChunkBuffer,
@@ -25,13 +25,10 @@ from hvdlab.kernel_ext.wire.values import (
     ReadChunk,
     SharedBufferReader,
     Snapshot,
-    TooLarge,
     TransferChunk,
     Value,
     WriteChunk,
     copy_to,
-    dump,
-    dump_parts,
     rough_size,
 )
 

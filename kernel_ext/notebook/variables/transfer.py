@@ -18,8 +18,8 @@ from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.results import ImportDisplay, ValueUnpickler
 from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.wire.pickling import INLINE, dump_parts
 from hvdlab.kernel_ext.wire.values import (
-    INLINE,
     NOT_SHARED,
     Acked,
     LoadSnapshot,
@@ -35,7 +35,6 @@ from hvdlab.kernel_ext.wire.values import (
     TransferChunk,
     Value,
     WriteChunk,
-    dump_parts,
     rough_size,
 )
 from hvdlab.launch.local import available_memory

@@ -11,18 +11,16 @@ import pytest
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.rank import values
 from hvdlab.kernel_ext.rank.values import short_repr
+from hvdlab.kernel_ext.wire.pickling import TooLarge, dump, dump_parts
 from hvdlab.kernel_ext.wire.values import (
     Acked,
     PullValue,
     PushValue,
     ReadChunk,
     ReleaseTransfer,
-    TooLarge,
     TransferChunk,
     Value,
     WriteChunk,
-    dump,
-    dump_parts,
 )
 
 if TYPE_CHECKING:

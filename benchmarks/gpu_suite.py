@@ -1,17 +1,17 @@
-"""All that needs a real GPU, in pieces of less than ten minutes, each with a limit of its own: 25 minutes at most, one GPU is enough.
+"""Run everything that needs a real GPU, in pieces of less than ten minutes, each with a limit of its own: 25 minutes at most, on one GPU.
 
     python benchmarks/gpu_suite.py                       # all pieces, one after the other
-    python benchmarks/gpu_suite.py --list                # what there is, with the limits, and what is done already
+    python benchmarks/gpu_suite.py --list                # print the pieces, their limits, and their results so far
     python benchmarks/gpu_suite.py --minutes 9.5         # begin no piece that might not end in that time
     python benchmarks/gpu_suite.py --from tests          # go on with this one and those behind it
     python benchmarks/gpu_suite.py --piece watched       # this one only; may be given several times
     python benchmarks/gpu_suite.py --rehearse --small    # without a GPU: Gloo in NCCL's place, simulated GPUs; sizes for a minute or two
 
-A piece that fails, or is ended at its limit, does not stop those behind it. The output directory (``--out``) has of each piece ``NAME.json``
-and ``NAME.log``, and ``summary.md`` about all that have run there. ``--archive FILE`` packs it after each piece, so that one file is enough to take
-away. The exit code is 0 if each chosen piece has passed, otherwise 1.
+A piece that fails, or is ended at its limit, does not stop those behind it. The output directory (``--out``) has ``NAME.json``
+and ``NAME.log`` of each piece, and ``summary.md`` of all pieces that have run there. ``--archive FILE`` packs the directory after each piece, so that
+one file is enough to take away. The exit code is 0 if each chosen piece has passed, otherwise 1.
 
-Nothing is installed and nothing is fetched. The first piece, ``machine``, says within seconds which packages the others will miss.
+The suite installs and fetches nothing. Its first piece, ``machine``, lists within seconds the packages that the other pieces will miss.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Found = dict[str, Any]
 GRACE = 10.0
 """Seconds that a piece has to end by itself once it was interrupted at its limit."""
 MARK = "GPU_SUITE_PIECE"
-"""Variable by which the processes of a piece are found again, whoever their parent is by then."""
+"""Environment variable that marks the processes of a piece: a process whose parent has ended is found by it as well."""
 TAIL = 4000
 """Characters of a piece's output that its JSON file keeps."""
 STEP_GOAL = 1.02
 """How many times as long a small training step may take on a watched group as on torch's own."""
 SMALL_STEP = "small training step"
-"""The beginning of its name in the result of ``c10d.py``."""
+"""Beginning of the small step's name in the result of ``c10d.py``."""
 PASSED, FAILED, OVER = "passed", "failed", "over its limit"
 
 PYTEST = "{python} -m pytest -rs -p no:cacheprovider --junitxml {junit}"

@@ -1,10 +1,11 @@
-"""A rank that is started anew again and again, beside others that live on: how often one crashes, and where.
+"""Restart ranks of a pool one after the other while the other ranks live on, and record the crashes of the restarted ones.
 
     python benchmarks/restarts.py                              # 100 restarts of ranks whose tensors are on the CPU
     python benchmarks/restarts.py --device cuda --count 300 --json restarts.json
 
-By turns a rank is restarted, and killed and replaced; then all ranks reduce a tensor together. Of each start that fails, or rank that ends by itself,
-the result has the error with its last words, among which are the Python stacks of a segmentation fault. The exit code is 1 if there were any.
+Every other rank is restarted by the pool, and those between are killed and replaced; after each restart all ranks reduce a tensor together. For each
+failed start, and each rank that ended by itself, the result has the error and the rank's last output, which includes the Python stacks of a
+segmentation fault. The exit code is 1 if there was such a crash.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RestartFailed(Exception):
 
 
 def replace(pool: Pool, rank: int, *, by_death: bool) -> None:
-    """Start a rank anew: after its death, or by a restart. Raises ``HvdlabError``."""
+    """Replace the process of a rank: kill it and repair the pool, or have the pool restart it. Raises ``HvdlabError``."""
     if by_death:
         pool.run(DIE, ranks=[rank])
         pool.repair()
@@ -63,7 +64,7 @@ def crash(pool: Pool, number: int, rank: int, error: Exception) -> dict[str, Any
 
 
 def restarts(ranks: int, count: int, device: str, end: float) -> dict[str, Any]:
-    """Start ranks of a pool anew until it was done ``count`` times, or this instant has come. Returns the result."""
+    """Restart ranks of a pool in turn, ``count`` times or until ``end`` (``time.monotonic()``). Returns the result."""
     crashes: list[dict[str, Any]] = []
     done = 0
     pool = Pool.start(ranks, plane="shm")

@@ -1,8 +1,8 @@
-"""Debuggers in a rank: ``breakpoint()``, ``pdb``, IPython's, the one that looks at what has failed, and JupyterLab's.
+"""Debuggers in a rank: ``breakpoint()``, ``pdb``, IPython's debugger, post-mortem debugging of a failed cell, and JupyterLab's.
 
 JupyterLab's is debugpy's server (:class:`DebugServer`), started when a frontend wants it, and spoken to by mail. Nothing is imported
-until then, and nothing ever listens: the server gets one end of a pair of sockets, and what comes out of the other end travels as mail. The server works on threads of its own, so a rank that has stopped at a breakpoint
-still answers everything else.
+until then, and no port is opened: the server gets one end of a pair of sockets, and the rank sends the bytes from the other end as mail. The
+server works on threads of its own, so a rank that has stopped at a breakpoint still answers everything else.
 
 Cells are compiled under names of ours, such as ``<cell [7]>``; frontends know them by a file's name. The server gets each
 pair of names from here, and translates.

@@ -11,6 +11,7 @@ The groups are read off the tests' names, the only thing that the process which 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -101,7 +102,7 @@ class Timings:
         }
         path = root / LAST_RUN
         path.parent.mkdir(exist_ok=True)
-        part = path.with_suffix(".part")  # another run may read at this moment
+        part = path.with_suffix(f".{os.getpid()}")  # another run may read, or write its own, at this moment
         part.write_text(json.dumps({name: round(tests[name], 3) for name in sorted(tests)}, indent=0))
         part.replace(path)
 

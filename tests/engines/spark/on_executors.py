@@ -122,66 +122,73 @@ def executors(context: Any) -> int:
     return int(context._jsc.sc().getExecutorMemoryStatus().size()) - 1
 
 
-def come_and_go(context: Any, directory: str, limit: float) -> list[Any]:
-    """Ranks on executors that Spark adds for them, of which one is lost; Spark takes all away again, and adds them for the next ranks."""
+def raised(directory: str, limit: float) -> Exception | None:
+    """Return the error of a run whose rank 1 takes its executor along."""
+    try:
+        hvdlab.spark.run(lose, args=(directory,), num_proc=2, start_timeout=limit)
+    except Exception as error:  # noqa: BLE001  # the test examines any error
+        return error
+    return None
+
+
+def on_a_fixed_number(context: Any, directory: str, limit: float) -> dict[str, Any]:
+    """Run ranks on two executors; lose one in a run, and one in a run of elastic ranks. The cluster replaces each."""
+    found: dict[str, Any] = {"run": hvdlab.spark.run(where, num_proc=2, start_timeout=limit)}
+    lost = raised(directory, limit)
+    found["lost"] = lost and "\n".join([str(lost), *getattr(lost, "__notes__", [])])
+    found["run after"] = hvdlab.spark.run(where, num_proc=2, start_timeout=limit)
+    limits = {"start_timeout": limit, "elastic_timeout": limit}
+    found["elastic"] = hvdlab.spark.run_elastic(
+        train, args=(directory,), num_proc=2, min_num_proc=1, **limits
+    )
+    return found
+
+
+def on_a_varying_number(context: Any, directory: str, limit: float) -> dict[str, Any]:
+    """Run ranks on executors that Spark adds for them, of which one is lost; Spark takes all away again, and adds them for the next ranks."""
     import time
 
     limits = {"start_timeout": limit, "elastic_timeout": limit}
+    found: dict[str, Any] = {}
+    try:
+        hvdlab.spark.run(where, num_proc=2, start_timeout=limit)
+    except Exception as error:  # noqa: BLE001  # as above
+        found["refused"] = [type(error).__name__, str(error)]
     counts = [executors(context)]
-    grown = hvdlab.spark.run_elastic(
+    found["grown"] = hvdlab.spark.run_elastic(
         grow, args=(directory,), num_proc=1, min_num_proc=1, max_num_proc=2, **limits
     )
     counts.append(executors(context))
     until = time.monotonic() + limit
     while executors(context) and time.monotonic() < until:
         time.sleep(0.1)  # Spark gives no notice
-    counts.append(executors(context))
-    lost = hvdlab.spark.run_elastic(train, args=(directory,), num_proc=2, min_num_proc=1, **limits)
-    return [counts, grown, lost]
+    found["executors"] = [*counts, executors(context)]
+    found["elastic"] = hvdlab.spark.run_elastic(
+        train, args=(directory,), num_proc=2, min_num_proc=1, **limits
+    )
+    return found
+
+
+CASES = {"fixed": ({}, on_a_fixed_number), "dynamic": (DYNAMIC, on_a_varying_number)}
+"""Settings of Spark by case, and its runs, which share a context: a driver and its executors take half a minute to start."""
 
 
 def main(case: str, directory: str, seconds: str) -> None:
     """Run one case."""
     from pyspark import SparkConf, SparkContext
 
+    of_the_case, runs = CASES[case]
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.executor.memory": "512m",
+        **of_the_case,
     }
-    if case.startswith("dynamic"):
-        settings |= DYNAMIC
     conf = SparkConf().setMaster(os.environ["SPARK_MASTER"]).setAppName("hvdlab").setAll(settings.items())
     context = SparkContext(conf=conf)
     context.setLogLevel("OFF")
-    found: Any
-    limit = float(seconds)
     try:
-        if case == "run":
-            found = hvdlab.spark.run(where, num_proc=2, start_timeout=limit)
-        elif case == "lost":
-            try:
-                found = hvdlab.spark.run(lose, args=(directory,), num_proc=2, start_timeout=limit)
-            except Exception as error:  # noqa: BLE001  # the test examines any error
-                found = ["\n".join([str(error), *error.__notes__])]
-            # The cluster has replaced the executor, and Spark is as usable as before.
-            found = [*found, hvdlab.spark.run(where, num_proc=2, start_timeout=limit)]
-        elif case == "dynamic refused":
-            try:
-                found = hvdlab.spark.run(where, num_proc=2, start_timeout=limit)
-            except Exception as error:  # noqa: BLE001  # as above
-                found = [type(error).__name__, str(error)]
-        elif case == "dynamic":
-            found = come_and_go(context, directory, limit)
-        else:
-            found = hvdlab.spark.run_elastic(
-                train,
-                args=(directory,),
-                num_proc=2,
-                min_num_proc=1,
-                elastic_timeout=limit,
-                start_timeout=limit,
-            )
+        found = runs(context, directory, float(seconds))
     finally:
         context.stop()
     print("found", json.dumps(found))

@@ -41,42 +41,50 @@ def driven(cluster: SparkCluster, case: str, directory: Path) -> Any:
     return json.loads(found.removeprefix("found "))
 
 
-def test_ranks_on_two_executors_of_a_machine_share_its_memory(cluster: SparkCluster, tmp_path: Path) -> None:
-    found = driven(cluster, "run", tmp_path)
+@pytest.fixture(scope="module")
+def fixed(cluster: SparkCluster, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the findings of runs on two executors."""
+    return driven(cluster, "fixed", tmp_path_factory.mktemp("fixed"))
+
+
+@pytest.fixture(scope="module")
+def dynamic(cluster: SparkCluster, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the findings of runs on executors that Spark adds and removes."""
+    return driven(cluster, "dynamic", tmp_path_factory.mktemp("dynamic"))
+
+
+def test_ranks_on_two_executors_of_a_machine_share_its_memory(fixed: Any) -> None:
+    found = fixed["run"]
     assert [each[0] for each in found] == [3.0, 3.0]
     assert {each[1] for each in found} == {"w0", "w1"}
     assert [each[2:] for each in found] == [[0, 2], [1, 2]]
 
 
-def test_the_loss_of_an_executor_ends_a_run_and_says_so(cluster: SparkCluster, tmp_path: Path) -> None:
-    said, after = driven(cluster, "lost", tmp_path)
+def test_the_loss_of_an_executor_ends_a_run_and_says_so(fixed: Any) -> None:
+    said = fixed["lost"]
     # As the coordinator or Spark was first to notice.
     assert said.startswith(("rank 1 failed: ", "Spark job has failed"))
     assert "\nSpark says: " in said
-    assert [each[0] for each in after] == [3.0, 3.0]
+    assert [each[0] for each in fixed["run after"]] == [3.0, 3.0]
 
 
-def test_elastic_ranks_go_on_without_a_lost_executor_and_with_the_next(
-    cluster: SparkCluster, tmp_path: Path
-) -> None:
-    first, second = driven(cluster, "elastic", tmp_path)
+def test_elastic_ranks_go_on_without_a_lost_executor_and_with_the_next(fixed: Any) -> None:
+    first, second = fixed["elastic"]
     assert first[0] == second[0] == [2, 1, 2]
-    assert (tmp_path / "lost").exists()
 
 
-def test_run_is_refused_while_spark_adds_and_removes_executors(cluster: SparkCluster, tmp_path: Path) -> None:
-    kind, said = driven(cluster, "dynamic refused", tmp_path)
+def test_run_is_refused_while_spark_adds_and_removes_executors(dynamic: Any) -> None:
+    kind, said = dynamic["refused"]
     assert kind == "StartError"
     assert "spark.dynamicAllocation.enabled to false" in said
     assert "hvdlab.spark.run_elastic" in said
 
 
-def test_elastic_ranks_come_and_go_with_executors_that_spark_adds(
-    cluster: SparkCluster, tmp_path: Path
-) -> None:
-    (at_first, grown, later), sizes, (one, other) = driven(cluster, "dynamic", tmp_path)
+def test_elastic_ranks_come_and_go_with_executors_that_spark_adds(dynamic: Any) -> None:
+    at_first, grown, later = dynamic["executors"]
     assert (at_first, grown, later) == (0, 2, 0)
-    assert sizes == [[1, 2], [1, 2]]
+    assert dynamic["grown"] == [[1, 2], [1, 2]]
+    one, other = dynamic["elastic"]
     assert one[0] == other[0] == [2, 1, 2]
 
 

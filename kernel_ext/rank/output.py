@@ -30,7 +30,7 @@ from typing import IO, Any, NoReturn, Protocol, cast
 from hvdlab.kernel_ext.rank.output_log import OutputLog, Post
 from hvdlab.kernel_ext.rank.pipes import FdCapture, PipeText, receive
 from hvdlab.kernel_ext.rank.widgets import WidgetOutputs
-from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.wire.cells import ACK_BYTES, CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing
 from hvdlab.launch.processes import open_process
 
@@ -335,8 +335,9 @@ class OutputQueue:
         """Wait for room in the current cell's window, unless output of ``cell`` is late: that has another. The caller holds the lock."""
 
         def is_room() -> bool:
-            # An entry that is larger than the window goes alone: it waits until the pool has taken all before it.
-            fits = self._total - self._taken <= max(0, self._window - size)
+            # The pool may never acknowledge the last ACK_BYTES. So an entry that is about as large as the window, or larger, waits for
+            # the bytes before those only.
+            fits = self._total - self._taken <= max(ACK_BYTES, self._window - size)
             return fits or self._over or bool(cell and cell != self._cell)
 
         if not is_room():

@@ -44,6 +44,11 @@ class RunCell(Payload, frozen=True):
     discards: tuple[str, ...] = ()
 
 
+ACK_BYTES = 1 << 20
+"""Bytes of a cell's output that the pool takes from a rank between two acknowledgements. A rank may not wait for more: the pool
+never acknowledges fewer, and would be waiting for the rank."""
+
+
 class Acknowledge(Payload, frozen=True):
     """The pool has taken ``taken`` bytes of output of this cell so far; the rank may have a window more in flight."""
 

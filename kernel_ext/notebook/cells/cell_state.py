@@ -51,7 +51,7 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath, one
 from hvdlab.kernel_ext.notebook.cells.stall_report import ANSWER_WITHIN, SEEN_WITHIN, ProbeRound, StallReport
 from hvdlab.kernel_ext.notebook.elastic import Bounds, Participants, UnsyncedRank
 from hvdlab.kernel_ext.notebook.output.stack_text import grouped
-from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Display
+from hvdlab.kernel_ext.wire.cells import ACK_BYTES, CellDone, Chunk, Display
 
 PATIENCE = 1.7
 """Seconds after an interrupt until a line names the ranks that have not answered: we promise users that within two."""
@@ -152,9 +152,6 @@ GRACE = 0.5
 
 ANNOUNCE = 0.5
 """Seconds after a death until a line reports it while the others go on; if the run ends before, its report has it."""
-
-ACK_BYTES = 1 << 20
-"""Output taken from a rank between two credits."""
 
 
 class CellState:

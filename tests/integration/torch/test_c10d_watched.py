@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives import context
-from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
+from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.torch.c10d import WatchOptions, watch_options, watched
+from support.patience import GONE
 from support.ranks.resident import Ranks
 
 LATE = 0.3  # seconds after which a rank counts as late in a watched group
@@ -360,6 +361,139 @@ def test_inner_groups_that_end_leave_no_descriptors(world: Ranks) -> None:
 
 def test_a_failure_of_the_backend_that_no_rank_explains_is_shown_on_all(world: Ranks) -> None:
     world.run(_backend_fails, timeout=60)
+    good(world)
+
+
+class _Connecting:
+    """Next inner group of one group: rank 0 calls a function when it begins to connect, and rank 1 does not begin before the abort.
+
+    Args:
+        timeout: The group's, which no other group has: an end of the generation lets all groups of these ranks make inner groups.
+        begun: The function.
+    """
+
+    def __init__(self, timeout: timedelta, begun: Callable[[], None]) -> None:
+        self._make, self._timeout, self._begun = watched.make_inner, timeout, begun
+        self._thread: threading.Thread | None = None
+        watched.make_inner = self
+
+    def __call__(self, kind: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        inner: Any = self._make(kind, store, rank, size, timeout)
+        if timeout == self._timeout:
+            watched.make_inner = self._make
+            self._connect, self._abort, self._aborted = inner.connect, inner.abort, threading.Event()
+            inner.connect, inner.abort = self._connect_late, self._abort_first
+        return inner
+
+    def _connect_late(self) -> None:
+        self._thread = threading.current_thread()
+        if dist.get_rank() == 0:
+            self._begun()
+        if dist.get_rank() == 1:
+            self._aborted.wait()
+        self._connect()
+
+    def _abort_first(self) -> None:
+        self._aborted.set()
+        self._abort()
+
+    def end(self) -> None:
+        """Check that the thread that connects has ended."""
+        watched.make_inner = self._make
+        if self._thread is not None:
+            self._thread.join(GONE)
+            assert not self._thread.is_alive()
+
+
+def _ends_while_it_is_made(timeout: timedelta) -> None:
+    """Rank 0 aborts a group, and aborts it again while it connects its next inner group."""
+    group: Any = dist.new_group(timeout=timeout)
+    connecting, ended = _Connecting(timeout, group.abort), threading.Event()
+    context.engine().on_abort(lambda message: ended.set())
+    dist.monitored_barrier(KEPT["gloo"])
+    if dist.get_rank() == 0:
+        group.abort()
+    ended.wait()  # a launch before it would be given up, as it should
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == dist.get_world_size()
+    connecting.end()
+    dist.destroy_process_group(group)
+
+
+def test_an_inner_group_whose_generation_ends_while_it_is_made_is_given_up(world: Ranks) -> None:
+    world.run(_ends_while_it_is_made, timedelta(minutes=21), timeout=60)
+    good(world)
+
+
+class _InterruptedWait(threading.Event):
+    """Event whose wait Ctrl-C ends, once another one is set."""
+
+    def __init__(self, pressed: threading.Event) -> None:
+        super().__init__()
+        self._pressed = pressed
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._pressed.wait()
+        raise KeyboardInterrupt
+
+
+def _interrupt_making(pressed: threading.Event) -> None:
+    """Interrupt the user's thread in place of a signal, which the interpreter may miss, while it waits for the next inner group."""
+    usual = watched.Generation
+
+    def generation(number: int) -> Any:
+        made = usual(number)
+        if number >= 0:
+            watched.Generation, made.made = usual, _InterruptedWait(pressed)
+        return made
+
+    watched.Generation = generation  # type: ignore[assignment, misc]
+
+
+def _interrupted_in_new_group(timeout: timedelta) -> None:
+    pressed = threading.Event()
+    connecting = _Connecting(timeout, pressed.set)
+    if dist.get_rank() == 0:
+        _interrupt_making(pressed)
+        with pytest.raises(KeyboardInterrupt):
+            dist.new_group(timeout=timeout)
+    else:
+        with pytest.raises(AbortedError, match=r"dist\.new_group.*rank 0 was interrupted") as caught:
+            dist.new_group(timeout=timeout)
+        assert caught.value.cause.kind is CauseKind.INTERRUPTED
+    connecting.end()
+
+
+def _new_group_is_given_up(timeout: timedelta) -> None:
+    """Rank 0 aborts the default group, which has the same ranks, while it makes another one."""
+    default: Any = dist.group.WORLD
+    connecting = _Connecting(timeout, default.abort)
+    with pytest.raises(AbortedError, match=r"^dist\.new_group: rank 0 called abort\(\)") as caught:
+        dist.new_group(timeout=timeout)
+    assert caught.value.cause.kind is CauseKind.WITHDRAWN
+    connecting.end()
+
+
+def test_an_end_of_the_generation_ends_the_making_of_a_group_with_its_cause(world: Ranks) -> None:
+    world.run(_new_group_is_given_up, timedelta(minutes=23), timeout=60)
+    world.catch_up()
+    world.run(_reduces_in_new_group, timeout=60)
+    good(world)
+
+
+def _reduces_in_new_group() -> None:
+    total = torch.ones(1)
+    group: Any = dist.new_group()
+    dist.all_reduce(total, group=group)
+    assert total.item() == dist.get_world_size()
+    dist.destroy_process_group(group)
+
+
+def test_an_interrupt_ends_the_making_of_a_group_on_all_ranks(world: Ranks) -> None:
+    world.run(_interrupted_in_new_group, timedelta(minutes=22), timeout=60)
+    world.catch_up()
+    world.run(_reduces_in_new_group, timeout=60)
     good(world)
 
 

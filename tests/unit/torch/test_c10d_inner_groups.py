@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,9 +32,17 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return torch_nccl.install(monkeypatch)
 
 
+class OwnStore(HashStore):
+    """Store of one process, which can be closed as hvdlab's can."""
+
+    def close(self) -> None: ...
+
+
 def made(rank: int = 0, size: int = 1, store: Any = None) -> Any:
-    """Make an inner group of NCCL's."""
-    return make_inner("nccl", store or HashStore(), rank, size, LIMIT)
+    """Make an inner group of NCCL's, and connect it."""
+    inner = make_inner("nccl", cast(Any, store or OwnStore()), rank, size, LIMIT)
+    inner.connect()
+    return inner
 
 
 # -- the group ------------------------------------------------------------------------------------------------------------
@@ -69,7 +77,7 @@ def test_its_backend_is_that_of_cuda_tensors(nccl: Fake, monkeypatch: pytest.Mon
 
 
 def test_ranks_reduce_in_it(nccl: Fake) -> None:
-    store, found = HashStore(), dict[int, list[float]]()
+    store, found = OwnStore(), dict[int, list[float]]()
 
     def reduce(rank: int) -> None:
         inner, tensor = made(rank, 2, store), torch.full((3,), float(rank + 1))

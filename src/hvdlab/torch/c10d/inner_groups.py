@@ -7,6 +7,9 @@ Gloo keeps a message whose transmission fails, or is cut off, for an event that 
 So an abort first lets messages through that are on their way. It does not shut the sending side. And an aborted group keeps a duplicate of each
 connection: Gloo closes its own descriptor as soon as it reads the end, and a closed connection would answer the messages that the
 other ranks send before their own abort with a reset.
+
+A group that connects can be aborted as well. Gloo then waits in one of two ways: for a value of the store, which is closed, or for another rank
+to connect, in whose place this process connects to itself.
 """
 
 from __future__ import annotations
@@ -27,10 +30,20 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.collectives.planes.gloo import FLOWING_SECONDS, LOOK_SECONDS, connections, transferred
+from hvdlab.collectives.planes.gloo import (
+    FLOWING_SECONDS,
+    LOOK_SECONDS,
+    connect_once,
+    connections,
+    listeners,
+    transferred,
+)
 from hvdlab.collectives.time_limits import Deadline
+from hvdlab.torch.c10d.store import HvdlabStore
 
 _LOOPBACK = "127."
+_NEWS_SECONDS = 0.5
+"""Seconds to wait for an abort after Gloo could not connect: a rank that got the abort first closes its connections before it arrives here."""
 _OUTLIVES = 2
 """The limit of an inner group's own waits, as a multiple of the outer group's: the outer one gives up before, with a better text."""
 
@@ -39,31 +52,37 @@ class InnerGroup(Protocol):
     """One group of torch's own.
 
     Attributes:
-        group: The group, which has torch's operations as methods.
+        group: The group, which has torch's operations as methods, once it is connected.
     """
 
     group: Any
 
+    def connect(self) -> None:
+        """Make the group. Waits for the other ranks to do the same.
+
+        Raises:
+            RuntimeError, HvdlabError: Torch could not make it, or it was aborted meanwhile.
+        """
+
     def abort(self) -> None:
-        """End the operations in flight with an error. Does not wait for them, but for bytes that flow: a second at most."""
+        """End the operations in flight with an error, or :meth:`connect`. Does not wait for them, but for bytes that flow: a second at most."""
 
     def close(self) -> None:
         """Drop the group, after :meth:`abort`; waits until its threads have ended."""
 
 
-def make_inner(kind: str, store: Any, rank: int, size: int, timeout: timedelta) -> InnerGroup:
-    """Make an inner group. Waits for the other ranks to do the same.
+def make_inner(kind: str, store: HvdlabStore, rank: int, size: int, timeout: timedelta) -> InnerGroup:
+    """Return an inner group that is not connected yet.
 
     Args:
         kind: Torch's backend: ``gloo`` or ``nccl``.
-        store: A store of this group's alone, in which the ranks find each other.
+        store: A store of this group's alone, in which the ranks find each other. An abort closes it.
         rank: This rank's number in the group.
         size: Number of its ranks.
         timeout: Limit of each wait of the outer group.
 
     Raises:
         UnsupportedError: There is no such inner group.
-        RuntimeError: Torch could not make it.
     """
     if kind == "gloo":
         return GlooInner(store, rank, size, timeout * _OUTLIVES)
@@ -108,24 +127,23 @@ class GlooInner:
     """Inner group of Gloo's, of ranks on one host.
 
     After an abort its owner keeps the object until the other ranks have aborted theirs: it has the connections to them.
+
+    Args:
+        store, rank, size: As for :func:`make_inner`.
+        timeout: Limit of each wait.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    def __init__(self, store: HvdlabStore, rank: int, size: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self.group: Any = None
         # All of 127.0.0.0/8 is the loopback interface. The first byte keeps clear of 127.0, which other programs use.
-        own = _LOOPBACK + ".".join(str(1 + byte % 254) for byte in secrets.token_bytes(3))
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-        options._timeout = timeout
-        store.set(f"address {rank}", own)
-        backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
-        # An end of each connection has the address of the rank that has accepted it; the other one is not bound to its rank's.
-        self._addresses = {store.get(f"address {other}").decode() for other in range(size)}
-        # Before the group is used: a rank that is connected to all and destroys its group at once would close a connection that another
-        # rank has not completed yet.
-        store.set(f"connected {rank}", "")
-        for other in range(size):
-            store.get(f"connected {other}")
-        self.group = _in_group(backend, store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO)
+        self._own = _LOOPBACK + ".".join(str(1 + byte % 254) for byte in secrets.token_bytes(3))
+        #: The addresses of the ranks. An end of each connection has that of the rank that has accepted it; the other one is not bound to its
+        #: rank's.
+        self._addresses = {self._own}
+        #: Where Gloo listens for the other ranks, while it connects.
+        self._listeners: set[tuple[str, int]] = set()
+        self._aborted = threading.Event()
         #: Guards the next two: a user's thread may close the group while the control thread aborts it.
         self._lock = threading.Lock()
         self._closed = False
@@ -133,7 +151,43 @@ class GlooInner:
         self._duplicates: list[socket.socket] = []
         weakref.finalize(self, _close_all, self._duplicates)
 
+    def connect(self) -> None:
+        try:
+            group = self._connected()
+        except RuntimeError:
+            self._aborted.wait(_NEWS_SECONDS)
+            raise
+        with self._lock:
+            if not self._closed:  # close() would not drop one that comes later
+                self.group = group
+
+    def _connected(self) -> Any:
+        """Return torch's group, whose ranks are all connected."""
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own)]
+        options._timeout = self._timeout
+        # Before a call of the store, which fails after an abort. The abort closes the store before it reads the listeners: either Gloo does
+        # not begin to wait for a rank, or the abort connects in its place.
+        self._listeners = listeners(self._own)
+        self._store.set(f"address {self._rank}", self._own)
+        # Before Gloo connects: an abort that comes meanwhile finds its connections.
+        self._addresses = {self._store.get(f"address {other}").decode() for other in range(self._size)}
+        backend: Any = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
+        # Before the group is used: a rank that is connected to all and destroys its group at once would close a connection that another
+        # rank has not completed yet.
+        self._store.set(f"connected {self._rank}", "")
+        for other in range(self._size):
+            self._store.get(f"connected {other}")
+        self._listeners = set()
+        return _in_group(
+            backend, self._store, self._rank, self._size, "cpu", dist.ProcessGroup.BackendType.GLOO
+        )
+
     def abort(self) -> None:
+        self._aborted.set()
+        self._store.close()
+        # Gloo waits without the store for a rank that has published its address and does not connect; this process comes in its place.
+        connect_once(self._listeners, self._size)
         found = self._connections()
         with self._lock:
             if self._closed:
@@ -160,17 +214,36 @@ class GlooInner:
 
 
 class NcclInner:
-    """Inner group of NCCL's."""
+    """Inner group of NCCL's.
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    Args:
+        store, rank, size: As for :func:`make_inner`.
+        timeout: Limit of each wait.
+    """
+
+    def __init__(self, store: HvdlabStore, rank: int, size: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self.group: Any = None
+        self._backend: Any = None
+        self._closed = False
+
+    def connect(self) -> None:
+        # Waits for no rank: NCCL connects in the first operation.
         options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        self._backend: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        self.group = _in_group(self._backend, store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL)
+        options._timeout = self._timeout
+        self._backend = dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
+        self.group = _in_group(
+            self._backend, self._store, self._rank, self._size, "cuda", dist.ProcessGroup.BackendType.NCCL
+        )
+        # After the stores: either this thread sees that it was closed meanwhile, or close() drops them.
+        if self._closed:
+            self.group = self._backend = None
 
     def abort(self) -> None:
+        self._store.close()  # in which the ranks exchange what they need at their first operation
         if (backend := self._backend) is not None:  # a user's thread may have closed the group
             backend.abort()
 
     def close(self) -> None:
+        self._closed = True
         self.group = self._backend = None

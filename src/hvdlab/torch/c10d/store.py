@@ -187,12 +187,19 @@ class StoreLink:
         self._answers: dict[int, KeeperAnswer] = {}
         engine.on_mail(_ASK, self._on_ask)
         engine.on_mail(_ANSWER, self._on_answer)
-        engine.on_world(self._on_change)
-        engine.on_leave(lambda reason: self._on_change())
+        engine.on_world(self.wake)
+        engine.on_leave(lambda reason: self.wake())
         engine.on_reconnected(self._ask_again)
 
     def ask(
-        self, keeper: int, members: Sequence[int], space: str, operation: str, seconds: float, **what: Any
+        self,
+        keeper: int,
+        members: Sequence[int],
+        space: str,
+        operation: str,
+        seconds: float,
+        closed: threading.Event | None = None,
+        **what: Any,
     ) -> KeeperAnswer:
         """Ask the rank that keeps the values, and wait for its answer.
 
@@ -201,10 +208,11 @@ class StoreLink:
             members: The ranks of the group: the end of any of them ends the wait.
             space, operation: See :class:`KeeperRequest`.
             seconds: Limit of the wait.
+            closed: An event that ends the wait; call :meth:`wake` after setting it.
             what: Further fields of :class:`KeeperRequest`.
 
         Raises:
-            AbortedError: A rank died or left, or the default group was made again.
+            AbortedError: A rank died or left, the default group was made again, or ``closed`` was set.
             DistStoreError: The keys were not set in time.
             NotInitializedError: hvdlab was shut down meanwhile.
             KeyboardInterrupt: The user interrupted.
@@ -220,6 +228,8 @@ class StoreLink:
             self._engine.post(_ASK, msgspec.msgpack.encode(request), [keeper])
             with self._changed:
                 while (answer := self._answers.pop(number, None)) is None:
+                    if closed is not None and closed.is_set():
+                        raise _ended(request, Cause(CauseKind.SHUTDOWN, (), "the store was closed"))
                     self._raise_if_ended(request, members)
                     if deadline.expired:
                         raise dist.DistStoreError(
@@ -250,7 +260,8 @@ class StoreLink:
             text = f"rank {lost[0]} died: {reason}" if reason else f"rank {lost[0]} left the job"
             raise _ended(request, Cause(kind, tuple(lost), text))
 
-    def _on_change(self) -> None:
+    def wake(self) -> None:
+        """Let the threads that wait see that a rank is gone, or that their store was closed. Any thread."""
         with self._changed:
             self._changed.notify_all()
 
@@ -289,7 +300,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
 
     C++ code, such as that of the Gloo backend, may use it, too, but does not keep it alive: Python has to.
 
-    All methods that ask the keeper raise ``AbortedError`` if a rank dies or leaves meanwhile or the default group is made again,
+    All methods that ask the keeper raise ``AbortedError`` if a rank dies or leaves meanwhile, the default group is made again or the store is closed,
     and ``DistStoreError`` after the timeout.
 
     Args:
@@ -308,12 +319,19 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         self._timeout = timeout
         #: The copies that C++ has asked for, kept alive here.
         self._clones: list[HvdlabStore] = []
+        #: Set by :meth:`close`; shared with the copies.
+        self._closed = threading.Event()
 
     def _ask(self, operation: str, *keys: str, seconds: float | None = None, **what: Any) -> KeeperAnswer:
         limit = self._timeout.total_seconds() if seconds is None else seconds
         return self._link.ask(
-            self._members[0], self._members, self.space, operation, limit, keys=keys, **what
+            self._members[0], self._members, self.space, operation, limit, self._closed, keys=keys, **what
         )
+
+    def close(self) -> None:
+        """End all waits for values, also those of copies and of C++, with ``AbortedError``; so does each later one. Any thread."""
+        self._closed.set()
+        self._link.wake()
 
     def open(self) -> None:
         """Drop the values of earlier default groups. The rank that keeps the values calls it, once all ranks have met."""
@@ -391,6 +409,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
     def clone(self) -> HvdlabStore:
         """Return another store object with the same values."""
         copy = HvdlabStore(self._link, self.space, self._members, self._timeout)
+        copy._closed = self._closed
         self._clones.append(copy)
         return copy
 

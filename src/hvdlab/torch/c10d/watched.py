@@ -16,6 +16,7 @@ the control thread, between two messages of the coordinator.
 from __future__ import annotations
 
 import functools
+import secrets
 import threading
 import time
 import weakref
@@ -25,7 +26,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch.distributed as dist
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
@@ -64,6 +64,7 @@ from hvdlab.torch.c10d.launch_ring import (
 )
 from hvdlab.torch.c10d.operation_names import renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
+from hvdlab.torch.c10d.store import HvdlabStore
 from hvdlab.torch.c10d.watch_options import LATE_AFTER
 from hvdlab.torch.c10d.watched_work import Generation, WatchedWork
 from hvdlab.torch.c10d.world import C10dWorld
@@ -84,6 +85,9 @@ their users are to get the failed rank's name instead."""
 _LOOKS = 4
 """How often within the time after which a launch is late a rank looks for late launches."""
 _TOPIC = "c10d.watched"
+_CREATION = "dist.new_group"
+_SPACE_KEY, _SPACE_BYTES = "watched", 16
+"""The key of torch's store under which rank 0 names the inner groups' spaces in hvdlab's, and the random bytes of that name."""
 
 _OPERATIONS: dict[str, tuple[str, int]] = {
     "allreduce": ("all_reduce", 0),
@@ -214,7 +218,9 @@ class WatchedGroup(HvdlabProcessGroup):
         super().__init__(world, rank, size, name, members, timeout)
         self.on_device, self.inner_kind, self._late, self._world = inner != "gloo", inner, late, world
         self._device_type = "cuda" if self.on_device else "cpu"
-        self._store, self._timeout = store, timeout
+        self._timeout = timeout
+        #: Begins the names of the inner groups' spaces in hvdlab's store; equal on all ranks, and of this group alone.
+        self._space = ""
         self._name_in_mail, self.process_set = self._calls.name_in_mail, self._calls.process_set
         #: The last launches of this rank, for a comparison.
         self._ring = LaunchRing()
@@ -228,6 +234,8 @@ class WatchedGroup(HvdlabProcessGroup):
         self._generation = Generation(
             -1
         )  # until the ranks have met; ends of generations before that move it on
+        #: The end of the generation before the present one.
+        self._last_end: Abort | None = None
         #: The inner group that was aborted last. It has its connections until the next one is aborted: a rank that aborts it later must not
         #: find them reset.
         self._aborted: InnerGroup | None = None
@@ -235,48 +243,100 @@ class WatchedGroup(HvdlabProcessGroup):
         self._watch.add(self._name_in_mail, self)
         world.histories.attach(self._name_in_mail, self)
         world.add(self)
-        self._begin_first()
+        try:
+            self._begin_first(store)
+        except BaseException:
+            # Also after an interrupt: no caller has the group, so it must not go on to make inner groups.
+            self.shutdown()
+            raise
 
-    def _begin_first(self) -> None:
-        """Make the first inner group: its number is that of the generation in which the ranks meet, so that it is equal on all."""
-        request = Request(OpKind.BARRIER, f"{self._calls.name_in_core}.watched", process_set=self.process_set)
-        request.site = "dist.new_group"
-        handle = self._engine.submit(request)
-        handle.wait()
+    def _begin_first(self, store: Any) -> None:
+        """Make the first inner group: its number is that of the generation in which the ranks meet, so that it is equal on all.
+
+        Args:
+            store: Torch's store for this group.
+
+        Raises:
+            AbortedError: The generation ended before all ranks had made it. All ranks raise this, or their own error.
+            InvalidRequestError: Torch could not make it.
+            KeyboardInterrupt: The user interrupted.
+        """
+        if self.rank() == 0:
+            store.set(_SPACE_KEY, secrets.token_hex(_SPACE_BYTES))
+        generation = self._meet("watched")
+        # It was set before the ranks met. So torch's store, whose waits no interrupt ends, does not wait.
+        self._space = store.get(_SPACE_KEY).decode()
+        try:
+            self._connect_first(generation)
+        except KeyboardInterrupt:
+            self.withdraw_interrupted()
+            raise
+        # A rank that has made it waits for those that have not: if one of these is interrupted, the call ends with an error on all ranks.
+        self._meet("watched.made")
+
+    def _connect_first(self, number: int) -> None:
         begun = threading.Event()
 
         def begin() -> None:
-            # An end of this very generation may have been handled between: then the ranks make the inner group of the next one.
-            if self._generation.number < handle.generation:
-                self._generation = Generation(handle.generation)
+            if self._generation.number < number:
+                self._generation = Generation(number)
+            # Unless an end of this very generation was handled between.
+            if self._generation.number == number:
+                self._begin_making(self._generation)
             begun.set()
 
         self._engine.call_on_control(begin)
         begun.wait()
         generation = self._generation
-        if generation.number == handle.generation:
-            self._make(generation)
-        self._ready("dist.new_group")
+        if generation.number == number and not generation.made.wait(self._calls.seconds):
+            raise self._not_all_came()
+        end = self._last_end
+        if end is not None and end.generation >= number:
+            cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site)
+            raise renamed(AbortedError(Pending("barrier", ""), cause, self.process_set, number), _CREATION)
+        self._calls.require_usable(_CREATION)
+        self._require_made(generation)
+
+    def _meet(self, name: str) -> int:
+        """Wait for the group's ranks in the core, and return the generation in which they have met."""
+        request = Request(OpKind.BARRIER, f"{self._calls.name_in_core}.{name}", process_set=self.process_set)
+        request.site = _CREATION
+        handle = self._engine.submit(request)
+        try:
+            handle.wait()
+        except HvdlabError as error:
+            raise renamed(error, _CREATION) from None
+        return handle.generation
 
     # -- the inner group ----------------------------------------------------------------------------------------------
 
+    def _begin_making(self, generation: Generation) -> None:
+        """Make the inner group of a generation on a thread of its own: no interrupt would end a user's thread that waits in C++."""
+        threading.Thread(
+            target=self._make, args=(generation,), name="hvdlab-c10d-making", daemon=True
+        ).start()
+
     def _make(self, generation: Generation) -> None:
-        """Make the inner group of a generation, unless that was begun. A user's thread for the first, otherwise a thread of its own."""
+        """Make the inner group of a generation, unless that was begun."""
         with generation.lock:
             begun, generation.begun = generation.begun, True
         if begun:
             return
+        space = f"{self._space}.{generation.number}"
+        store = HvdlabStore(self._world.link, space, self._members, self._timeout)
         try:
-            space: Any = dist.PrefixStore(f"watched.{generation.number}", self._store)  # type: ignore[attr-defined]
-            inner = make_inner(self.inner_kind, space, self.rank(), self.size(), self._timeout)
+            inner = make_inner(self.inner_kind, store, self.rank(), self.size(), self._timeout)
+            generation.connecting = inner
+            # The thread that ends the generation stores the end before it reads that: either it aborts the inner group, or this thread
+            # sees the end.
+            if generation.ended is None:
+                inner.connect()
         except Exception as error:  # noqa: BLE001  (raised by the next launch)
             generation.error = error
         else:
             generation.inner = inner
-            if generation.ended is not None:
-                self._aborted = inner
-                inner.abort()
-                inner.close()
+            if generation.ended is not None:  # by now another thread has aborted it
+                generation.inner = generation.connecting = None
         generation.made.set()
 
     def _ready(self, operation: str) -> Generation:
@@ -290,18 +350,25 @@ class WatchedGroup(HvdlabProcessGroup):
                     self.withdraw_interrupted()
                     raise
                 if not made:
-                    raise InvalidRequestError(
-                        f"{self._calls}: not all ranks came within {self._calls.seconds:g} s to make the inner group of "
-                        f"{self.inner_kind} anew. Is one of them stopped?"
-                    )
+                    raise self._not_all_came()
             self._calls.require_usable(operation)  # it may have lost ranks meanwhile
             if generation is not self._generation:
                 continue
-            if generation.error is not None:
-                raise InvalidRequestError(
-                    f"{self._calls}: torch could not make the inner group of {self.inner_kind}: {generation.error}"
-                )
+            self._require_made(generation)
             return generation
+
+    def _not_all_came(self) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self._calls}: not all ranks came within {self._calls.seconds:g} s to make the inner group of "
+            f"{self.inner_kind}. Is one of them stopped?"
+        )
+
+    def _require_made(self, generation: Generation) -> None:
+        """Raise ``InvalidRequestError`` if torch could not make this inner group."""
+        if generation.error is not None:
+            raise InvalidRequestError(
+                f"{self._calls}: torch could not make the inner group of {self.inner_kind}: {generation.error}"
+            )
 
     def generation_ended(self, message: Abort) -> None:
         """End the inner group with its generation, and report to the comparer that the next one can be made. Control thread."""
@@ -329,14 +396,14 @@ class WatchedGroup(HvdlabProcessGroup):
     def _end_generation(self, old: Generation, message: Abort, new: Generation) -> None:
         # The mark before the abort: a work that the abort fails finds the cause. The new one before that, so that no thread launches
         # anything in the old one that has seen its works fail.
-        self._generation, old.ended = new, message
+        self._generation, old.ended, self._last_end = new, message, message
         self._inquiries.clear()
         # Before the thread that drops the inner group, which empties the list.
         flying = list(old.flying)
-        if (inner := old.inner) is not None:
+        if (inner := old.inner or old.connecting) is not None:
             self._aborted = inner
             # From now on no thread launches anything in it. The abort can wait for bytes that flow, which the control thread must not do.
-            old.inner = None
+            old.inner = old.connecting = None
             threading.Thread(
                 target=self._drop, args=(inner, old), name="hvdlab-c10d-dropping", daemon=True
             ).start()
@@ -377,17 +444,21 @@ class WatchedGroup(HvdlabProcessGroup):
         super().shutdown()
         self._watch.remove(self._name_in_mail)
         generation = self._generation
-        inner, generation.inner, self._aborted = generation.inner, None, None
+        idle = generation.inner is not None and all(work.is_over() for work in list(generation.flying))
+        if not idle:
+            # Before the inner group is read, which a thread may be making.
+            generation.ended = Abort(
+                self.process_set,
+                generation.number,
+                CauseKind.SHUTDOWN.value,
+                (),
+                "the group was destroyed",
+                "",
+            )
+        inner = generation.inner or generation.connecting
+        generation.inner = generation.connecting = self._aborted = None
         if inner is not None:
-            if any(not work.is_over() for work in list(generation.flying)):
-                generation.ended = Abort(
-                    self.process_set,
-                    generation.number,
-                    CauseKind.SHUTDOWN.value,
-                    (),
-                    "the group was destroyed",
-                    "",
-                )
+            if not idle:
                 self._aborted = inner
                 inner.abort()
             inner.close()
@@ -627,10 +698,7 @@ class WatchedGroup(HvdlabProcessGroup):
             case LaunchVerdict():
                 self._on_verdict(generation, mail)
             case MakeInner():
-                making = threading.Thread(
-                    target=self._make, args=(generation,), name="hvdlab-c10d-making", daemon=True
-                )
-                making.start()
+                self._begin_making(generation)
 
     def _on_inner_ended(self, sender: int, generation: int) -> None:
         ended = self._ended_on.setdefault(generation, set())

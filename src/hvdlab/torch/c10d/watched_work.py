@@ -55,7 +55,8 @@ class Generation:
 
     Attributes:
         number: The generation of the process set in which it begins; equal on all ranks.
-        inner: The inner group, once it is made.
+        inner: The inner group, once it is connected.
+        connecting: The inner group from before it connects on.
         lock, begun: Whether a thread makes it, or has, and the lock around that.
         made: Set once it is made, could not be made, or has ended.
         error: Why it could not be made, or ``None``.
@@ -72,6 +73,7 @@ class Generation:
     def __init__(self, number: int) -> None:
         self.number = number
         self.inner: InnerGroup | None = None
+        self.connecting: InnerGroup | None = None
         self.lock, self.begun = threading.Lock(), False
         self.made = threading.Event()
         self.error: Exception | None = None

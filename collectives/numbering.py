@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, Pending
-
-CONSECUTIVE = "consecutive"
-"""Value of ``HVDLAB_RANK_NUMBERS`` with which numbers have no gaps."""
+from hvdlab.collectives.variables import CONSECUTIVE
 
 
 def own_number(what: str = "hvd.rank()") -> int:

@@ -131,6 +131,8 @@ ABSENT_PLANES = {
 }
 """Planes that users expect, and why there are none of these names."""
 CUDA_PLANES = ("auto", "ipc", "nccl")
+CONSECUTIVE = "consecutive"
+"""Value of ``HVDLAB_RANK_NUMBERS`` with which numbers have no gaps."""
 
 
 class Reader(StrEnum):
@@ -204,7 +206,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable("HOROVOD_ELASTIC_TIMEOUT", SECONDS, _R, "600", "[elastic training](../how-to/elastic.md): how long ranks wait for each other, and for enough of them, after one was lost; and how long a rank that comes back waits to be let in", "elastic_timeout"),
     EnvironmentVariable("HVDLAB_MIN_NP", POSITIVE, _R, "1", "ranks that elastic training needs to go on; `hvdlab run --min-np` sets it", "min_np"),
     EnvironmentVariable("HVDLAB_RESET_LIMIT", COUNT, _R, "0", "how often elastic training may begin again before it gives up; 0 as often as it takes", "reset_limit"),
-    EnvironmentVariable("HVDLAB_RANK_NUMBERS", choice("stable", "consecutive"), Reader.BOTH, "stable", "numbers of ranks [when others come or go](../how-to/elastic.md#rank-numbers): `stable` ones stay, and may have gaps; `consecutive` ones are 0 to `size() - 1`, those first that were there first. `hvdlab run --min-np` sets `consecutive`", "rank_numbers"),
+    EnvironmentVariable("HVDLAB_RANK_NUMBERS", choice("stable", CONSECUTIVE), Reader.BOTH, "stable", "numbers of ranks [when others come or go](../how-to/elastic.md#rank-numbers): `stable` ones stay, and may have gaps; `consecutive` ones are 0 to `size() - 1`, those first that were there first. `hvdlab run --min-np` sets `consecutive`", "rank_numbers"),
     EnvironmentVariable("HVDLAB_RENDEZVOUS_DIR", FILE, _R, "-", "directory that all ranks see, for those that find each other under another's launcher ([where they look otherwise](../how-to/several-hosts.md))"),
     EnvironmentVariable("HOROVOD_GLOO_IFACE", TEXT, _R, "-", "interfaces of which the first that a host has carries its data, if `HVDLAB_ADDRESS` is unset ([how an address is chosen](../how-to/several-hosts.md))"),
     EnvironmentVariable("HVDLAB_REQUIRE_ENCRYPTION", ENCRYPTION, Reader.BOTH, "0", "1 refuses ranks whose data, or whose rendezvous, would travel between hosts in the clear; networks (`10.8.0.0/24`) are those of tunnels, through which data may go ([what travels how](../how-to/several-hosts.md#what-travels-how))", "require_encryption"),

@@ -376,7 +376,8 @@ class HierarchicalPlane(HostPlane):
         inner = registry.why_unavailable("shm")
         if inner is not None:
             return inner
-        outer = registry.why_unavailable("gloo")
+        # Not by importing it: members of one host never use it, and for others connect() tells why it can't be used.
+        outer = registry.missing("gloo")
         return None if outer is None or registry.why_unavailable("mpi") is None else outer
 
     def connect(self, timeout: float) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.numbering import CONSECUTIVE
 from hvdlab.collectives.protocol.messages import MOST_RANKS
-from hvdlab.collectives.variables import Reader, for_reader
+from hvdlab.collectives.variables import CONSECUTIVE, Reader, for_reader
 from hvdlab.launch import options, registry
 from hvdlab.launch.command import PythonCommand
 from hvdlab.launch.host_discovery import COOLDOWN, HostSource

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,7 @@ SCRIPT = """
                         os.rename("new", "hosts")
                 state.step += 1
             state.commit()
-            time.sleep(0.01)  # as a step that computes elsewhere: a newcomer finds a core to start on
+            time.sleep(0.05)  # as a step that computes elsewhere: a newcomer finds a core to start on
 
     run_fn(train, lambda: None)(ObjectState(hvd.broadcast_object, hvd.rank, batch=0, step=0))
     print("done", hvd.rank(), hvd.size())
@@ -228,18 +229,19 @@ def test_a_function_with_a_list_of_hosts(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HVDLAB_SSH", str(shell))
 
-    def work() -> tuple[int, str]:
+    def work() -> tuple[int, str, bool]:
         import hvdlab.numpy as hvd
         from hvdlab.collectives import context
 
         rank = context.init().rank
         hvd.barrier()
-        return rank, os.environ["HOROVOD_HOSTNAME"]
+        return rank, os.environ["HOROVOD_HOSTNAME"], "torch" in sys.modules
 
     found = run(
         work, np=3, min_np=1, max_np=3, host_discovery_script={"a": 2, "b": 4}, network_interface="lo"
     )
-    assert found == [(0, "a"), (1, "a"), (2, "b")]
+    # Both are this machine, so that ranks share memory and none loads Gloo.
+    assert found == [(0, "a", False), (1, "a", False), (2, "b", False)]
     with pytest.raises(InvalidRequestError, match="no source of hosts"):
         run(work, np=1, host_discovery_script=3)
     with pytest.raises(InvalidRequestError, match="--max-np 1 must be -np 2 at least"):

@@ -206,6 +206,7 @@ def test_the_arrows_between_rooms_point_as_agreed() -> None:
         "hvdlab.collectives.tracing.recorder",
         "hvdlab.collectives.tracing.timeline_file",
         "hvdlab.collectives.tracing.check",
+        "hvdlab.runner.cli",
     ],
 )
 def test_what_must_be_light_imports_nothing_heavy(module: str) -> None:

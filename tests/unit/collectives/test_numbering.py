@@ -8,7 +8,8 @@ import pytest
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, InvalidRequestError
-from hvdlab.collectives.numbering import CONSECUTIVE, core_rank, own_number, shown_number
+from hvdlab.collectives.numbering import core_rank, own_number, shown_number
+from hvdlab.collectives.variables import CONSECUTIVE
 
 
 def world(monkeypatch: pytest.MonkeyPatch, *ranks: int, failure: Cause | None = None) -> None:

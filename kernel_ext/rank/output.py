@@ -289,18 +289,19 @@ class OutputQueue:
                 return
             if self._closed:
                 return
-            unsent = self._unsent
-            if landed is not None:
-                if unsent is not None:
-                    unsent.append_spliced(landed.stream, landed.text, landed.size, landed.cut)
-                if not size:
-                    return  # the beginning of a character, of which the rest has not come
-            elif unsent is not None:
-                if entry[1] is None:
-                    unsent.append_display(entry[0], size)
-                else:
-                    unsent.write(entry[0], entry[1])
             # The ring first: a rank that is killed here leaves the text to the fork server, which compares byte counts with the notebook.
+            unsent = self._unsent
+            if unsent is not None:
+                if landed is not None:
+                    counted = unsent.append_spliced(landed.stream, landed.text, landed.size, landed.cut)
+                elif entry[1] is None:
+                    counted = unsent.append_display(entry[0], size)
+                else:
+                    counted = unsent.write(entry[0], entry[1])
+                if counted != size:
+                    size, entry = counted, cast(_Entry, (*entry[:2], counted))
+            if landed is not None and not size:
+                return  # the beginning of a character, of which the rest has not come
             self._entries.append(entry)
             # The count last: an interrupt before it makes the window too wide by one entry, never too narrow for ever.
             self._queued += size
@@ -416,7 +417,7 @@ class OutputQueue:
         fds = self._fds
         assert fds is not None
         with fds.lock:
-            self._put_pieces(fds.read(self._room_for_pipes(), self._receive))
+            self._put_pieces(fds.read(self._room_for_pipes(), self._receive_for_window))
 
     def _drain_available(self, fds: FdCapture) -> None:
         """Queue the bytes that are in the pipes now, whether or not there is room: processes wrote them before the next cell.
@@ -453,6 +454,14 @@ class OutputQueue:
                     return
                 self._await_room(1)
             self.flush()
+
+    def _receive_for_window(self, stream: str, pipe: int, limit: int) -> bytes:
+        """Take bytes out of a pipe, if there is room: as text, those before them may have become longer than they were."""
+        with self._lock:
+            room = self._room_for_pipes()
+            if room <= 0:
+                raise BlockingIOError
+            return self._receive(stream, pipe, min(limit, room))
 
     def _receive(self, stream: str, pipe: int, limit: int) -> bytes:
         """Take bytes out of a pipe, in such a way that they outlive this process if that is possible."""

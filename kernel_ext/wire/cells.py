@@ -131,7 +131,8 @@ class Output(Payload, frozen=True):
     """Output of a rank since its last one.
 
     ``total`` counts all bytes of this cell, this one's included, ``before`` those of the messages before it: the pool
-    sees from them whether one is missing, or comes a second time.
+    sees from them whether one is missing, or comes a second time. The count is the rank's, which covers its crash ring: a change
+    of the stream may count, too.
     """
 
     cell: str
@@ -159,7 +160,7 @@ class CrashOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
         cell: The cell that wrote it.
         before: Bytes of its output before the first of ``chunks``, in the count of :class:`Output`.
         chunks: The output that followed; None is a display that was too large to be kept.
-        sizes: The bytes for which each of ``chunks`` counts.
+        sizes: The bytes for which each of ``chunks`` counts: its text's, and one before them if the stream changes there.
         rest: The bytes after that in the pipes of the rank's descriptors 1 and 2, which it had not read itself.
     """
 
@@ -183,7 +184,9 @@ class CrashOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
                 before += size
                 del chunks[0], sizes[0]
                 continue
-            raw = chunk.text.encode()[received - before :]
+            text = chunk.text.encode()
+            mark = max(0, size - len(text))
+            raw = text[max(0, received - before - mark) :]
             chunks[0], sizes[0] = Stream(chunk.name, raw.decode("utf-8", "replace")), len(raw)
             before = received
         return CrashOutput(self.cell, before, tuple(chunks), tuple(sizes), self.rest)

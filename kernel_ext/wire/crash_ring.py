@@ -4,9 +4,13 @@ Output leaves a rank in batches, and mail may still be on its way when the rank 
 a cell is copied first, for the price of a few bytes in memory, into an area that the process which forked it has, too:
 after the rank's end that process reads there the bytes that the pool has not received (:func:`read`).
 
-The area is a ring. It holds UTF-8, in which the bytes from 0xFC on never occur: they mark what follows. A number in the
+The area is a ring. It holds UTF-8, in which the bytes from 0xFA on never occur: they mark what follows. A number in the
 header counts all bytes, and another says how far that is from the count of the cell's output, so that an ordinary
 write is one copy and one number.
+
+The window bounds the count of a cell's output that the pool has not got, so that count covers the bytes in the ring: a mark where
+the stream changes counts as a byte of output, and a display counts as no fewer bytes than its record has. The methods that
+write return the bytes for which they counted. Only marks that repeat the last one are in no count; they are few.
 
 Bytes from a pipe (descriptors 1 and 2) are not even in this process's own memory before they are in the area: the
 system moves them from the pipe to the end of the area's file, whose size says how much that is. So there is no moment in
@@ -32,15 +36,16 @@ from hvdlab.kernel_ext.wire.cells import Chunk, Clear, CrashOutput, Display, Str
 
 HEADER = 4096
 SLACK = 1 << 20
-"""Bytes that the ring has beyond the output that may be on its way: for marks, and for text whose beginning is overwritten."""
+"""Bytes that the ring has beyond the window: for repeated marks, for text whose mark is overwritten, for the last display, and for
+pipes, whose bytes may become longer as text."""
 LARGEST = (8 << 20) + SLACK
 """Bytes of the ring at most. The system gives them as they are needed."""
 KEPT = 1 << 20
 """If a cell has used more bytes than this, the memory is given back to the system when the next cell begins."""
 MARK_EVERY = 64 << 10
-"""Bytes after which the stream's mark is repeated, for a reader that finds the beginning overwritten."""
+"""Bytes from a stream's mark on within which texts need no mark of their own. Their mark must not be overwritten before them."""
 LARGEST_DISPLAY = 64 << 10
-"""Bytes of a display; larger ones are counted but not kept."""
+"""Bytes of a display, encoded; larger ones are counted but not kept."""
 
 _MOST = 1 << 56
 _NEVER = 1 << 62
@@ -59,9 +64,15 @@ _CUTS = {"stdout": _CUT_OUT, "stderr": _CUT_ERR}
 _CELL_AT = 128
 _LONGEST_NAME = 255
 _MARKS = {"stdout": b"\xfe", "stderr": b"\xff"}
-_STREAMS = {0xFE: "stdout", 0xFF: "stderr"}
+"""Marks where the stream changes; each counts as one byte of output."""
+_REPEATED = {"stdout": b"\xfa", "stderr": b"\xfb"}
+"""Marks of the stream that goes on; they count as nothing."""
+_STREAMS = {mark[0]: stream for marks in (_MARKS, _REPEATED) for stream, mark in marks.items()}
+_COUNTED = frozenset(mark[0] for mark in _MARKS.values())
 _DISPLAY: Final = 0xFD
-_PARTS = re.compile(rb"([\xfd-\xff])([^\xfc-\xff]*)")
+_DISPLAY_FRAME: Final = 3 + 20
+"""Bytes of a display's record beside its body, at most: three marks and a number."""
+_PARTS = re.compile(rb"([\xfa\xfb\xfd-\xff])([^\xfa-\xff]*)")
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode: msgspec.msgpack.Decoder[Display | Clear] = msgspec.msgpack.Decoder(Display | Clear)
@@ -104,32 +115,37 @@ class CrashRing:
     def begin(self, cell: str, window: int) -> None:
         """Forget everything, and begin with this cell, of which at most ``window`` bytes are on their way at a time."""
         numbers = self._numbers
+        self._stream = ""  # first: with the count of all bytes at zero, the next text's place is another
         numbers[_NAME] = 0
         if numbers[_HEAD] > KEPT:
             self._map.madvise(mmap.MADV_REMOVE, HEADER, LARGEST)
         self._capacity = numbers[_CAPACITY] = min(LARGEST, window + SLACK)
         numbers[_HEAD] = numbers[_TAKEN] = 0
         numbers[_NOW + _AHEAD] = 0
-        self._stream, self._shift, self._stop = "", HEADER, 0
+        self._shift, self._stop = HEADER, 0
         # The name's length last: until then there is no cell to read here, and a reader never finds a name with another's bytes.
         name = cell.encode()[:_LONGEST_NAME]
         self._map[_CELL_AT : _CELL_AT + len(name)] = name
         numbers[_NAME] = len(name)
 
-    def write(self, stream: str, text: str) -> None:
-        """Keep text of a stream. The text must be encodable as UTF-8."""
+    def write(self, stream: str, text: str) -> int:
+        """Keep text of a stream. Returns the bytes of output for which it counts: its own, and one if the stream changes.
+
+        Args:
+            stream: ``stdout`` or ``stderr``.
+            text: No longer than the ring, and encodable as UTF-8.
+        """
         raw = text.encode()
         numbers = self._numbers
         head = numbers[_HEAD]
         at = head + self._shift
         end = at + len(raw)
         if end > self._stop or stream != self._stream:
-            self._put(_MARKS.get(stream, _MARKS["stdout"]), raw)
-            self._look_ahead(stream)
-        else:
-            self._map[at:end] = raw
-            # After the copy: a rank that is killed between the two has written nothing, instead of bytes of an older text.
-            numbers[_HEAD] = head + len(raw)
+            return self._put_marked(stream, raw)
+        self._map[at:end] = raw
+        # After the copy: a rank that is killed between the two has written nothing, instead of bytes of an older text.
+        numbers[_HEAD] = head + len(raw)
+        return len(raw)
 
     def splice_in(self, stream: str, pipe: int, limit: int) -> bytes:
         """Take bytes out of a stream's pipe into the area, from which :meth:`append_spliced` takes them.
@@ -156,25 +172,38 @@ class CrashRing:
             raise BlockingIOError  # the bytes of the other stream come first
         return os.pread(self._area, landed - known, _LANDING + known)
 
-    def append_spliced(self, stream: str, text: str, size: int, cut: bytes) -> None:
+    def append_spliced(self, stream: str, text: str, size: int, cut: bytes) -> int:
         """Put the ``size`` bytes that :meth:`splice_in` returned last, which are this text of its stream, into the ring.
 
         Args:
             cut: The beginning of a character in which the bytes end, if they do: it is not in the text.
-        """
-        mark, raw = (_MARKS[stream], text.encode()) if text else (b"", b"")
-        known = self._numbers[_NOW + _LANDED]
-        packed = int.from_bytes(cut, "little") << 8 | len(cut)
-        self._put(mark, raw, {_LANDED: known + size, _CUTS[stream]: packed})
-        if text:
-            self._look_ahead(stream)
 
-    def append_display(self, chunk: Display | Clear, size: int) -> None:
-        """Keep a display or a clear, which counts as ``size`` bytes of output."""
-        body = _encode(chunk) if size <= LARGEST_DISPLAY else b""
-        raw = b"\xfd%d;%s\xfc" % (size, base64.b64encode(body))
+        Returns the bytes of output for which the text counts, as :meth:`write` does.
+        """
+        numbers, raw = self._numbers, text.encode()
+        packed = int.from_bytes(cut, "little") << 8 | len(cut)
+        also = {_LANDED: numbers[_NOW + _LANDED] + size, _CUTS[stream]: packed}
+        if raw and (stream != self._stream or numbers[_HEAD] + self._shift + len(raw) > self._stop):
+            return self._put_marked(stream, raw, also)
+        self._put(raw, 0, also)
+        return len(raw)
+
+    def append_display(self, chunk: Display | Clear, size: int) -> int:
+        """Keep a display or a clear; of one that is too large, only its size.
+
+        Args:
+            chunk: The display or clear.
+            size: Bytes of output for which it counts at least; an estimate, which need not include data that are not text.
+
+        Returns the bytes of output for which it counts: no fewer than its record has.
+        """
+        encoded = _encode(chunk) if size <= LARGEST_DISPLAY else b""
+        body = base64.b64encode(encoded) if len(encoded) <= LARGEST_DISPLAY else b""
+        size = max(size, len(encoded), len(body) + _DISPLAY_FRAME)
+        raw = b"\xfd%d;%s\xfc" % (size, body)
         self._stream = ""
-        self._put(raw, b"", uncounted=len(raw) - size)
+        self._put(raw, len(raw) - size)
+        return size
 
     def acknowledge(self, taken: int) -> None:
         """Store that the pool has this much of the cell's output."""
@@ -191,33 +220,33 @@ class CrashRing:
         self._numbers.release()
         self._map.close()
 
-    def _look_ahead(self, stream: str) -> None:
-        self._stream = stream
+    def _put_marked(self, stream: str, text: bytes, also: Mapping[int, int] | None = None) -> int:
+        """Put a stream's mark and its text into the ring. Returns the bytes of output for which they count."""
+        repeated = stream == self._stream
+        raw = (_REPEATED if repeated else _MARKS)[stream] + text
+        # First, and set again last: whatever an interrupt leaves undone here, the next text has a mark of its own.
+        self._stream = ""
+        self._put(raw, int(repeated), also)
         head = self._numbers[_HEAD]
         at = HEADER + head % self._capacity
         self._shift = at - head
-        self._stop = min(at + MARK_EVERY, HEADER + self._capacity)
+        self._stop = min(at - len(raw) + MARK_EVERY, HEADER + self._capacity)
+        self._stream = stream
+        return len(raw) - repeated
 
-    def _put(
-        self,
-        mark: bytes,
-        text: bytes,
-        also: Mapping[int, int] | None = None,
-        uncounted: int | None = None,
-    ) -> None:
-        """Put a mark and its text into the ring; ``uncounted`` of the bytes (by default the mark's) are no output.
+    def _put(self, raw: bytes, uncounted: int, also: Mapping[int, int] | None = None) -> None:
+        """Put bytes into the ring, of which ``uncounted`` are no output; below zero if they count for more than they are.
 
         ``also`` has numbers of the header, and their new values, that change in the same instant.
         """
         numbers = self._numbers
-        raw = mark + text
         head = numbers[_HEAD]
         at, end = HEADER + head % self._capacity, HEADER + self._capacity
         first = raw[: end - at]
         self._map[at : at + len(first)] = first
         if rest := raw[len(first) :]:
             self._map[HEADER : HEADER + len(rest)] = rest
-        ahead = numbers[_NOW + _AHEAD] + (len(mark) if uncounted is None else uncounted)
+        ahead = numbers[_NOW + _AHEAD] + uncounted
         # First, since an interrupt may have cut an earlier call short here: the second copies must not be valid while
         # they are written.
         numbers[_NEXT_AT] = _NEVER
@@ -282,7 +311,7 @@ def _landed(area: int, known: int) -> bytes:
 
 def _part(kind: int, body: bytes) -> tuple[Chunk | None, int]:
     if kind != _DISPLAY:
-        return Stream(_STREAMS[kind], body.decode("utf-8", "replace")), len(body)
+        return Stream(_STREAMS[kind], body.decode("utf-8", "replace")), len(body) + (kind in _COUNTED)
     size, _, encoded = body.partition(b";")
     try:
         raw = base64.b64decode(encoded)

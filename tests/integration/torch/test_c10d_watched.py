@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.torch.c10d import WatchOptions, watch_options, watched
-from support.patience import GONE
+from support.patience import GONE, PATIENCE
 from support.ranks.resident import Ranks
 
 LATE = 0.3  # seconds after which a rank counts as late in a watched group
@@ -664,3 +664,43 @@ def test_a_variable_that_names_no_way_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HVDLAB_C10D_WATCH", "seen")
     with pytest.raises(InvalidRequestError, match="HVDLAB_C10D_WATCH='seen'"):
         WatchOptions().inner_backend(dist.HashStore(), 0, 1)
+
+
+# -- a successor of the coordinator ---------------------------------------------------------------------------------------
+
+
+def _aborts_and_loses(kind: str, rank: int) -> None:
+    """Rank 0 aborts the group, and the coordinator dies with the mail of one rank on which the next inner group depends."""
+    group: Any = dist.group.WORLD
+    usual, lost, ended = group._send, threading.Event(), threading.Event()
+
+    def send(mail: Any, to: Any) -> None:
+        if type(mail).__name__ != kind or dist.get_rank() != rank:
+            usual(mail, to)
+            return
+        del group._send
+        if dist.get_rank() in to:
+            usual(mail, [dist.get_rank()])
+        lost.set()
+
+    if dist.get_rank() == rank:
+        group._send = send
+    context.engine().on_abort(lambda message: ended.set())
+    dist.monitored_barrier(KEPT["gloo"])
+    if dist.get_rank() == 0:
+        group.abort()
+    ended.wait()
+    if dist.get_rank() == rank:
+        lost.wait()
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("InnerEnded", 1), ("MakeInner", 0)])
+def test_the_next_inner_group_is_made_although_the_coordinator_dies_with_the_mail_for_it(
+    kind: str, rank: int
+) -> None:
+    with Ranks(2, init=False, imports=["hvdlab.torch"], keep=True) as ranks:
+        ranks.run(_begin, timeout=60)
+        ranks.run(_aborts_and_loses, kind, rank, timeout=60)
+        os.kill(ranks.coordinator.pid, signal.SIGKILL)
+        ranks.coordinator.respawn(PATIENCE)
+        assert len(set(ranks.run(_good, timeout=60))) == 1

@@ -138,6 +138,7 @@ class LaunchWatch:
         engine.on_world(self._on_world)
         engine.on_leave(self._on_leave)
         engine.on_cell_failed(self._on_cell_failed)
+        engine.on_reconnected(self._on_reconnected)
 
     def add(self, name: str, group: WatchedGroup) -> None:
         """Deliver mail to this group from now on."""
@@ -183,6 +184,10 @@ class LaunchWatch:
     def _on_cell_failed(self, cell: str) -> None:
         for group in list(self._groups.values()):
             group.cell_failed(cell)
+
+    def _on_reconnected(self) -> None:
+        for group in list(self._groups.values()):
+            group.report_inner_ended_again()
 
     def _on_mail(self, sender: int, body: bytes) -> None:
         mail: AnyWatchMail = msgspec.msgpack.decode(body, type=AnyWatchMail)
@@ -231,6 +236,8 @@ class WatchedGroup(HvdlabProcessGroup):
         #: At the comparer: inquiries by generation, channel and number, and the ranks that can make a generation's inner group.
         self._inquiries: dict[tuple[int, str, int], Inquiry] = {}
         self._ended_on: dict[int, set[int]] = {}
+        #: At the comparer: the last generation for which it has sent `MakeInner`.
+        self._make_sent = -1
         self._generation = Generation(
             -1
         )  # until the ranks have met; ends of generations before that move it on
@@ -379,6 +386,12 @@ class WatchedGroup(HvdlabProcessGroup):
         self._end_generation(old, message, new)
         if self._calls.has_its_ranks():
             self._send(InnerEnded(self._name_in_mail, new.number), [self._comparer(self._members)])
+
+    def report_inner_ended_again(self) -> None:
+        """Report again that the next inner group can be made: this mail, or the answer, may be lost with the coordinator. Control thread."""
+        generation = self._generation
+        if generation.number >= 0 and not generation.begun and self._calls.has_its_ranks():
+            self._send(InnerEnded(self._name_in_mail, generation.number), [self._comparer(self._members)])
 
     def world_changed(self) -> None:
         """Let the threads go on that wait for an inner group, if there will be none: the group has lost ranks. Control thread."""
@@ -701,6 +714,9 @@ class WatchedGroup(HvdlabProcessGroup):
                 self._begin_making(generation)
 
     def _on_inner_ended(self, sender: int, generation: int) -> None:
+        if generation <= self._make_sent:  # the rank has reported it again, and has not got the answer
+            self._send(MakeInner(self._name_in_mail, generation), [sender])
+            return
         ended = self._ended_on.setdefault(generation, set())
         ended.add(sender)
         if ended >= set(self._members):
@@ -708,6 +724,7 @@ class WatchedGroup(HvdlabProcessGroup):
             self._ended_on = {
                 number: ranks for number, ranks in self._ended_on.items() if number > generation
             }
+            self._make_sent = generation
             self._send(MakeInner(self._name_in_mail, generation), self._members)
 
     def _on_late(self, mail: LateLaunch) -> None:

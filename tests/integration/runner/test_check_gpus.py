@@ -30,7 +30,7 @@ def test_ranks_with_a_gpu_each_are_checked_timed_interrupted_and_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_gpus, "SIZES", {"4 KiB": 4096})
-    assert check_gpus.run(3, program("xyz"), tmp_path / "found.json", PATIENCE) == 0
+    assert check_gpus.run(3, program("xyz", torch=True), tmp_path / "found.json", PATIENCE) == 0
     lines = capsys.readouterr().out
     assert "rank 1             GPU 0 of 1 (yyyyyyyy); cuda/ipc, cuda/nccl; NCCL 2.28.9\n" in lines
     assert "rank 1 reaches     no peer access\n" in lines

@@ -14,10 +14,15 @@ from support.fakes import nccl as fake_nccl
 TESTS = Path(__file__).parents[2]
 
 
-def rank_program(gpus: str, more: str = "") -> list[str]:
-    """Return the program of a rank on the simulated GPU that its letter names, after more statements."""
+def rank_program(gpus: str, more: str = "", *, torch: bool = False) -> list[str]:
+    """Return the program of a rank on the simulated GPU that its letter names, after more statements.
+
+    Without ``torch`` the rank finds none: importing it, for a comparison with torch's own NCCL, takes most of a rank's time.
+    """
+    absent = "" if torch else "sys.modules['torch'] = None"
     text = f"""
 import os, sys
+{absent}
 sys.path.insert(0, {str(TESTS)!r})
 from support.fakes import cuda as fake_cuda
 from support.fakes import nccl as fake_nccl
@@ -40,7 +45,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         os.environ[fake_nccl.DIRECTORY] = directory
         # The limit is that of whoever runs this program.
-        return check_gpus.run(2, rank_program("xy"), parser.parse_args().json, within=3600.0)
+        return check_gpus.run(2, rank_program("xy", torch=True), parser.parse_args().json, within=3600.0)
 
 
 if __name__ == "__main__":

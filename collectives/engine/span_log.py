@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.tracing.clocks import ClockSamples
+from hvdlab.collectives.tracing.record_format import ClockSamples
 from hvdlab.collectives.tracing.recorder import Recorder
 from hvdlab.collectives.types import DType, OpKind
 

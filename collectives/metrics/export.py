@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
 from hvdlab.collectives.tracing.record_format import (
     RECORD_BYTES,
+    Alignment,
     ClockSample,
     Event,
     Head,
     Metric,
     RecordType,
+    clock_domain,
     read_head,
     read_record,
 )

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hvdlab.collectives.tracing.clocks import Alignment
 from hvdlab.collectives.tracing.record_format import (
     BATCH_RECORDS,
     AbortEvent,
+    Alignment,
     CellBeginEvent,
     CellEndEvent,
     ClockSample,

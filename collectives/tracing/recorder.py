@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives.text import UNKNOWN_SITE
 from hvdlab.collectives.tracing import record_format
-from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
     BATCH_RECORDS,
     FLAG_FAILED,
@@ -25,6 +24,7 @@ from hvdlab.collectives.tracing.record_format import (
     SPAN,
     RecordType,
     Span,
+    clock_domain,
 )
 from hvdlab.collectives.types import DType, OpKind
 

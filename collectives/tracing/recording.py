@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from hvdlab.collectives.errors import ProtocolError, format_ranks, shown_name
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.protocol.messages import MOST_RANKS
-from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
 from hvdlab.collectives.tracing.collective_matching import Generations, Numbering, collective_arrivals
 from hvdlab.collectives.tracing.columns import (
     FAILED,
@@ -37,6 +36,7 @@ from hvdlab.collectives.tracing.derived_series import DERIVED, DerivedSeries
 from hvdlab.collectives.tracing.record_format import (
     RECORD_BYTES,
     AbortEvent,
+    Alignment,
     CellBeginEvent,
     CellEndEvent,
     ClockSample,
@@ -46,6 +46,7 @@ from hvdlab.collectives.tracing.record_format import (
     Members,
     Metric,
     RecordType,
+    clock_domain,
     read_head,
     read_record,
 )

@@ -179,15 +179,15 @@ def _save(recording: Recording, client: Client | None, file: Path) -> None:
 
 
 def _summary(recording: Recording) -> str:
-    from hvdlab.collectives.tracing import text_report
+    from hvdlab.collectives.tracing import rank_activity
 
     if not recording.count:
-        return text_report.head(recording)
-    return f"{text_report.head(recording)}\n\n{text_report.ranks(recording)}"
+        return rank_activity.report_head(recording)
+    return f"{rank_activity.report_head(recording)}\n\n{rank_activity.report_ranks(recording)}"
 
 
 def _top(recording: Recording, client: Client | None, options: argparse.Namespace) -> None:
-    from hvdlab.collectives.tracing import text_report
+    from hvdlab.collectives.tracing import rank_activity
 
     follow = client is not None and not options.once
     clear = CLEAR if follow and sys.stdout.isatty() else ""
@@ -203,7 +203,7 @@ def _top(recording: Recording, client: Client | None, options: argparse.Namespac
         version = recording.version
         text = _summary(recording)
         if recording.count:
-            text += f"\n\n{text_report.collectives(recording, options.n)}"
+            text += f"\n\n{rank_activity.report_collectives(recording, options.n)}"
         print(f"{clear}{text}", flush=True)
         if not follow:
             return

@@ -13,8 +13,7 @@ from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.text import call_site
-from hvdlab.collectives.tracing.clocks import ClockSamples
-from hvdlab.collectives.tracing.record_format import group_of, push_batch
+from hvdlab.collectives.tracing.record_format import ClockSamples, group_of, push_batch
 from hvdlab.collectives.types import DType, OpKind
 
 

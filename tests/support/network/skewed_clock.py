@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from hvdlab.collectives.tracing import clocks
+from hvdlab.collectives.tracing import record_format
 
 AHEAD_NS = 7_000_000_000  # 7 s
 _monotonic_ns = time.monotonic_ns
@@ -28,4 +28,4 @@ def _replace(old: Callable[[], int], new: Callable[[], int]) -> None:
 
 if os.environ.get("SKEWED_CLOCK") and os.environ.get("HVDLAB_RANK") == "1":
     _replace(_monotonic_ns, _ahead)
-    _replace(clocks.clock_domain, lambda: 4711)
+    _replace(record_format.clock_domain, lambda: 4711)

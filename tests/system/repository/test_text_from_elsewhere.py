@@ -38,7 +38,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.failures import Failure
 from hvdlab.collectives.logs import aborted, operator_log, set_up
 from hvdlab.collectives.protocol.messages import Abort
-from hvdlab.collectives.tracing import check, text_report
+from hvdlab.collectives.tracing import check, rank_activity
 from hvdlab.collectives.tracing.record_format import Members, Metric, Span, encode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
@@ -112,7 +112,11 @@ def traced(name: str, directory: Path) -> Path:
 
 def summary(name: str, directory: Path) -> str:
     recording = load_trace(traced(name, directory))
-    return text_report.head(recording) + text_report.ranks(recording) + text_report.collectives(recording)
+    return (
+        rank_activity.report_head(recording)
+        + rank_activity.report_ranks(recording)
+        + rank_activity.report_collectives(recording)
+    )
 
 
 def refusal(name: str, directory: Path) -> str:

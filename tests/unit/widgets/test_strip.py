@@ -12,8 +12,13 @@ import pytest
 pytest.importorskip("anywidget")
 
 from hvdlab.collectives.protocol.messages import Member
-from hvdlab.collectives.tracing.clocks import clock_domain
-from hvdlab.collectives.tracing.record_format import CellBeginEvent, CellEndEvent, Metric, encode
+from hvdlab.collectives.tracing.record_format import (
+    CellBeginEvent,
+    CellEndEvent,
+    Metric,
+    clock_domain,
+    encode,
+)
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import Membership
 from hvdlab.widgets.strip import StripWidget, cell_begin, summary_html

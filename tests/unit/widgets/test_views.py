@@ -15,7 +15,6 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.protocol.messages import Member
-from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
     CellBeginEvent,
     CellEndEvent,
@@ -23,6 +22,7 @@ from hvdlab.collectives.tracing.record_format import (
     Members,
     Metric,
     Span,
+    clock_domain,
     encode,
 )
 from hvdlab.collectives.tracing.recording import Recording

@@ -13,8 +13,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.tracing.clocks import clock_domain
-from hvdlab.collectives.tracing.record_format import CellBeginEvent, encode
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, clock_domain, encode
 from hvdlab.collectives.tracing.recording import Recording
 from support.patience import PATIENCE
 from support.timeline_traces import START_NS, steps

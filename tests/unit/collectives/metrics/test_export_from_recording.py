@@ -11,8 +11,7 @@ import pytest
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.export import Point, RecordingExport
-from hvdlab.collectives.tracing.clocks import clock_domain
-from hvdlab.collectives.tracing.record_format import Event, Metric, encode
+from hvdlab.collectives.tracing.record_format import Event, Metric, clock_domain, encode
 from hvdlab.collectives.tracing.recording import Recording
 from support.patience import PATIENCE
 from support.timeline_traces import steps

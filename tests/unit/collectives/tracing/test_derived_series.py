@@ -1,4 +1,4 @@
-"""Series that follow from spans, compared with their definitions for each millisecond."""
+"""Series that follow from spans, against their definitions for each millisecond; and unions of intervals, against each moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.collectives.tracing import derived_series
-from hvdlab.collectives.tracing.intervals import Union
+from hvdlab.collectives.tracing.derived_series import Union, union_lengths
 from hvdlab.collectives.tracing.record_format import (
     CellBeginEvent,
     CellEndEvent,
@@ -294,3 +294,16 @@ def test_what_is_kept_for_the_derivation_is_bounded(monkeypatch: pytest.MonkeyPa
     rest = recording._derived._lateness._incomplete
     assert rest is not None
     assert len(rest.op) == 0
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(-20, 40), st.integers(0, 15)), max_size=20)
+
+
+@given(INTERVALS, st.integers(-25, 45))
+def test_each_moment_of_a_group_counts_once(intervals: list[tuple[int, int, int]], since: int) -> None:
+    moments: list[set[int]] = [set() for _ in range(4)]
+    for group, begin, length in intervals:
+        moments[group].update(range(max(begin, since), begin + length))
+    columns = np.array(intervals, np.int64).reshape(-1, 3).T
+    found = union_lengths(columns[0], columns[1], columns[1] + columns[2], since, 4)
+    assert found.tolist() == [len(group) for group in moments]

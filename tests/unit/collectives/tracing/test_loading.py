@@ -12,7 +12,7 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.tracing import text_report, trace_file
+from hvdlab.collectives.tracing import rank_activity, trace_file
 from hvdlab.collectives.tracing.chrome_trace import CLOCK_COMPARED
 from hvdlab.collectives.tracing.record_format import (
     CellBeginEvent,
@@ -174,10 +174,12 @@ def test_a_saved_trace_tells_how_well_clocks_are_known(tmp_path: Path) -> None:
 
 def test_a_summary_tells_how_well_clocks_are_known(tmp_path: Path) -> None:
     recording = two_hosts()
-    assert text_report.head(recording).splitlines()[1:] == ["clock of rank 1 (far): known to within 70 ns"]
+    assert rank_activity.report_head(recording).splitlines()[1:] == [
+        "clock of rank 1 (far): known to within 70 ns"
+    ]
     again = load_trace(save_recording(recording, tmp_path / "run.json.gz"))
-    assert text_report.head(again).splitlines()[1:] == ["clock of rank 1: known to within 70 ns"]
-    assert len(text_report.head(recorded()).splitlines()) == 1
+    assert rank_activity.report_head(again).splitlines()[1:] == ["clock of rank 1: known to within 70 ns"]
+    assert len(rank_activity.report_head(recorded()).splitlines()) == 1
 
 
 # -- in text ------------------------------------------------------------------------------------------------------
@@ -198,23 +200,23 @@ def late_rank() -> Recording:
 
 def test_ranks_are_told_by_who_holds_the_others_up() -> None:
     recording = late_rank()
-    assert text_report.head(recording) == "8 spans of 2 ranks in 0.342 s"
-    lines = [line.split() for line in text_report.ranks(recording).splitlines()]
+    assert rank_activity.report_head(recording) == "8 spans of 2 ranks in 0.342 s"
+    lines = [line.split() for line in rank_activity.report_ranks(recording).splitlines()]
     assert [line[0] for line in lines] == ["rank", "1", "0"]
     assert lines[1][1:5] == ["4", "3", "120", "ms"]
     assert lines[2][1:5] == ["4", "1", "5", "ms"]
 
 
 def test_collectives_are_told_by_how_long_they_were_waited_in() -> None:
-    (titles, line) = text_report.collectives(late_rank()).splitlines()
+    (titles, line) = rank_activity.report_collectives(late_rank()).splitlines()
     assert titles.split()[:4] == ["tensor", "collective", "line", "spans"]
     assert line.split()[:8] == ["loss", "allreduce", "train.py:3", "8", "125", "ms", "40", "ms"]
     assert line.endswith("rank 1 (75%)")
 
 
 def test_nothing_recorded_is_told() -> None:
-    assert text_report.head(Recording()) == "nothing was recorded"
-    assert text_report.table([("a", "b"), ("ccc", "d")], "lr") == "a    b\nccc  d"
+    assert rank_activity.report_head(Recording()) == "nothing was recorded"
+    assert rank_activity.format_table([("a", "b"), ("ccc", "d")], "lr") == "a    b\nccc  d"
 
 
 @pytest.mark.parametrize(
@@ -222,8 +224,8 @@ def test_nothing_recorded_is_told() -> None:
     [(0, "0"), (7, "7 ns"), (1500, "1.5 us"), (2_345_678, "2.35 ms"), (3e9, "3 s"), (12_345e9, "12,345 s")],
 )
 def test_durations_have_three_digits(value: float, text: str) -> None:
-    assert text_report.time(value) == text
-    assert text_report.size(1_234_000) == "1.23 MB"
+    assert rank_activity.format_duration(value) == text
+    assert rank_activity.format_size(1_234_000) == "1.23 MB"
 
 
 def test_a_small_file_does_not_take_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.text import UNKNOWN_SITE
-from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
     BATCH_RECORDS,
     AbortEvent,
@@ -23,6 +22,7 @@ from hvdlab.collectives.tracing.record_format import (
     Metric,
     RecordBatch,
     Span,
+    clock_domain,
     decode,
 )
 from hvdlab.collectives.tracing.recorder import Recorder

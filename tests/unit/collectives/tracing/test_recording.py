@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.tracing import recording as recording_module
-from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.collective_matching import Numbering
 from hvdlab.collectives.tracing.columns import ROW, RowStore
 from hvdlab.collectives.tracing.rank_activity import summarize
@@ -27,6 +26,7 @@ from hvdlab.collectives.tracing.record_format import (
     Members,
     Metric,
     Span,
+    clock_domain,
     encode,
 )
 from hvdlab.collectives.tracing.recording import Recording

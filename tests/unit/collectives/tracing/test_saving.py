@@ -16,7 +16,6 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.tracing.check import check
 from hvdlab.collectives.tracing.chrome_trace import ChromeTrace, TraceEvent
-from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
     AbortEvent,
     CellBeginEvent,
@@ -25,6 +24,7 @@ from hvdlab.collectives.tracing.record_format import (
     Members,
     Metric,
     Span,
+    clock_domain,
     decode,
     encode,
 )

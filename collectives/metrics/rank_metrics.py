@@ -10,8 +10,8 @@ from typing import Any, SupportsFloat, SupportsIndex
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.telemetry import RankExport
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics import names
 from hvdlab.collectives.metrics.export import Exporter, checked, patterns
+from hvdlab.collectives.metrics.sampler import SAMPLES_PER_SECOND, STEP_TIME
 
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
@@ -106,9 +106,9 @@ class StepMeter:
         where = (id(engine), engine.cells_begun)
         if self._before is not None and self._before[1] == where:
             seconds = max(now - self._before[0], 1) / 1e9 / steps
-            engine.metric(names.STEP_TIME, seconds, self.count, now)
+            engine.metric(STEP_TIME, seconds, self.count, now)
             if self._batch_size is not None:
-                engine.metric(names.SAMPLES_PER_SECOND, self._batch_size / seconds, self.count, now)
+                engine.metric(SAMPLES_PER_SECOND, self._batch_size / seconds, self.count, now)
         self._before = now, where
 
 

@@ -1,6 +1,6 @@
-"""Samples of this rank's process and of its GPUs at equal intervals, on a thread of its own.
+"""Samples of this rank's process and of its GPUs at equal intervals, on a thread of its own; and the names of hvdlab's own metrics.
 
-GPUs are those that NVIDIA's management library shows; that needs ``nvidia-ml-py``.
+GPUs are those that NVIDIA's management library shows; that needs ``nvidia-ml-py``. Metrics of users may have any other
 """
 
 from __future__ import annotations
@@ -13,8 +13,30 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from hvdlab.collectives import system
-from hvdlab.collectives.metrics import names
-from hvdlab.collectives.system import RESIDENT, THREADS, process_status
+from hvdlab.collectives.system import process_status
+
+CPU = "hvdlab/cpu"
+"""Processor time of the process, in percent of one core."""
+RSS = "hvdlab/rss"
+"""Memory of the process that is resident, in bytes."""
+THREADS = "hvdlab/threads"
+"""Threads of the process."""
+GPU = "hvdlab/gpu{index}"
+"""A GPU of this rank; ``index`` counts those that its process sees."""
+GPU_UTILISATION = GPU + "/utilisation"
+"""Percent of the time in which the GPU ran something, of this process or of any other."""
+GPU_MEMORY = GPU + "/memory"
+"""Memory of the GPU that is in use, by this process or any other, in bytes."""
+STEP_TIME = "hvdlab/step_time"
+"""From the end of one optimizer step to that of the next, in seconds."""
+SAMPLES_PER_SECOND = "hvdlab/samples_per_second"
+"""Samples per second of this rank."""
+GRADIENT_NORM = "hvdlab/gradient_norm"
+"""2-norm of all gradients together, as the optimizer gets them."""
+LOSS_SCALE = "hvdlab/loss_scale"
+"""The factor by which a gradient scaler multiplies the loss."""
+LEARNING_RATE = "hvdlab/learning_rate"
+"""Learning rate of the optimizer; with ``/`` and the name or number of the parameter group behind it if the groups differ."""
 
 Values = list[tuple[str, float]]
 
@@ -62,9 +84,9 @@ class ProcessUsage:
         cpu = 100 * (used - self._before[1]) / max(now - self._before[0], 1)
         self._before = now, used
         return [
-            (names.CPU, cpu),
-            (names.RSS, float(int(fields[RESIDENT]) * _PAGE)),
-            (names.THREADS, float(fields[THREADS])),
+            (CPU, cpu),
+            (RSS, float(int(fields[system.RESIDENT]) * _PAGE)),
+            (THREADS, float(fields[system.THREADS])),
         ]
 
     def close(self) -> None:
@@ -108,10 +130,10 @@ class GpuUsage:
         for index, handle in self._used():
             busy = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
             if busy is not None:
-                values.append((names.GPU_UTILISATION.format(index=index), float(busy.gpu)))
+                values.append((GPU_UTILISATION.format(index=index), float(busy.gpu)))
             memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
             if memory is not None:
-                values.append((names.GPU_MEMORY.format(index=index), float(memory.used)))
+                values.append((GPU_MEMORY.format(index=index), float(memory.used)))
         return values
 
     def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlab.collectives.errors import shown_name
-from hvdlab.collectives.metrics.names import STEP_TIME
+from hvdlab.collectives.metrics.sampler import STEP_TIME
 from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.collective_matching import collective_arrivals
 from hvdlab.collectives.tracing.columns import NOT_READY, NOT_STARTED, Rows, distance

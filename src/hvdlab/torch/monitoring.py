@@ -29,8 +29,8 @@ from hvdlab.bindings.step_record import MEMORY, SAMPLED, Input, StepRecord, tens
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.fingerprint import SIZE
-from hvdlab.collectives.metrics import names
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
+from hvdlab.collectives.metrics.sampler import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.torch.dynamo import untraced
 from hvdlab.torch.fingerprints import of_tensor
@@ -76,7 +76,7 @@ class TorchWatch(TrainingWatch):
             return
         now = time.monotonic_ns()
         if self._scaler is not None:
-            record_metric(names.LOSS_SCALE, self._scaler.get_scale(), step, now)
+            record_metric(LOSS_SCALE, self._scaler.get_scale(), step, now)
         if not _closure(args, kwargs):
             self._norm(optimizer, step, now)
 
@@ -95,7 +95,7 @@ class TorchWatch(TrainingWatch):
             return
         # A GradScaler sets this attribute on a fused optimizer, which divides by it itself.
         scale = getattr(optimizer, "grad_scale", None)
-        self._late.put(names.GRADIENT_NORM, norm if scale is None else norm / scale, step, now)
+        self._late.put(GRADIENT_NORM, norm if scale is None else norm / scale, step, now)
 
     def close(self) -> None:
         """Record no more learning rates, norms of gradients and loss scales. Idempotent.
@@ -174,8 +174,8 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
     rates = [float(group["lr"]) for group in groups if "lr" in group]
     if len(rates) == len(groups) and len(set(rates)) > 1:
         labels = [str(group.get("name", number)) for number, group in enumerate(groups)]
-        return [(f"{names.LEARNING_RATE}/{label}", rate) for label, rate in zip(labels, rates, strict=True)]
-    return [(names.LEARNING_RATE, rate) for rate in rates[:1]]
+        return [(f"{LEARNING_RATE}/{label}", rate) for label, rate in zip(labels, rates, strict=True)]
+    return [(LEARNING_RATE, rate) for rate in rates[:1]]
 
 
 def _closure(args: Sequence[Any], kwargs: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.bindings.monitoring import DIVERGENCE_WATCH
 from hvdlab.collectives import context
-from hvdlab.collectives.metrics import names
+from hvdlab.collectives.metrics.sampler import LEARNING_RATE
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.callbacks import Callback, learning_rate
@@ -66,7 +66,7 @@ class RecordFit(Callback):
         self._record(logs)
         rate = plain_variable(getattr(self._optimizer, "_learning_rate", None))
         if hasattr(rate, "assign") and context.is_initialized():
-            context.engine().metric(names.LEARNING_RATE, float(rate.numpy()), self._meter.count)
+            context.engine().metric(LEARNING_RATE, float(rate.numpy()), self._meter.count)
         watch = _watch_of(self.model)
         if watch is not None:
             watch.counted(steps)
@@ -75,7 +75,7 @@ class RecordFit(Callback):
         self._record({name: value for name, value in (logs or {}).items() if name.startswith(_OF_VALIDATION)})
         rate = plain_variable(getattr(self._optimizer, "_learning_rate", None))
         if not hasattr(rate, "assign"):  # a schedule: computing its rate after each step would take too long
-            self._record({names.LEARNING_RATE: learning_rate(self._optimizer)})
+            self._record({LEARNING_RATE: learning_rate(self._optimizer)})
 
     @property
     def _optimizer(self) -> Any:

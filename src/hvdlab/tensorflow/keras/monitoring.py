@@ -38,8 +38,8 @@ from hvdlab.bindings.monitoring import (
 from hvdlab.bindings.step_record import MEMORY, SAMPLED, Input, Replay, StepRecord, tensors
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.fingerprint import SIZE, fingerprint, of_blocks
-from hvdlab.collectives.metrics import names
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
+from hvdlab.collectives.metrics.sampler import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.errors import translated
 from hvdlab.tensorflow.functions import plain_variable
@@ -202,7 +202,7 @@ class KerasWatch(TrainingWatch):
         self._meter.step(steps)
         rate = plain_variable(getattr(self._inner, "_learning_rate", None))
         if hasattr(rate, "assign") or self._measuring:  # a schedule would compute the rate at each step
-            record_metric(names.LEARNING_RATE, learning_rate(self._inner), self.step, time.monotonic_ns())
+            record_metric(LEARNING_RATE, learning_rate(self._inner), self.step, time.monotonic_ns())
         self.counted(steps)
 
     def counted(self, steps: int) -> None:
@@ -211,9 +211,9 @@ class KerasWatch(TrainingWatch):
         if self._measuring:
             norm = float(self._norm.numpy())
             if norm != _NOTHING:  # otherwise loss scaling has skipped the step
-                record_metric(names.GRADIENT_NORM, norm, self.step, now)
+                record_metric(GRADIENT_NORM, norm, self.step, now)
             if self._scale is not None:
-                record_metric(names.LOSS_SCALE, self._scale, self.step, now)
+                record_metric(LOSS_SCALE, self._scale, self.step, now)
         self._prepare(steps)
 
     def _prepare(self, steps: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdlab import exporters
-from hvdlab.collectives.metrics import names
+from hvdlab.collectives.metrics import sampler
 from hvdlab.collectives.metrics.export import MOST_WAITING, Export, Point
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -18,7 +18,8 @@ DOCS = Path(__file__).parents[4] / "docs"
 def test_the_reference_has_the_names_that_ranks_record() -> None:
     page = (DOCS / "reference" / "metrics.md").read_text()
     told = {name for name in re.findall(r"`(hvdlab/[^`<… ]+[^/`<… ])`", page)}
-    known = {value for key, value in vars(names).items() if key.isupper() and key not in ("PREFIX", "GPU")}
+    constants = {key: value for key, value in vars(sampler).items() if key.isupper() and key != "GPU"}
+    known = {value for value in constants.values() if isinstance(value, str) and value.startswith("hvdlab/")}
     assert {name.format(index=0) for name in known} <= told
 
 

@@ -1,1 +1,1 @@
-"""Reductions: those that exist (``support``), and their computation on numpy buffers (``fold``, ``integers``, ``adasum``)."""
+"""Reductions on numpy buffers: folds (``fold``), averages of integers (``integers``) and Adasum (``adasum``)."""

@@ -14,8 +14,7 @@ from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.planes.buffers import HOST, HostArray
 from hvdlab.collectives.reduce.integers import needs_width
-from hvdlab.collectives.reduce.support import check_supported
-from hvdlab.collectives.types import SUM, DType, OpKind, ReduceOp, Reduction
+from hvdlab.collectives.types import SUM, DType, OpKind, ReduceOp, Reduction, check_supported
 
 T = TypeVar("T")
 

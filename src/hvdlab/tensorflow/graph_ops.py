@@ -29,9 +29,8 @@ from hvdlab.bindings.gradients import Differentiable, ForwardPass, own_rows
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.reduce.adasum import levels
-from hvdlab.collectives.reduce.support import check_supported
 from hvdlab.collectives.text import site_of_lines
-from hvdlab.collectives.types import OpKind, ReduceOp, Reduction
+from hvdlab.collectives.types import OpKind, ReduceOp, Reduction, check_supported
 from hvdlab.tensorflow import kernels
 from hvdlab.tensorflow.adapter import BINDING, as_tensor, core_dtype
 from hvdlab.tensorflow.errors import JIT

@@ -71,7 +71,7 @@ def test_options_override_the_defaults() -> None:
 def test_the_coordinator_can_size_a_segment_without_numpy() -> None:
     code = (
         "import sys; from hvdlab.collectives.planes.shm.layout import segment_size; segment_size(8);"
-        "from hvdlab.collectives.reduce.support import check_supported; assert 'numpy' not in sys.modules"
+        "from hvdlab.collectives.types import check_supported; assert 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 

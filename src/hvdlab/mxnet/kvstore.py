@@ -10,10 +10,10 @@ import mxnet as mx  # pyright: ignore[reportMissingImports]
 from hvdlab import kvstore
 from hvdlab.collectives.kvstore import lr_schedulers
 from hvdlab.collectives.kvstore.allreduce_stores import DistSyncStore
-from hvdlab.collectives.kvstore.factory import create_native
 from hvdlab.collectives.kvstore.optimizer_state import write_file
 from hvdlab.collectives.kvstore.server_store import ServerStore
 from hvdlab.collectives.process_sets import ProcessSet
+from hvdlab.kvstore import create_native
 
 _mxnets_create = mx.kvstore.create
 

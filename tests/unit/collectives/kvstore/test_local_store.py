@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab import kvstore
-from hvdlab.collectives.kvstore import factory, optimizer_state
+from hvdlab.collectives.kvstore import optimizer_state
 from hvdlab.collectives.kvstore.local_store import GradientCompression
 from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec, ScheduleSpec, _mode_of
 from hvdlab.collectives.kvstore.optimizers import portable, restored
@@ -187,7 +187,7 @@ def test_names_and_capabilities() -> None:
         kv._barrier()
         kv._send_command_to_servers(0, "")
     with pytest.raises(TypeError, match="name must be a string"):
-        factory.create(3)  # type: ignore[arg-type]
+        kvstore.create(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'dist_magic'.*byteps.*dist_sync.*local"):
         kvstore.create("dist_magic")
     with pytest.raises(KVStoreError, match="USE_NCCL=1"):

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
-from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.buffers import HOST, storage_type
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
 from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction
 

@@ -18,7 +18,6 @@ from time import monotonic_ns
 
 import numpy as np
 
-from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.engine.entries import Entry, RunBatch, Zeros
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane
@@ -30,6 +29,7 @@ from hvdlab.collectives.planes.buffers import (
     Tensor,
     buffer_of,
     host_view,
+    storage_type,
 )
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.subgroups import PeerPlanes

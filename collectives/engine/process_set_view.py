@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.engine.entries import (
     ANNOUNCED,
     ENDED,
@@ -26,7 +25,7 @@ from hvdlab.collectives.engine.entries import (
 )
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError, Pending
-from hvdlab.collectives.planes.buffers import HOST, HostArray, HostArrays, host_view
+from hvdlab.collectives.planes.buffers import HOST, HostArray, HostArrays, host_view, storage_type
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol import messages as m

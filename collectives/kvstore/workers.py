@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlab.collectives import context
-from hvdlab.collectives.arrays import dtype_of
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.requests import Request
@@ -23,6 +22,7 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.base import Key
+from hvdlab.collectives.planes.buffers import dtype_of
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
 from hvdlab.collectives.types import PLAIN, SUM, DType, OpKind, ReduceOp
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.engine.operations import allreduce_adasum, allreduce_wide, reducescatter_wide
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
+from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.integers import needs_width

@@ -22,7 +22,6 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # it 
 from hvdlab.bindings import elastic_state as bindings_state
 from hvdlab.bindings.elastic_state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
-from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.elastic import state as elastic_state
 from hvdlab.collectives.elastic import training_loop
 from hvdlab.collectives.elastic.state import Lineage, News, NotificationManager
@@ -31,6 +30,7 @@ from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
 from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
+from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 from support.simulation.joint_ranks import SimEntry, SimRank

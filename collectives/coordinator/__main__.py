@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from hvdlab.collectives.coordinator.handover import Handover
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorReady, state_options
 from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.failover.supervisor import Handover
 from hvdlab.collectives.logs import operator_log
 
 

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import msgspec
 
-from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
 from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.failover.supervisor import server_of, take_over
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.system import living_children, raise_on_hangup, require_own_peer
 from hvdlab.launch.forkserver.children import READ_SIZE, ChildTable, Role, fork, why_not

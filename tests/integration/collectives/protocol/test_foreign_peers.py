@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives import system
-from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.failover.supervisor import server_of, take_over
 from hvdlab.collectives.kvstore.servers import starting
 from hvdlab.collectives.protocol.handshake import ForeignPeerError, connect
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello

@@ -18,9 +18,9 @@ import pytest
 
 from hvdlab.collectives import system
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.coordinator.handover import server_of
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.failover.supervisor import server_of
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook import kept_pools
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives import system
-from hvdlab.collectives.coordinator.handover import Handover, take_over
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch
+from hvdlab.collectives.failover.supervisor import Handover, take_over
 from support import ordinary_user
 from support.patience import PATIENCE
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 from hvdlab.collectives.coordinator.events import PeerConnected, Received, Send
-from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.protocol import messages as m

@@ -17,8 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from hvdlab.collectives.coordinator.options import ServerOptions
-from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorReady, state_options
+from hvdlab.collectives.coordinator.process import (
+    CoordinatorLaunch,
+    CoordinatorReady,
+    ServerOptions,
+    state_options,
+)
 from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.failover.supervisor import Handover

@@ -21,7 +21,7 @@ from hvdlab.collectives.coordinator.deadlock import RunningCells
 from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind
 from hvdlab.collectives.coordinator.events import CloseConnection, Log, Send
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import (
     OPEN,
     Decisions,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hvdlab.collectives.coordinator.event_history import LaggingSubscriber
 from hvdlab.collectives.coordinator.events import Event, PeerLost
-from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.process import ServerOptions
 from hvdlab.collectives.event_loop import NEVER, READ, WRITE, CallScheduler, EventLoop
 from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint

@@ -13,7 +13,7 @@ from collections.abc import Generator
 import msgspec
 
 from hvdlab.collectives.coordinator.events import Send
-from hvdlab.collectives.coordinator.options import HISTORY_BYTES
+from hvdlab.collectives.coordinator.process import HISTORY_BYTES
 from hvdlab.collectives.protocol.messages import RankEvents
 from hvdlab.collectives.tracing.record_format import count_of, with_lost
 

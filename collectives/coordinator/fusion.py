@@ -13,8 +13,8 @@ from collections.abc import Generator, Iterable, Sequence
 from hvdlab.collectives.autotune import Parameters, Tuner, TuningSample
 from hvdlab.collectives.coordinator.events import Effect, Log, Send, Tuned
 from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason, log_verdict
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.priorities import have_priority
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import (
     Decisions,
     GenerationAbort,

@@ -20,7 +20,7 @@ from typing import Protocol
 from hvdlab.collectives.coordinator.connections import Connection, Connections
 from hvdlab.collectives.coordinator.events import Event, Received
 from hvdlab.collectives.coordinator.membership import MembershipTable
-from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.process import ServerOptions
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.event_loop import NEVER
 from hvdlab.collectives.protocol.codec import encode

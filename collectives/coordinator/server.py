@@ -36,7 +36,7 @@ from hvdlab.collectives.coordinator.events import (
     Tuned,
 )
 from hvdlab.collectives.coordinator.liveness import Liveness
-from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.process import ServerOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.event_loop import NEVER, READ, WRITE

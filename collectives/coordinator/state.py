@@ -42,8 +42,8 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.fusion import Fusion
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import (
     OPEN,
     Decisions,

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from support.simulation.joint_simulation import Simulation
 
 ROOT = Path(__file__).parents[2]

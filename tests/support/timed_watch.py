@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hvdlab.collectives.coordinator.connections import Connection, Connections
 from hvdlab.collectives.coordinator.events import Received
 from hvdlab.collectives.coordinator.liveness import Liveness
-from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.process import ServerOptions
 from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.requests import CompletionHook, Request
 from hvdlab.collectives.logs import operator_log

@@ -32,7 +32,7 @@ from hvdlab.collectives.coordinator.events import (
     SendConfigure,
     Tick,
 )
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CLIENT_HANDLERS, RANK_HANDLERS, CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.kvstore.optimizers import SGD, Adam, portable

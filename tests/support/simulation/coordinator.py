@@ -21,7 +21,7 @@ from hvdlab.collectives.coordinator.events import (
     SendConfigure,
     Tick,
 )
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import DType, OpKind, ReduceOp

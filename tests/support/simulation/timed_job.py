@@ -27,7 +27,7 @@ from hvdlab.collectives.coordinator.events import (
     SendConfigure,
     Tick,
 )
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.engine.entries import Entry, Fail, NewGeneration, RunBatch
 from hvdlab.collectives.engine.rank_state import RankState

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives import system
-from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.process import ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.failover.supervisor import server_of, take_over

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hvdlab.collectives.coordinator.events import PeerConnected
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol import codec

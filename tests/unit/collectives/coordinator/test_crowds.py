@@ -9,7 +9,7 @@ import pytest
 
 from hvdlab.collectives.coordinator import connections
 from hvdlab.collectives.coordinator.connections import Connections
-from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions, ServerOptions
 from support.logged_lines import LoggedLines
 
 

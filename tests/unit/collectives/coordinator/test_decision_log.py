@@ -12,7 +12,7 @@ from hvdlab.collectives.coordinator.decision_log import (
     subject_of,
 )
 from hvdlab.collectives.coordinator.events import Log, PeerConnected, PeerLost, Received
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.failover.successor import GENERATIONS
 from hvdlab.collectives.protocol import messages as m
 from support.simulation.coordinator import CLIENT, Simulation, signature

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 from support.simulation.coordinator import Simulation, Submission, signature

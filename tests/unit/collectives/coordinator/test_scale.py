@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.protocol import messages as m
 from support.simulation.coordinator import Simulation, signature
 

@@ -17,7 +17,7 @@ import pytest
 
 from hvdlab.collectives.coordinator import event_history, liveness
 from hvdlab.collectives.coordinator.connections import Connection
-from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer, UnsoundStateError
 from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.errors import StartError

@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from hvdlab.collectives.coordinator.events import CloseConnection, PeerConnected, PeerLost, Received
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind

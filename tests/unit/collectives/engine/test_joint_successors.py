@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.collectives.coordinator.events import PeerLost
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m

@@ -16,7 +16,7 @@ from hvdlab.collectives.coordinator.events import (
     SendConfigure,
     Tick,
 )
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.failover.successor import GENERATIONS

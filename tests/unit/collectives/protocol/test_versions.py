@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlab
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
 from support.simulation.coordinator import Simulation

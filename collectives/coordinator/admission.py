@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator.deadlock import RunningCells
 from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind
 from hvdlab.collectives.coordinator.events import CloseConnection, Log, Send
@@ -95,7 +94,7 @@ class Admission:
         membership = self._membership
         members = (living.member for living in membership.ranks.values())
         required, hosts = self._options.require_encryption, membership.hosts.keys()
-        reason = encryption.refusal(required, rank, hello, members, hosts)
+        reason = handshake.encryption_refusal(required, rank, hello, members, hosts)
         # The coordinator's own version of hvdlab counts: of two ranks that differ, the first one to come need not be right.
         others = [("the coordinator", {"hvdlab": handshake.own_versions()["hvdlab"]})]
         if not membership.versions.fit(hello.versions):

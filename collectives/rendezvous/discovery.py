@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hvdlab.collectives import system
-from hvdlab.collectives.encryption import require_sealed_rendezvous
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.endpoint import client_context, require_same_certificate
-from hvdlab.collectives.protocol.handshake import TlsAddress, UnixAddress, parse_address
+from hvdlab.collectives.protocol.handshake import (
+    TlsAddress,
+    UnixAddress,
+    parse_address,
+    require_sealed_rendezvous,
+)
 from hvdlab.collectives.rendezvous import backends
 from hvdlab.collectives.rendezvous.backends import DirectoryBackend, RendezvousBackend
 from hvdlab.collectives.rendezvous.launchers import Launched, Meeting, detect, job_key

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.point_to_point import lost_messages
 from hvdlab.collectives.coordinator.process_sets import Decisions, GenerationAbort, ProcessSetState
-from hvdlab.collectives.coordinator.rounds import NegotiationRound
-from hvdlab.collectives.coordinator.signatures import kind_label
+from hvdlab.collectives.coordinator.signatures import NegotiationRound, kind_label
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 
 

@@ -21,8 +21,7 @@ from hvdlab.collectives.coordinator.process_sets import (
     ProcessSets,
     ProcessSetState,
 )
-from hvdlab.collectives.coordinator.rounds import NegotiationRound
-from hvdlab.collectives.coordinator.signatures import FuseKey
+from hvdlab.collectives.coordinator.signatures import FuseKey, NegotiationRound
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import Batch, Execute, Signature, Tune
 from hvdlab.collectives.types import OpKind

@@ -22,8 +22,15 @@ from typing import NamedTuple, Protocol
 from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind, InvariantOf
 from hvdlab.collectives.coordinator.point_to_point import MessageChannels, give_to_receiver
 from hvdlab.collectives.coordinator.priorities import PriorityQueue
-from hvdlab.collectives.coordinator.rounds import Extra, Item, NegotiationRound, parties_of
-from hvdlab.collectives.coordinator.signatures import InternedSignature, LocalDefinition, kind_label
+from hvdlab.collectives.coordinator.signatures import (
+    Extra,
+    InternedSignature,
+    Item,
+    LocalDefinition,
+    NegotiationRound,
+    kind_label,
+    parties_of,
+)
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 from hvdlab.collectives.protocol.messages import (
     AbortedCollective,

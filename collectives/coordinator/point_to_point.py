@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
-from hvdlab.collectives.coordinator.rounds import NegotiationRound
-from hvdlab.collectives.coordinator.signatures import Channel
+from hvdlab.collectives.coordinator.signatures import Channel, NegotiationRound
 
 
 class MessageChannels:

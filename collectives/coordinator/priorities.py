@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
-from hvdlab.collectives.coordinator.rounds import NegotiationRound
+from hvdlab.collectives.coordinator.signatures import NegotiationRound
 
 
 class PriorityQueue:

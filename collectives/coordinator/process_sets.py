@@ -24,8 +24,7 @@ from hvdlab.collectives.coordinator.plane_selection import (
     choose_plane,
     without_memory,
 )
-from hvdlab.collectives.coordinator.rounds import NegotiationRound
-from hvdlab.collectives.coordinator.signatures import describe
+from hvdlab.collectives.coordinator.signatures import NegotiationRound, describe
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import (
     Abort,

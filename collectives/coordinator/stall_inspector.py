@@ -21,8 +21,7 @@ from hvdlab.collectives.coordinator.process_sets import (
     ProcessSets,
     ProcessSetState,
 )
-from hvdlab.collectives.coordinator.rounds import NegotiationRound
-from hvdlab.collectives.coordinator.signatures import LocalDefinition, kind_label
+from hvdlab.collectives.coordinator.signatures import LocalDefinition, NegotiationRound, kind_label
 from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import AbortedCollective, Stalled

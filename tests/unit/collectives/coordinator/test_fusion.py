@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.collectives.coordinator.fusion import fuse
-from hvdlab.collectives.coordinator.rounds import NegotiationRound
-from hvdlab.collectives.coordinator.signatures import InternedSignature
+from hvdlab.collectives.coordinator.signatures import InternedSignature, NegotiationRound
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 from support.simulation.coordinator import signature
 

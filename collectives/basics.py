@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlab.collectives import context
+from hvdlab.collectives.context import own_number, shown_number
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.numbering import own_number, shown_number
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.process_sets import (
     ProcessSet,

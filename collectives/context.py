@@ -1,6 +1,10 @@
 """Engine of this process: ``init()`` makes it, and everything that users call uses it.
 
 The engine also reports an exception that ends the program, so that the other ranks learn why this one leaves.
+
+The core, the launchers and all that is shown know a rank by the number it was started with, which stays. Scripts see these
+numbers, too, unless ``HVDLAB_RANK_NUMBERS=consecutive``: then the number of a rank is its position in the world, from 0
+to ``size() - 1``, as scripts for Horovod expect. The coordinator puts the ranks first that were there first.
 """
 
 from __future__ import annotations
@@ -19,14 +23,18 @@ import msgspec
 from hvdlab.collectives import uncaught
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import (
+    AbortedError,
     CollectiveError,
     ForkedProcessError,
     HvdlabError,
+    InvalidRequestError,
     NotInitializedError,
+    Pending,
     ReleasedError,
     StartError,
 )
 from hvdlab.collectives.settings import TOKEN, Settings
+from hvdlab.collectives.variables import CONSECUTIVE
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -246,6 +254,44 @@ def next_world() -> int:
     with _context.lock:
         _context.worlds_sought += 1
         return _context.worlds_sought - 1
+
+
+# -- the numbers by which scripts know ranks ----------------------------------------------------------------------------
+
+
+def own_number(what: str = "hvd.rank()") -> int:
+    """Return the number of this rank; ``what`` is the user's call, for the error."""
+    here = engine(what)
+    return shown_number(here.rank) if here.settings.rank_numbers == CONSECUTIVE else here.rank
+
+
+def shown_number(rank: int) -> int:
+    """Return the number by which scripts know a rank of the core; the core's own number for a rank that is not in the world."""
+    here = engine()
+    if here.settings.rank_numbers != CONSECUTIVE:
+        return rank
+    ranks = here.ranks()
+    return ranks.index(rank) if rank in ranks else rank
+
+
+def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
+    """Return the rank of the core that scripts know by this number; ``what`` is the user's call, for the error.
+
+    Raises:
+        InvalidRequestError: Numbers are consecutive, and there are fewer ranks.
+        AbortedError: There are fewer ranks because elastic training has to begin again.
+        NotInitializedError: ``init()`` was not called.
+    """
+    here = engine(what)
+    if here.settings.rank_numbers != CONSECUTIVE:
+        return number
+    ranks = here.ranks()
+    if not 0 <= number < len(ranks):
+        if here.failure is not None:  # perhaps it is a number of the world that has ended
+            raise AbortedError(Pending(what, f"{what}.noname"), here.failure)
+        there = f"they are 0 to {len(ranks) - 1}" if len(ranks) > 1 else "there is rank 0 alone"
+        raise InvalidRequestError(f"There is no rank {number}; {there}.")
+    return ranks[number]
 
 
 # -- exceptions that end the program -----------------------------------------------------------------------------------

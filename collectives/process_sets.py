@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 
 from hvdlab.collectives import context
+from hvdlab.collectives.context import core_rank, shown_number
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.numbering import core_rank, shown_number
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.types import DType, OpKind
 

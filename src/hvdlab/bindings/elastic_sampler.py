@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from hvdlab.collectives import context
-from hvdlab.collectives.numbering import shown_number
+from hvdlab.collectives.context import shown_number
 
 
 @dataclass(frozen=True)

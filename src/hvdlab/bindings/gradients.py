@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.bindings.operations import Binding, Operation
+from hvdlab.collectives.context import own_number
 from hvdlab.collectives.engine.requests import Result
-from hvdlab.collectives.numbering import own_number
 from hvdlab.collectives.process_sets import members, position
 from hvdlab.collectives.types import AVERAGE, SUM, OpKind, ReduceOp
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from hvdlab.bindings.arguments import broadcasting
 from hvdlab.collectives import context
+from hvdlab.collectives.context import core_rank, own_number
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.numbering import core_rank, own_number
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.collectives.types import DType, OpKind

@@ -10,8 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from hvdlab.bindings.adapter import DeviceMemory, FrameworkAdapter, HostMemory
 from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Part, delivered, every, only
 from hvdlab.collectives import context
+from hvdlab.collectives.context import core_rank
 from hvdlab.collectives.engine.requests import Request, Result
-from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.planes.buffers import HOST, HostArray
 from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.types import SUM, DType, OpKind, ReduceOp, Reduction, check_supported

@@ -20,8 +20,8 @@ from hvdlab.bindings.docstrings import documented
 from hvdlab.bindings.handles import Handle
 from hvdlab.bindings.operations import Operation, reduced_at_once
 from hvdlab.collectives import context
+from hvdlab.collectives.context import shown_number
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.numbering import shown_number
 from hvdlab.collectives.process_sets import ProcessSet, set_id
 from hvdlab.collectives.types import OpKind, ReduceOp
 from hvdlab.numpy.adapter import ADAPTER, BINDING, AnyArray, DeviceArray, as_array

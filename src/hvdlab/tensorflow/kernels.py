@@ -34,10 +34,10 @@ from hvdlab.bindings.gradients import own_rows
 from hvdlab.bindings.handles import Handle
 from hvdlab.bindings.operations import Binding, Operation
 from hvdlab.collectives import context as core
+from hvdlab.collectives.context import own_number, shown_number
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.logs import LOG
-from hvdlab.collectives.numbering import own_number, shown_number
 from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.process_sets import check_id
 from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction

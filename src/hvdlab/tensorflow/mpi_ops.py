@@ -45,10 +45,10 @@ from hvdlab.collectives.basics import (
     start_timeline,
     stop_timeline,
 )
+from hvdlab.collectives.context import core_rank, shown_number
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.metrics.sampler import ask_frameworks
-from hvdlab.collectives.numbering import core_rank, shown_number
 from hvdlab.collectives.process_sets import (
     ProcessSet,
     add_process_set,

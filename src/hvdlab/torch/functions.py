@@ -10,8 +10,8 @@ import torch
 
 from hvdlab.bindings import objects
 from hvdlab.bindings.handles import wait_for_all
+from hvdlab.collectives.context import own_number
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.numbering import own_number
 from hvdlab.torch.dynamo import untraced
 from hvdlab.torch.mpi_ops import broadcast_async_
 from hvdlab.torch.optimizer import nothing_of

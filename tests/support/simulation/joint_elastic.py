@@ -24,12 +24,12 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where the other modules of tests are, for this program
 
 
+from hvdlab.collectives.context import core_rank, own_number
 from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.elastic.training_loop import run_fn
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, ReleasedError, StartError
 from hvdlab.collectives.failover.successor import GENERATIONS
-from hvdlab.collectives.numbering import core_rank, own_number
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import Membership, OpKind, ReduceOp
 from hvdlab.collectives.variables import CONSECUTIVE

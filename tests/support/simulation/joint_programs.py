@@ -22,6 +22,7 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # it 
 from hvdlab.bindings import elastic_state as bindings_state
 from hvdlab.bindings.elastic_state import HandledState, HandlerRegistry
 from hvdlab.collectives import context
+from hvdlab.collectives.context import core_rank
 from hvdlab.collectives.elastic import state as elastic_state
 from hvdlab.collectives.elastic import training_loop
 from hvdlab.collectives.elastic.state import Lineage, News, NotificationManager
@@ -29,7 +30,6 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
 from hvdlab.collectives.errors import Cause, HvdlabError
-from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp

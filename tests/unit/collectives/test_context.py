@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlab.collectives import context
+from hvdlab.collectives.context import core_rank, own_number, shown_number
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, InvalidRequestError
-from hvdlab.collectives.numbering import core_rank, own_number, shown_number
 from hvdlab.collectives.variables import CONSECUTIVE
 
 

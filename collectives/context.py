@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from hvdlab.collectives import uncaught
+from hvdlab.collectives import failures
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import (
     AbortedError,
@@ -302,9 +302,9 @@ def report_uncaught(error: BaseException) -> None:
     if not is_initialized():
         return
     here = engine()
-    report = uncaught.describe(error, here.rank)
+    report = failures.describe_uncaught(error, here.rank)
     here.farewell = report.error
-    here.post(uncaught.TOPIC, msgspec.json.encode(report))
+    here.post(failures.UNCAUGHT_TOPIC, msgspec.json.encode(report))
 
 
 def own_error(error: E) -> E | CollectiveError:
@@ -357,7 +357,7 @@ def watch_uncaught() -> None:
                 kind, error, trace = type(own), own, own.__traceback__
             report_uncaught(error)
             if isinstance(error, HvdlabError):
-                uncaught.cut_own_frames(trace)
+                failures.cut_own_frames(trace)
         finally:
             previous(kind, error, trace)
 

@@ -17,9 +17,9 @@ from hvdlab.collectives import context
 from hvdlab.collectives.context import with_own_errors
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.failures import cut_own_frames, describe_uncaught
 from hvdlab.collectives.settings import free_port, thread_counts
 from hvdlab.collectives.system import host_key
-from hvdlab.collectives.uncaught import cut_own_frames, describe
 from hvdlab.runner.function_worker import raised, returned, unpickled_call
 
 Kind = Literal["class", "method", "function"]
@@ -205,7 +205,7 @@ class BaseHorovodWorker:
             return WorkerReply(returned(self._perform(call, what, cell, interrupts)))
         except BaseException as raw:  # noqa: BLE001  # SystemExit, too: it would end the actor without a word
             error = with_own_errors(raw)
-            said = describe(error, self.world_rank)
+            said = describe_uncaught(error, self.world_rank)
             while (
                 trace := error.__traceback__
             ) is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -241,7 +241,7 @@ class BaseHorovodWorker:
                 return self.execute(function)
             return self.execute(lambda executable: function(*args, **kwargs))
         except BaseException as problem:
-            error = describe(problem, self.world_rank).error
+            error = describe_uncaught(problem, self.world_rank).error
             raise
         finally:
             self._interruptible = False

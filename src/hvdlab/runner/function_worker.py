@@ -82,7 +82,7 @@ def main() -> None:
     except Exception as raw:  # noqa: BLE001  # the caller gets it
         from hvdlab.collectives.context import report_uncaught, with_own_errors
         from hvdlab.collectives.errors import HvdlabError
-        from hvdlab.collectives.uncaught import cut_own_frames
+        from hvdlab.collectives.failures import cut_own_frames
 
         error = with_own_errors(raw)
         report_uncaught(error)
@@ -108,7 +108,7 @@ def returned(value: Any) -> bytes:
 
 def raised(error: BaseException) -> FunctionRaised:
     """Return the form in which the caller gets an exception."""
-    from hvdlab.collectives.uncaught import blamed_ranks
+    from hvdlab.collectives.failures import blamed_ranks
 
     text = "".join(traceback.format_exception(error))
     line = traceback.format_exception_only(error)[-1].strip()

@@ -21,9 +21,9 @@ from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.failover.client_reconnect import ClientRecovery
+from hvdlab.collectives.failures import UNCAUGHT_TOPIC, Uncaught
 from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.time_limits import RestartLimit
-from hvdlab.collectives.uncaught import TOPIC, Uncaught
 from hvdlab.launch.host_agent.rank_process import STDERR
 from hvdlab.launch.host_discovery import (
     HostAsker,
@@ -528,7 +528,7 @@ class EventQueue:
     def watch(self, client: Client) -> None:
         """Post the coordinator's reports on the ranks."""
         client.on_membership(self._on_membership)
-        client.on_mail(TOPIC, self._on_uncaught)
+        client.on_mail(UNCAUGHT_TOPIC, self._on_uncaught)
         client.on_returned(self._on_returned)
         client.on_stall(lambda stall: self.post(stall_line(stall)))
 

@@ -14,7 +14,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.context import own_error, with_own_errors
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, InvalidRequestError, Pending
-from hvdlab.collectives.uncaught import cut_own_frames
+from hvdlab.collectives.failures import cut_own_frames
 
 
 def test_a_traceback_ends_at_the_users_line() -> None:

@@ -18,7 +18,7 @@ def started(nodes: int, **node: Any) -> Any:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Its workers would yield to all other processes of a machine on which other tests run.
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # its name for Ray
     from ray.cluster_utils import Cluster
 
     for attempt in range(3):

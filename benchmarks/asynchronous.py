@@ -63,8 +63,7 @@ class Ways:
         hvd.grouped_allreduce_(self._tensors, "gradients", op=hvd.Max)
 
     def unasked(self) -> None:
-        from hvdlab.collectives.engine.entries import EXECUTING, RunBatch
-        from hvdlab.collectives.engine.handles import Handle
+        from hvdlab.collectives.engine.entries import EXECUTING, Handle, RunBatch
         from hvdlab.collectives.engine.rank_state import RankState
         from hvdlab.collectives.engine.requests import Request
         from hvdlab.collectives.text import call_site

@@ -24,6 +24,7 @@ from hvdlab.collectives import logs
 from hvdlab.collectives.engine.entries import (
     AbortPlane,
     ClosePlanes,
+    CompletionHooks,
     Effect,
     Fail,
     NewGeneration,
@@ -31,7 +32,6 @@ from hvdlab.collectives.engine.entries import (
     Succeed,
 )
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot, WorkQueue
-from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.locked_state import LockedState, complete
 from hvdlab.collectives.engine.process_set_view import BoardMember, SetState, device_plane_names
 from hvdlab.collectives.engine.rank_state import RankState

@@ -22,9 +22,8 @@ from time import monotonic_ns
 
 import numpy as np
 
-from hvdlab.collectives.engine.entries import Entry, RunBatch
+from hvdlab.collectives.engine.entries import BoardEntry, Entry, Handle, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
-from hvdlab.collectives.engine.handles import BoardEntry, Handle
 from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.engine.operations import run_parts
 from hvdlab.collectives.engine.process_set_view import (

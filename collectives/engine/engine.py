@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from hvdlab.collectives import logs
 from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
-from hvdlab.collectives.engine.entries import EXECUTING
+from hvdlab.collectives.engine.entries import EXECUTING, BoardEntry, CompletionHooks, Handle
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.handles import BoardEntry, CompletionHooks, Handle
 from hvdlab.collectives.engine.inline_execution import HandleWaiter, InlineExecutor
 from hvdlab.collectives.engine.locked_state import BatchOutcomes, LockedState
 from hvdlab.collectives.engine.process_set_view import PostedRequest, device_plane_names

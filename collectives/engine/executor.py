@@ -20,8 +20,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
-from hvdlab.collectives.engine.entries import RunBatch
-from hvdlab.collectives.engine.handles import CompletionHooks
+from hvdlab.collectives.engine.entries import CompletionHooks, RunBatch
 from hvdlab.collectives.engine.operations import run_batch, run_message, run_small, source_of
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.planes import registry

@@ -25,9 +25,8 @@ import time
 
 from hvdlab.collectives.engine.control_thread import Control
 from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
-from hvdlab.collectives.engine.entries import Entry
+from hvdlab.collectives.engine.entries import CompletionHooks, Entry, Handle
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.handles import CompletionHooks, Handle
 from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Limit

@@ -38,8 +38,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
-from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
-from hvdlab.collectives.engine.handles import BoardEntry, CompletionHooks, Handle, Wakeable
+from hvdlab.collectives.engine.entries import (
+    ENDED,
+    EXECUTING,
+    LOCAL_LIMIT,
+    BoardEntry,
+    CompletionHooks,
+    Effect,
+    Entry,
+    Handle,
+    RunBatch,
+    Succeed,
+    Wakeable,
+)
 from hvdlab.collectives.engine.process_set_view import BoardMember, BoardReduction, PostedRequest
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.errors import AbortedError, CauseKind, KVStoreError
 from hvdlab.collectives.kvstore.arrays import (
     NUMPY,

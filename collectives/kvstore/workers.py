@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import (
     AbortedError,

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.planes.actor import Array, CollectiveActor
 from conformance.planes.engine_actor import EngineActor
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.reduce.integers import needs_width

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.torch.c10d.store import KeeperAnswer, KeeperRequest, StoreLink, StoreState

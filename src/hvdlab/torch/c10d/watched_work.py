@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.torch.c10d.inner_groups import InnerGroup

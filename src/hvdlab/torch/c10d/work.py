@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.requests import Limit, Result
 from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.torch.c10d.operation_names import renamed

@@ -23,7 +23,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine import coordinator_bypass
-from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.process_set_view import BoardReduction
 from hvdlab.collectives.engine.requests import Limit, Request
 from hvdlab.collectives.errors import (

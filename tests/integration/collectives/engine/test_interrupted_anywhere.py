@@ -21,8 +21,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.engine import inline_execution
-from hvdlab.collectives.engine.entries import Fail, RunBatch
-from hvdlab.collectives.engine.handles import CompletionHooks, Handle, HandleOwner
+from hvdlab.collectives.engine.entries import CompletionHooks, Fail, Handle, HandleOwner, RunBatch
 from hvdlab.collectives.engine.locked_state import LockedState, complete
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog

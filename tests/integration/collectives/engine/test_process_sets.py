@@ -14,9 +14,8 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.entries import RunBatch
+from hvdlab.collectives.engine.entries import CompletionHooks, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
-from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext

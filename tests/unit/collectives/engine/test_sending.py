@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from hvdlab.collectives.engine.handles import CompletionHooks
+from hvdlab.collectives.engine.entries import CompletionHooks
 from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.protocol import messages as m

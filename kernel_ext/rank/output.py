@@ -365,27 +365,48 @@ class OutputQueue:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def _send_queued(self) -> None:
-        """Send everything queued; the caller holds ``_sending``."""
+        """Send everything queued; the caller holds ``_sending``.
+
+        Entries that an interrupt keeps from the log stay in the queue.
+        """
         while True:
-            with self._lock:
-                taken: list[_Entry] = []
-                size = 0
-                while self._entries and size < MESSAGE:
-                    entry = self._entries.popleft()
-                    size += entry[2]
-                    taken.append(entry)
-                self._queued -= size
-                cell = self._cell
-                if not self._entries:
-                    self._woken = self._urgent = False
-            if not taken:
-                self._send_late()
-                return
-            total = self.sent.output(cell, _merged(taken), size, unattended=self._attendance.absent)
-            if self._unsent is not None:
+            taken: list[_Entry] = []
+            size, cell = 0, self._cell
+            before = self.sent.total(cell)
+            try:
                 with self._lock:
-                    if not self._entries and self._unsent is not None:
+                    while self._entries and size < MESSAGE:
+                        entry = self._entries[0]
+                        taken.append(entry)
+                        self._entries.popleft()
+                        size += entry[2]
+                    self._queued -= size
+                    if not self._entries:
+                        self._woken = self._urgent = False
+                if not taken:
+                    self._send_late()
+                    return
+                total = self.sent.output(cell, _merged(taken), size, unattended=self._attendance.absent)
+            except BaseException:
+                if taken and self.sent.total(cell) == before:
+                    self._put_back(taken)
+                raise
+            with self._lock:
+                # The log's count is right: an interrupt can have come between an entry, or its copy in the ring, and the count here.
+                if total is not None and not self._entries and cell == self._cell:
+                    self._total = total
+                    if self._unsent is not None:
                         self._unsent.set_total(total)
+
+    def _put_back(self, taken: list[_Entry]) -> None:
+        """Queue entries again that were not sent, before all others. The caller holds ``_sending``."""
+        with self._lock:
+            if self._entries and self._entries[0] is taken[-1]:
+                taken.pop()  # the interrupt came before it was removed
+            self._entries.extendleft(reversed(taken))
+            self._queued = sum(entry[2] for entry in self._entries)
+            self._woken = True
+        self._wake()
 
     def _send_late(self) -> None:
         with self._lock:

@@ -114,8 +114,18 @@ class OutputLog:
             self._interrupted = None
             return True
 
-    def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> int:
+    def total(self, cell: str) -> int | None:
+        """Return the bytes of a cell's output until now; ``None`` if the pool does not wait for the cell."""
+        with self._lock:
+            known = self._cells.get(cell)
+            return known.total if known is not None else None
+
+    def output(
+        self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False
+    ) -> int | None:
         """Send output of this many bytes; ``unattended`` if no process takes it. Returns the cell's bytes until now.
+
+        Returns ``None`` if the pool does not wait for the cell.
 
         Only the log numbers output. An interrupt can leave a writer's own count wrong, and a number that does not follow on the
         last one would look like a loss that no retransmit can mend.
@@ -125,6 +135,9 @@ class OutputLog:
             before = known.total if known is not None else 0
             body = encode(Output(cell, tuple(chunks), before + size, before))
             if known is not None:
+                # An interrupt before the count left it here: it would be taken for the next ones in a retransmit.
+                while known.outputs and known.outputs[-1][0] > before:
+                    known.outputs.pop()
                 # Kept and counted before it is posted. After an interrupt between the two the pool sees a gap and asks for these
                 # bytes; the other way round it would have bytes that the log numbers a second time.
                 known.outputs.append((before + size, body))
@@ -132,7 +145,7 @@ class OutputLog:
                 if unattended and not self._retains_all:
                     _shorten(known)
             self._post(TO_POOL, body)
-            return before + size
+            return before + size if known is not None else None
 
     @property
     def late_total(self) -> int:

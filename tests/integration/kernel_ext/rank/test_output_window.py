@@ -6,9 +6,11 @@ import codecs
 import contextlib
 import copy
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.dispatch import MessageFate, ReceiveWindow
 from hvdlab.kernel_ext.rank import output, pipes
 from hvdlab.kernel_ext.rank.output import LEAST_WINDOW, WINDOW, OutputQueue
+from hvdlab.kernel_ext.rank.output_log import OutputLog
 from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire import crash_ring
 from hvdlab.kernel_ext.wire.cells import ACK_BYTES, CellDone, Chunk, Clear, Display, Output, Stream
@@ -50,15 +53,24 @@ class PlayedPool:
         """Carry a message, until the pool takes it."""
         self._on_the_way.append(body)
 
-    def take_messages(self, rank: OutputQueue) -> None:
-        """Take all messages that are on their way, and acknowledge them."""
+    def take_messages(self, rank: OutputQueue, complete: bool = True) -> None:
+        """Take all messages that are on their way, and acknowledge them.
+
+        Args:
+            rank: The rank's queue.
+            complete: Whether each message follows on the one before; otherwise those that are missing are asked for.
+        """
         while self._on_the_way:
             message = decode_to_pool(self._on_the_way.popleft())
             if isinstance(message, CellDone):
                 assert self._arrivals.done(0, message) is MessageFate.TAKE
                 continue
             assert isinstance(message, Output)
-            assert self._arrivals.output(0, message) is MessageFate.TAKE
+            fate = self._arrivals.output(0, message)
+            if not complete and fate is MessageFate.ASK:
+                self.lose_messages(rank)
+                continue
+            assert fate is MessageFate.TAKE
             self.chunks += message.chunks
             for effect in self._cell.handle(OutputArrived(0, message.chunks, message.total), 0.0):
                 if isinstance(effect, SendAcknowledge):
@@ -139,6 +151,55 @@ def test_a_large_display_waits_only_for_output_that_the_pool_acknowledges(
 
 def test_each_window_has_room_for_more_than_the_pool_leaves_unacknowledged() -> None:
     assert LEAST_WINDOW > ACK_BYTES
+
+
+def interrupted_while_it_sends(queue: OutputQueue, step: int) -> bool:
+    """Send, with a KeyboardInterrupt before so many instructions of the queue and the log. Return whether there were that many."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        if frame.f_code not in (OutputQueue._send_queued.__code__, OutputLog.output.__code__):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == step:
+                sys.settrace(None)  # not in the handler of this interrupt
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        queue.flush()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["arrives", "lost"])
+def test_an_interrupt_while_a_rank_sends_loses_no_output(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Nothing is shown twice, either, and no byte is counted that never leaves: such bytes would narrow the window for ever."""
+    monkeypatch.setattr(output, "MESSAGE", 3)  # a message for each two entries
+    step, interrupted = 0, True
+    while interrupted:
+        step += 1
+        pool = PlayedPool()
+        with cell_of_rank(pool) as queue:
+            for text in ("ab", "cd", "ef"):
+                queue._put((("stdout", "stderr")[text in "cd"], text, 2))
+            interrupted = interrupted_while_it_sends(queue, step)
+            queue._put(("stdout", "gh", 2))
+            queue.flush()
+            if lost:
+                pool.lose_messages(queue)
+            pool.take_messages(queue, complete=False)
+            shown = "".join(chunk.text for chunk in pool.chunks if isinstance(chunk, Stream))
+            assert shown == "abcdefgh", step
+            assert queue._total == 8, step
+    assert step > 150
 
 
 SCALE = 64

@@ -271,11 +271,10 @@ class OutputQueue:
             return
         if self._fds is not None:
             self._drain_fds()
-        size = (
-            sum(len(v) if isinstance(v, str) else 64 for v in chunk.data.values())
-            if isinstance(chunk, Display)
-            else 16
-        )
+        # Never zero: a message without bytes would not be sent again after a coordinator has lost it.
+        size = 16
+        if isinstance(chunk, Display):
+            size += sum(len(v) if isinstance(v, str) else 64 for v in chunk.data.values())
         self._put((chunk, None, size), current_cell())
 
     def _put(self, entry: _Entry, cell: str = "", wait: bool = True, landed: PipeText | None = None) -> None:

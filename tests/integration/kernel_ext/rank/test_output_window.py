@@ -202,6 +202,16 @@ def test_an_interrupt_while_a_rank_sends_loses_no_output(monkeypatch: pytest.Mon
     assert step > 150
 
 
+def test_a_display_without_data_is_sent_again_as_well() -> None:
+    pool = PlayedPool()
+    with cell_of_rank(pool) as queue:
+        queue.put(Display({}, {"title": "empty"}))
+        queue.flush()
+        pool.lose_messages(queue)
+        pool.take_messages(queue)
+    assert pool.chunks == [Display({}, {"title": "empty"})]
+
+
 SCALE = 64
 """All sizes of the window and the ring are so many times smaller here, in the same proportions."""
 TINY_WINDOW = LEAST_WINDOW // SCALE

@@ -58,13 +58,14 @@ def find(name: str) -> Launcher:
         StartError: It can't be imported.
     """
     name = name.lower()
+    # Packages are looked through last: that reads the metadata of all of them, some tens of milliseconds before a pool starts.
+    found = registry.find(name)
+    if found is not None:
+        return found
     if name not in launcher_names():
         raise InvalidRequestError(
             f"there is no launcher {name!r}; choose one of {', '.join(launcher_names())}."
         )
-    found = registry.find(name)
-    if found is not None:
-        return found
     return EngineSetLauncher(name)
 
 

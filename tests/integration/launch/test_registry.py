@@ -36,6 +36,15 @@ def test_launchers_are_found_by_entry_point() -> None:
         launchers.find("broken")
 
 
+@pytest.mark.parametrize("name", ["local", "mpi", "ssh"])
+def test_our_launchers_are_found_without_a_look_at_the_installed_packages(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (registry, launchers):
+        monkeypatch.setattr(module, "entry_points", lambda group: pytest.fail(f"looks for {group}"))
+    assert launchers.find(name).capabilities
+
+
 def test_value_that_an_option_cannot_have_is_refused() -> None:
     with pytest.raises(
         InvalidRequestError, match="`nice` of the launcher `popen` is to be a whole number, not 'x'"

@@ -9,6 +9,7 @@ leftovers do not make the next ones fail, too.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -176,6 +177,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Let the long groups begin."""
     timings = config.stash[_TIMINGS]
     items.sort(key=lambda item: timings.order(scheduling.group_of(item.nodeid)))
+
+
+def pytest_collection_finish() -> None:
+    """Take everything that is there now out of the collector's sight: thousands of modules and tests, which stay.
+
+    A full collection goes over all of them, and IPython asks for one whenever a shell ends: a second for each test of magics.
+    """
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

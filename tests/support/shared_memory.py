@@ -25,19 +25,24 @@ def left(before: Collection[str], own: Collection[int] = (), within: float = MOM
     Others get ``within`` seconds to map, or remove, their files.
     """
     deadline = time.monotonic() + within
-    while (new := entries() - set(before)) and time.monotonic() < deadline:
-        if not (new := new - _mapped(new, own)):
+    while new := entries() - set(before):
+        new -= _mapped(new, own)
+        if not new or time.monotonic() >= deadline:
             break
         time.sleep(0.02)
-    return new - _mapped(new, own)
+    return new
 
 
-def _mapped(names: Collection[str], own: Collection[int]) -> set[str]:
+def _mapped(names: Collection[str], own: Collection[int] = ()) -> set[str]:
+    """Return those of the entries that a process maps which is none of ``own``."""
     found: set[str] = set()
-    for place in Path("/proc").glob("[0-9]*"):
-        if names and int(place.name) not in own:
+    # The newest processes first: mostly the memory is that of ranks which a test has just started.
+    for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdecimal()), reverse=True):
+        if len(found) == len(names):
+            break
+        if pid not in own:
             try:
-                maps = (place / "maps").read_text()
+                maps = Path(f"/proc/{pid}/maps").read_text()
             except OSError:  # it has ended since the listing, or belongs to another user
                 continue
             found |= {name for name in names if f"/dev/shm/{name}" in maps}

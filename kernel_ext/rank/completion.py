@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
-from IPython.core.completer import provisionalcompleter, rectify_completions
+from IPython.core.completer import Completion, IPCompleter, provisionalcompleter, rectify_completions
 from IPython.utils.tokenutil import token_at_cursor
 
 from hvdlab.kernel_ext.rank.shell_setup import wire_bundle
@@ -83,11 +83,15 @@ def while_busy(shell: Any, question: Complete | Inspect) -> Completions | Inspec
 def complete(shell: Any, request: Complete) -> Completions:
     """Completions as IPython finds them; none if looking for them fails."""
     cursor = request.cursor
-    try:
-        with provisionalcompleter():
-            found = list(rectify_completions(request.code, shell.Completer.completions(request.code, cursor)))
-    except Exception:  # noqa: BLE001  # completion looks into objects of the user, whose __dir__ may raise
-        found = []
+    completer = shell.Completer
+    found = _completions(completer, request)
+    if not found and completer.use_jedi:
+        # Jedi finds nothing where it reads a file of its cache that another process writes at that moment, or was killed while it wrote it.
+        completer.use_jedi = False
+        try:
+            found = _completions(completer, request)
+        finally:
+            completer.use_jedi = True
     if not found:
         return Completions(request.ticket, (), cursor, cursor)
     return Completions(
@@ -97,6 +101,16 @@ def complete(shell: Any, request: Complete) -> Completions:
         found[0].end,
         tuple(c.type or "" for c in found),
     )
+
+
+def _completions(completer: IPCompleter, request: Complete) -> list[Completion]:
+    try:
+        with provisionalcompleter():
+            return list(
+                rectify_completions(request.code, completer.completions(request.code, request.cursor))
+            )
+    except Exception:  # noqa: BLE001  # completion looks into objects of the user, whose __dir__ may raise
+        return []
 
 
 def inspect(shell: Any, request: Inspect) -> Inspection:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import queue
 import threading
@@ -286,14 +285,6 @@ class Rank:
 
     def _left(self) -> None:
         self.left.set()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
-    """As in forked ranks: collections do not go through the imports of other tests after each failed cell."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,11 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jedi
+import parso
 import pytest
 
 from hvdlab.collectives.engine.requests import PendingCollective
@@ -123,6 +126,28 @@ def test_completion_knows_the_ranks_variables(rank: Rank) -> None:
         assert (found.start, found.end) == (4, 10)
         assert len(found.types) == len(found.matches)
         assert pool.ask(Complete(6, "no_such_thing_at_all.x", 22), Completions).matches == ()
+
+    rank.play(script)
+
+
+def test_completion_does_without_a_cache_that_another_process_is_writing(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when two processes complete for the first time at once, or one was killed while it wrote the files of Jedi's cache."""
+    monkeypatch.setattr(jedi.settings, "cache_directory", str(tmp_path))
+    code, names = "x = learni", {"learning_rate": 0.1}
+    parso.cache.parser_cache.clear()
+    assert [found.name for found in jedi.Interpreter(code, [names]).complete()] == ["learning_rate"]
+    for file in tmp_path.rglob("*.pkl"):
+        file.write_bytes(b"")
+    parso.cache.parser_cache.clear()
+    with pytest.raises(EOFError):
+        jedi.Interpreter(code, [names]).complete()
+
+    def script(pool: Pool) -> None:
+        pool.run("learning_rate = 0.1")
+        found = pool.ask(Complete(5, code, 10), Completions)
+        assert (found.matches, found.start, found.end) == (("learning_rate",), 4, 10)
 
     rank.play(script)
 

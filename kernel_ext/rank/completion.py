@@ -81,12 +81,12 @@ def while_busy(shell: Any, question: Complete | Inspect) -> Completions | Inspec
 
 
 def complete(shell: Any, request: Complete) -> Completions:
-    """Completions as IPython finds them; none if looking for them fails."""
+    """Return completions as IPython finds them; none if the search fails."""
     cursor = request.cursor
     completer = shell.Completer
     found = _completions(completer, request)
     if not found and completer.use_jedi:
-        # Jedi finds nothing where it reads a file of its cache that another process writes at that moment, or was killed while it wrote it.
+        # Jedi finds nothing if it reads a file of its cache that another process is writing, or was killed while it wrote.
         completer.use_jedi = False
         try:
             found = _completions(completer, request)
@@ -104,6 +104,7 @@ def complete(shell: Any, request: Complete) -> Completions:
 
 
 def _completions(completer: IPCompleter, request: Complete) -> list[Completion]:
+    """Search with the completer as it is set now. Returns nothing if the search raises."""
     try:
         with provisionalcompleter():
             return list(
@@ -114,7 +115,7 @@ def _completions(completer: IPCompleter, request: Complete) -> list[Completion]:
 
 
 def inspect(shell: Any, request: Inspect) -> Inspection:
-    """Documentation of what stands at the cursor."""
+    """Return the documentation of the name at the cursor."""
     name = token_at_cursor(request.code, request.cursor)
     try:
         data = shell.object_inspect_mime(name, detail_level=request.detail)

@@ -196,13 +196,14 @@ class OutputQueue:
         self.flush()
         if self._fds is not None and not self._forked:
             self._drain_all(self._fds)
-        with self._lock:
-            # Set before the rest is sent: text that another thread queued after that would follow the end of the cell.
-            self._over = True
-            self._room.notify_all()
+        # Until the end is sent no other thread sends: late output would come before it.
         with self._sending:
-            self._send_queued()
-        self.sent.done(done)
+            with self._lock:
+                # Set before the rest is sent: text that another thread queued after that would follow the end of the cell.
+                self._over = True
+                self._room.notify_all()
+            self._send_entries()
+            self.sent.done(done)
 
     def discard_cell(self, cell: str) -> None:
         """Drop the cell, of which the pool has everything. If it still runs, its further output goes nowhere. Control thread."""
@@ -364,27 +365,34 @@ class OutputQueue:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def _send_queued(self) -> None:
-        """Send everything queued; the caller holds ``_sending``.
+        """Send everything queued, late output last; the caller holds ``_sending``."""
+        self._send_entries()
+        self._send_late()
+
+    def _send_entries(self) -> None:
+        """Send the entries that the current cell has queued so far; the caller holds ``_sending``.
 
         Entries that an interrupt keeps from the log stay in the queue.
         """
-        while True:
+        # Not those that come meanwhile: a writer that goes on is ahead by a few bytes each time, and each time they would be a message.
+        with self._lock:
+            left = len(self._entries)
+            self._woken = self._urgent = False
+        while left:
             taken: list[_Entry] = []
             size, cell = 0, self._cell
             before = self.sent.total(cell)
             try:
                 with self._lock:
-                    while self._entries and size < MESSAGE:
+                    while self._entries and len(taken) < left and size < MESSAGE:
                         entry = self._entries[0]
                         taken.append(entry)
                         self._entries.popleft()
                         size += entry[2]
                     self._queued -= size
-                    if not self._entries:
-                        self._woken = self._urgent = False
                 if not taken:
-                    self._send_late()
-                    return
+                    return  # a finalizer that printed on this thread has sent them
+                left -= len(taken)
                 total = self.sent.output(cell, _merged(taken), size, unattended=self._attendance.absent)
             except BaseException:
                 if taken and self.sent.total(cell) == before:

@@ -40,29 +40,49 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
     """Call ``work`` on a thread of its own and return what it returns. Raises what it raises, whatever that is.
 
     Raises:
-        TookTooLong: It did not return within ``seconds``. It is stopped at its next line of Python; a call into a library
-            goes on until it returns.
+        TookTooLong: It did not return within ``seconds``. It is stopped at its next line of Python, and again for as long as
+            it goes on; a call into a library goes on until it returns.
     """
     results: list[T] = []
     errors: list[BaseException] = []
+    ended = threading.Event()
 
     def run() -> None:
         try:
             results.append(work())
         except BaseException as error:  # noqa: BLE001  # raised again where it is waited for
             errors.append(error)
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=run, name="hvdlab-looking", daemon=True)
     thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        stop = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        stop(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stop))
+    try:
+        # Not by join: an exception that is raised in it on this thread makes Python take the other one for ended.
+        ended.wait(seconds)
+    finally:  # a call that waits for another one is stopped together with it
+        late = not ended.is_set()
+        if late:
+            threading.Thread(target=_stop, args=(thread, ended), name="hvdlab-stopping", daemon=True).start()
+    if late:
         raise TookTooLong
     if errors:
         raise errors[0]
     return results[0]
 
+
+def _stop(thread: threading.Thread, ended: threading.Event) -> None:
+    """Raise ``_Stop`` in the thread until it ends, at growing distances."""
+    # Once is not enough: Python drops an exception that comes while a finalizer runs, and the user's code may catch it.
+    distance = 1.0
+    while not ended.is_set():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stop))
+        ended.wait(distance)
+        distance = min(2 * distance, LONGEST_DISTANCE)
+
+
+LONGEST_DISTANCE = 60.0
+"""Seconds between two attempts to stop a call that goes on."""
 
 WITHIN = 5.0
 """Seconds after which an answer is given up while a cell runs."""

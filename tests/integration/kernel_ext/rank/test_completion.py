@@ -1,0 +1,49 @@
+"""A call that never returns is stopped, also where its code swallows that."""
+
+from __future__ import annotations
+
+import threading
+from typing import NoReturn
+
+import pytest
+
+from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded
+from support.patience import PATIENCE
+
+
+def test_a_call_that_swallows_its_stop_is_stopped_again() -> None:
+    swallowed, ended = threading.Event(), threading.Event()
+
+    def work() -> NoReturn:
+        try:
+            while True:
+                pass
+        except BaseException:  # noqa: BLE001  # as a finalizer does, or code of the user
+            swallowed.set()
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    with pytest.raises(TookTooLong):
+        bounded(work, 0.01)
+    assert swallowed.wait(PATIENCE)
+    assert ended.wait(PATIENCE)
+
+
+def test_a_call_within_a_call_is_stopped_with_it() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def inner() -> NoReturn:
+        try:
+            begun.set()
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    with pytest.raises(TookTooLong):
+        bounded(lambda: bounded(inner, 1.0), 0.3)
+    assert begun.wait(PATIENCE)
+    assert ended.wait(PATIENCE)

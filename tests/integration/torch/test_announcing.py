@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
@@ -14,8 +13,10 @@ import torch
 import hvdlab.torch as hvd
 from hvdlab.bindings import gradient_reducer
 from hvdlab.collectives import context
+from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.protocol import messages as m
 from support.engine_probe import EngineProbe
+from support.patience import PATIENCE
 from support.ranks.resident import Ranks, resident_ranks
 
 PARAMETERS = 40
@@ -24,13 +25,11 @@ PARAMETERS = 40
 one = resident_ranks(1, imports=["hvdlab.torch"], scope="function")
 
 
-def announcements(
-    elements: int, seconds: float, coordinator: int, *, fails: bool = False
-) -> tuple[list[int], int, int]:
+def announcements(elements: int, seconds: float, *, fails: bool = False) -> tuple[list[int], int, int]:
     """Return collectives in each announcement of a backward pass, how many are not announced after it, and the step's
     sum.
 
-    The coordinator is stopped meanwhile: each of its messages would make a rank announce all that waits.
+    The engine's control thread waits meanwhile: whatever wakes it would make it announce all that waits.
     """
     with (
         mock.patch.object(gradient_reducer, "LONGEST_SECONDS", seconds),
@@ -49,7 +48,10 @@ def announcements(
             sent.extend(messages)
             return send_all(messages)
 
-        with mock.patch.object(EngineProbe(engine).endpoint, "send_all", counted), held(coordinator):
+        with (
+            mock.patch.object(EngineProbe(engine).endpoint, "send_all", counted),
+            control_thread_held(engine),
+        ):
             if fails:
                 first = torch.cat(parameters).sum()
                 first.register_hook(_fail)
@@ -63,13 +65,20 @@ def announcements(
 
 
 @contextmanager
-def held(process: int) -> Iterator[None]:
-    """Stop a process with SIGSTOP within this context."""
-    os.kill(process, signal.SIGSTOP)
+def control_thread_held(engine: Engine) -> Iterator[None]:
+    """Keep the control thread in a call within this context."""
+    begun, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        over.wait()
+
+    EngineProbe(engine).control.call(hold)
+    assert begun.wait(PATIENCE)
     try:
         yield
     finally:
-        os.kill(process, signal.SIGCONT)
+        over.set()
 
 
 def _fail(gradient: torch.Tensor) -> torch.Tensor:
@@ -77,25 +86,25 @@ def _fail(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def test_small_gradients_are_announced_together_at_the_end_of_the_backward_pass(one: Ranks) -> None:
-    ((counts, left, total),) = one.run(announcements, 1, 1000.0, one.coordinator.pid)
+    ((counts, left, total),) = one.run(announcements, 1, 1000.0)
     assert (counts, left, total) == ([PARAMETERS], 0, -PARAMETERS)
 
 
 def test_enough_of_them_do_not_wait_for_the_end(one: Ranks) -> None:
-    ((counts, left, total),) = one.run(announcements, 100, 1000.0, one.coordinator.pid)
+    ((counts, left, total),) = one.run(announcements, 100, 1000.0)
     assert (counts, left, total) == ([10] * (PARAMETERS // 10), 0, -100 * PARAMETERS)
 
 
 def test_none_waits_for_long(one: Ranks) -> None:
-    ((counts, left, total),) = one.run(announcements, 1, 0.0, one.coordinator.pid)
+    ((counts, left, total),) = one.run(announcements, 1, 0.0)
     assert (counts, left, total) == ([1] * PARAMETERS, 0, -PARAMETERS)
 
 
 def test_a_backward_pass_after_one_that_failed_is_announced(one: Ranks) -> None:
-    outcomes = one.run(after_a_failure, 1, one.coordinator.pid)
+    outcomes = one.run(after_a_failure, 1)
     assert outcomes == [(0, -PARAMETERS)]
 
 
-def after_a_failure(elements: int, coordinator: int) -> tuple[int, int]:
-    _, left, total = announcements(elements, 1000.0, coordinator, fails=True)
+def after_a_failure(elements: int) -> tuple[int, int]:
+    _, left, total = announcements(elements, 1000.0, fails=True)
     return left, total

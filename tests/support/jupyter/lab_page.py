@@ -270,6 +270,10 @@ def _started(root: Path, runtime: Path) -> Iterator[_Server]:
     kernels = root / "share" / "kernels"
     kernels.mkdir()
     (kernels / "hvdlab").symlink_to(KERNELSPEC)
+    # Each page would ask whether JupyterLab has to be built, for which the server starts node: a second of CPU.
+    page_config = root / "config" / "labconfig" / "page_config.json"
+    page_config.parent.mkdir(parents=True)
+    page_config.write_text(json.dumps({"buildCheck": False}))
     environment = _environment()
     places = {
         # Importing torch takes longer than most tests: notebooks that need it declare so.

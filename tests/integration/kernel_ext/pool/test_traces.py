@@ -6,6 +6,7 @@ import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
@@ -124,7 +125,7 @@ def test_what_was_recorded_is_saved_afterwards(pool: Pool, tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(("run", ".run"))) == names
 
 
-LATE = 0.08  # seconds for which rank 2 sleeps in each round
+LATE = 0.08  # seconds for which rank 2 sleeps in each round; on a busy machine another one may be the last all the same
 ROUNDS = 6
 TRUTH = f"""\
 import time
@@ -166,17 +167,22 @@ def test_the_late_rank_is_as_late_everywhere_as_the_ranks_own_clocks_say(pool: P
         own = table[table["rank"] == rank]
         assert sum(span.finished_ns - span.submitted_ns for span in streamed[rank]) <= wall
         assert float((own["waiting"] + own["queued"] + own["duration"]).sum()) * 1e9 <= wall + 1
-        if rank != 2:
-            assert wall > ROUNDS * LATE * 1e9 * 0.5
 
-    late = [arrivals[2][i] - min(arrivals[rank][i] for rank in range(3)) for i in range(ROUNDS)]
-    held = table[table["rank"] == 2]
-    assert held["last_rank"].tolist() == [2] * ROUNDS
-    assert held["certain"].all()
-    assert (held["lateness"] * 1e9).round().astype(int).tolist() == late
+    rounds = [{rank: arrivals[rank][i] for rank in range(3)} for i in range(ROUNDS)]
+    lasts = [max(each, key=each.__getitem__) for each in rounds]
+    for i, last in enumerate(lasts):
+        assert min(done[rank][i] for rank in range(3)) >= came[last][i], "each waited for the last one"
+    assert (table["last_rank"] == np.repeat(lasts, 3)).all()
+    assert table["certain"].all()
+    for rank in range(3):
+        lateness = table.loc[table["rank"] == rank, "lateness"]
+        late = [each[rank] - min(each.values()) for each in rounds]
+        assert (lateness * 1e9).round().astype(int).tolist() == late
     marks = [e for e in events if e["name"] == "LAST_ARRIVAL" and e["args"]["tensor"] == "truth"]
-    last = [mark["args"] for mark in marks]
-    assert [(args["last_rank"], round(args["spread_us"] * 1000)) for args in last] == [(2, ns) for ns in late]
-    assert [round(mark["ts"] * 1000) for mark in marks] == arrivals[2]
-    titles = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["tid"] == marks[0]["tid"]}
-    assert "rank 2 was last" in titles
+    told = [(mark["args"]["last_rank"], round(mark["args"]["spread_us"] * 1000)) for mark in marks]
+    assert told == [
+        (last, max(each.values()) - min(each.values())) for last, each in zip(lasts, rounds, strict=True)
+    ]
+    assert [round(mark["ts"] * 1000) for mark in marks] == [max(each.values()) for each in rounds]
+    titles = {(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {(mark["tid"], f"rank {last} was last") for mark, last in zip(marks, lasts, strict=True)} <= titles

@@ -7,20 +7,35 @@ from typing import NoReturn
 
 import pytest
 
+from hvdlab.kernel_ext.rank import completion
 from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded
 from support.patience import PATIENCE
 
 
-def test_a_call_that_swallows_its_stop_is_stopped_again() -> None:
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event that a call sets where it may be stopped; no call is stopped before, however late its thread begins."""
+    begun, stop = threading.Event(), completion._stop
+
+    def stop_begun(thread: threading.Thread, ended: threading.Event) -> None:
+        assert begun.wait(PATIENCE)
+        stop(thread, ended)
+
+    monkeypatch.setattr(completion, "_stop", stop_begun)
+    return begun
+
+
+def test_a_call_that_swallows_its_stop_is_stopped_again(begun: threading.Event) -> None:
     swallowed, ended = threading.Event(), threading.Event()
 
     def work() -> NoReturn:
         try:
-            while True:
-                pass
-        except BaseException:  # noqa: BLE001  # as a finalizer does, or code of the user
-            swallowed.set()
-        try:
+            try:
+                begun.set()
+                while True:
+                    pass
+            except BaseException:  # noqa: BLE001  # as a finalizer does, or code of the user
+                swallowed.set()
             while True:
                 pass
         finally:
@@ -32,8 +47,8 @@ def test_a_call_that_swallows_its_stop_is_stopped_again() -> None:
     assert ended.wait(PATIENCE)
 
 
-def test_a_call_within_a_call_is_stopped_with_it() -> None:
-    begun, ended = threading.Event(), threading.Event()
+def test_a_call_within_a_call_is_stopped_with_it(begun: threading.Event) -> None:
+    ended = threading.Event()
 
     def inner() -> NoReturn:
         try:
@@ -45,5 +60,4 @@ def test_a_call_within_a_call_is_stopped_with_it() -> None:
 
     with pytest.raises(TookTooLong):
         bounded(lambda: bounded(inner, 1.0), 0.3)
-    assert begun.wait(PATIENCE)
     assert ended.wait(PATIENCE)

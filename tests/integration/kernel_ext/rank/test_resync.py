@@ -39,7 +39,7 @@ def text_of(output: Output) -> str:
 
 def test_output_and_end_of_a_cell_are_sent_again(rank: Rank) -> None:
     def script(pool: Pool) -> None:
-        cell = pool.start("print('hello')\n1 / 0")
+        cell = pool.start("import sys\nsys.stdout.write('hello\\n')\n1 / 0")  # print() may be torn apart
         while not isinstance(pool.engine.posted.get(timeout=PATIENCE), CellDone):
             pass
         for _ in range(2):
@@ -144,7 +144,7 @@ def test_a_cell_that_nobody_attends_writes_on_and_its_newest_output_is_kept(rank
         as_written = len(said) == output.total - held.before and said in line * 6
         assert as_written
         go.set()
-        assert text_of(pool.expect(Output)) == "end\n"
+        assert pool.read(cell, 4) == "end\n"
         assert pool.expect(CellDone).total == output.total + 4
         pool.engine.mail(DiscardCell(cell))
         pool.engine.mail(ListRetainedCells(8))

@@ -22,6 +22,7 @@ from hvdlab.kernel_ext.wire.values import (
     Value,
     WriteChunk,
 )
+from support.patience import PATIENCE
 
 if TYPE_CHECKING:
     from integration.kernel_ext.rank.conftest import Pool, Rank
@@ -212,8 +213,8 @@ def test_a_pull_that_is_given_up_while_a_cell_runs_does_not_hold_the_rank(rank: 
 
     def script(pool: Pool) -> None:
         names = rank.shell.user_ns
-        cell = pool.start("begun.set(); go.wait(10)")
-        assert names["begun"].wait(10)
+        cell = pool.start("begun.set(); go.wait()")
+        assert names["begun"].wait(PATIENCE)
         pool.engine.mail(PullValue(5, ("x",)))
         pool.engine.mail(ReleaseTransfer(5))
         pool.engine.settle()
@@ -227,13 +228,13 @@ def test_a_pull_that_is_given_up_while_a_cell_runs_does_not_hold_the_rank(rank: 
 def test_a_pull_that_is_given_up_while_the_value_is_made_does_not_hold_the_rank(rank: Rank) -> None:
     rank.run(
         "import threading\nbegun, go = threading.Event(), threading.Event()\n"
-        "def make():\n    begun.set()\n    go.wait(10)\n    return b'x' * 5_000_000"
+        "def make():\n    begun.set()\n    go.wait()\n    return b'x' * 5_000_000"
     )
 
     def script(pool: Pool) -> None:
         names = rank.shell.user_ns
         pool.engine.mail(PullValue(5, ("make()",)))
-        assert names["begun"].wait(10)
+        assert names["begun"].wait(PATIENCE)
         pool.engine.mail(ReleaseTransfer(5))
         pool.engine.settle()
         names["go"].set()

@@ -20,6 +20,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.settings import Settings
 from hvdlab.kernel_ext.notebook.stdin import NO_STDIN
+from hvdlab.kernel_ext.rank import completion
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire import codec
@@ -38,7 +39,7 @@ from hvdlab.kernel_ext.wire.cells import (
 )
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK
-from support.patience import PATIENCE
+from support.patience import HOUR, PATIENCE
 
 T = TypeVar("T", bound=Payload)
 
@@ -300,6 +301,9 @@ def shell() -> Iterator[InteractiveShell]:
 def _rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capture_fds: bool) -> Iterator[Rank]:
     adopted: list[Any] = []
     monkeypatch.setattr(context, "adopt", adopted.append)
+    monkeypatch.setattr(
+        completion, "WITHIN", HOUR
+    )  # a busy machine may need more than its seconds for Jedi's first look
     shell.reset(new_session=True)
     rank = Rank(shell, capture_fds=capture_fds)
     assert adopted == [rank.engine]

@@ -52,10 +52,6 @@ def test_a_question_between_cells_that_raises_does_not_end_the_rank(
     assert [context["message"] for context in shown] == ["hvdlab could not answer the notebook"]
 
 
-# A completion that takes too long is stopped by an exception, which may come while Hypothesis measures a collection of garbage.
-@pytest.mark.filterwarnings(
-    "ignore:Exception ignored in.*gc_callback:pytest.PytestUnraisableExceptionWarning"
-)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mail_of_the_right_types_is_survived(rank: Rank, seed: int) -> None:
     chance = random.Random(seed)

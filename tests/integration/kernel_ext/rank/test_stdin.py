@@ -110,13 +110,15 @@ def test_a_thread_that_asks_is_let_go_when_the_cell_ends(rank: Rank) -> None:
     source = (
         "import threading\nsaid = []\n"
         "def ask():\n    try: input('x')\n    except Exception as error: said.append(type(error).__name__)\n"
-        "thread = threading.Thread(target=ask)\nthread.start()"
+        "thread = threading.Thread(target=ask)\nthread.start()\nasked.wait()"
     )
+    asked = rank.shell.user_ns["asked"] = threading.Event()
 
     def script(pool: Pool) -> None:
-        cell = pool.start(source)
+        pool.start(source)
+        pool.expect(PromptRequest)
+        asked.set()
         pool.expect(CellDone)
-        assert cell
         pool.start("thread.join()\nsaid")
         assert pool.expect(CellDone).value_repr == "['StdinNotImplementedError']"
 

@@ -14,6 +14,7 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.error_report import CellFailed
 from hvdlab.magics.arguments import check_syntax
 from support.fakes.notebook import Notebook
+from support.patience import PATIENCE, eventually
 
 
 def test_equal_lines_are_shown_once_and_others_labelled(notebook: Notebook) -> None:
@@ -157,10 +158,19 @@ def test_the_time_limit_ends_the_cell(notebook: Notebook) -> None:
 
 def test_an_interrupt_reaches_the_ranks_and_is_shown_once(notebook: Notebook) -> None:
     notebook.run("%%hvd_run -np 2\nx = 1")
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    ran = notebook.run("%%hvd_run\nprint('before')\nblock()")
-    timer.join()
+    printed = threading.Barrier(3)
+    notebook.pool.push(printed=printed)
+
+    def interrupt() -> None:
+        printed.wait(PATIENCE)
+        # The run has the signal's handler while it waits for its ranks.
+        eventually(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    ran = notebook.run("%%hvd_run\nprint('before')\nprinted.wait()\nblock()")
+    thread.join()
     assert isinstance(ran.error, KeyboardInterrupt)
     assert ran.stdout.count("were interrupted") == 1
     assert "[0,1] before" in ran.lines

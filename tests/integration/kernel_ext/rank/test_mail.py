@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
@@ -13,6 +14,7 @@ from hvdlab.kernel_ext.wire.cells import RunCell
 from hvdlab.kernel_ext.wire.status import AskStatus, Status
 from hvdlab.kernel_ext.wire.values import Acked, PushValue, ReadChunk, ReleaseTransfer
 from support.fuzz.payload import make
+from support.patience import eventually
 
 if TYPE_CHECKING:
     from integration.kernel_ext.rank.conftest import Pool, Rank
@@ -68,5 +70,7 @@ def test_any_mail_of_the_right_types_is_survived(rank: Rank, seed: int) -> None:
         assert pool.run("print('alive')").text() == "alive\n"
 
     rank.play(script)
+    # Answers to questions that came while a cell ran: nothing waits for these threads, and a slow machine needs long for the last ones.
+    eventually(lambda: not any(thread.name == "hvdlab-looking" for thread in threading.enumerate()))
     rank.engine.errors.clear()  # they were answered
     rank.agent._outgoing._buffer.free()  # kept for a pool that goes on fetching; a process that ends frees it

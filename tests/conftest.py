@@ -28,9 +28,10 @@ from xdist.remote import Producer
 from xdist.workermanage import WorkerController
 
 from support import scheduling, shared_memory
+from support.patience import GONE
 from support.ranks import forked as forked_workers
 
-GRACE = 3.0
+GRACE = GONE
 """Seconds that threads and processes get to finish what the test has already asked them to."""
 
 OTHERS = 60.0 if "PYTEST_XDIST_WORKER" in os.environ else GRACE

@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.variables import diff as diffing
 from hvdlab.kernel_ext.notebook.variables.diff import Diff
-from support.patience import HOUR, PATIENCE
+from support.patience import HOUR, PATIENCE, eventually
 from support.pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
@@ -177,8 +177,15 @@ def test_it_waits_for_cells_and_what_was_given_up_holds_nothing_up(pool: Pool) -
 def test_a_rank_that_dies_meanwhile_ends_it(pool: Pool) -> None:
     pids = pool.run("os.getpid()")
     handle = pool.start_run("time.sleep(60)", ranks=[1])
-    threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
+
+    def kill() -> None:
+        eventually(lambda: PoolProbe(pool).has_open_questions)
+        os.kill(pids[1], signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
     found = pool.diff("grid")
+    killing.join()
     handle.wait()
     assert [group.ranks for group in found.groups] == [(0,), (2,), (1,)]
     assert "rank 1: it is lost" in repr(found)

@@ -6,6 +6,7 @@ import os
 import signal
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
@@ -128,16 +129,22 @@ def test_megabytes_that_were_not_sent_are_there_and_not_again_later(start_pool: 
     assert heard.text(1, "stdout") == "now\n"
 
 
-def test_a_rank_that_dies_between_cells_leaves_its_standard_error(start_pool: StartPool) -> None:
+def test_a_rank_that_dies_between_cells_leaves_its_standard_error(
+    start_pool: StartPool, tmp_path: Path
+) -> None:
     """No cell waits for its output: it is among its last words, as the reason of a crash can be there."""
     pool = start_pool(2)
+    over = tmp_path / "over"
+    os.mkfifo(over)
     pool.run(
         "import ctypes, os, signal, threading\n"
         "def end():\n"
+        f"    open({str(over)!r}).read()  # until the cell has ended\n"
         "    ctypes.PyDLL(None).write(2, b'bad handle\\n', 11)  # no other thread runs between this and the next\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "if os.environ['RANK'] == '1': threading.Timer(0.2, end).start()"
+        "if os.environ['RANK'] == '1': threading.Thread(target=end, daemon=True).start()"
     )
+    over.write_text("yes")
     died(pool, 1)
     assert pool.last_words(1) == "bad handle"
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import Prestart
-from support.patience import GONE, PATIENCE, without_heartbeat
+from support.patience import GONE, PATIENCE, eventually, without_heartbeat
 from support.pool_probe import PoolProbe
 from support.pool_recorder import Recorder
 
@@ -161,15 +160,16 @@ def test_reasons_of_deaths_are_told_in_words(start_pool: StartPool) -> None:
     assert "Segmentation fault" in pool.last_words(1)
 
 
-def test_restart_replaces_a_rank_that_hangs_in_foreign_code(start_pool: StartPool) -> None:
+def test_restart_replaces_a_rank_that_hangs_in_foreign_code(start_pool: StartPool, tmp_path: Path) -> None:
     pool = start_pool(2)
     pool.run("kept = 1")
-    out = Recorder()
-    # PyDLL keeps the interpreter's lock, so that nothing of Python's runs in that process any more.
+    hangs = tmp_path / "hangs"
+    os.mkfifo(hangs)
+    # PyDLL keeps the interpreter's lock, so that nothing of Python's runs in that process any more: no output would be sent.
     run = pool.start_run(
-        "import ctypes, time\nprint('on')\ntime.sleep(0.2)\nctypes.PyDLL(None).sleep(60)", ranks=[1], out=out
+        f"import ctypes\nopen({str(hangs)!r}, 'w').close(); ctypes.PyDLL(None).sleep(60)", ranks=[1]
     )
-    assert out.started.wait(PATIENCE)
+    hangs.read_text()
     pool.restart([1])
     assert run.wait(GONE).deaths[1].reason == "ended by a restart"
     assert values(pool, "globals().get('kept')") == [1, None]
@@ -248,9 +248,9 @@ def test_it_is_a_cluster_of_ipyparallel(start_pool: StartPool) -> None:
         printed = client[:].execute("print('through ipyparallel', mine)", block=True)
         assert printed.stdout == ["through ipyparallel 0\n", "through ipyparallel 1\n"]
         pool.resize(1)
-        wait_until(lambda: client.ids == [0])
+        eventually(lambda: client.ids == [0])
         pool.resize(2)
-        wait_until(lambda: client.ids == [0, 1])
+        eventually(lambda: client.ids == [0, 1])
     finally:
         client.close()
         zmq.Context.instance().destroy(linger=0)
@@ -327,7 +327,7 @@ def test_other_processes_find_it_with_ipyparallel_s_tools(start_pool: StartPool)
         [sys.executable, "-c", source, pool.cluster.cluster_file], capture_output=True, text=True, check=False
     )
     assert done.stdout == "[42, 42]\n", done.stderr
-    wait_until(lambda: pool.lost == dict.fromkeys((0, 1), "killed by SIGTERM"))
+    eventually(lambda: pool.lost == dict.fromkeys((0, 1), "killed by SIGTERM"))
 
 
 def test_what_was_imported_ahead_is_not_the_same_random_state(
@@ -351,13 +351,6 @@ def test_torch_is_there_without_an_import_s_cost(
         values(pool, "import torch; (torch.ones(2, 3).sum().item(), torch.get_num_threads())")
         == [(6.0, 3)] * 2
     )
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 10) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +449,7 @@ def test_what_ranks_leave_running_ends_with_them(start_pool: StartPool) -> None:
     (pid,) = values(pool, "import subprocess\nsubprocess.Popen(['sleep', '600']).pid")
     (far,) = values(pool, "subprocess.Popen(['sleep', '600'], start_new_session=True).pid")
     pool.stop()
-    wait_until(lambda: not psutil.pid_exists(pid) and not psutil.pid_exists(far), PATIENCE)  # type: ignore[arg-type]
+    eventually(lambda: not psutil.pid_exists(pid) and not psutil.pid_exists(far))  # type: ignore[arg-type]
 
 
 def test_python_is_this_one(start_pool: StartPool) -> None:

@@ -18,6 +18,7 @@ import pytest
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.messages import Death
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.time_limits import RestartLimit
 from hvdlab.collectives.types import Membership
 from hvdlab.kernel_ext.notebook import coordinator_recovery
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
@@ -25,7 +26,7 @@ from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.prestart import Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN
-from support.patience import GONE, PATIENCE, eventually
+from support.patience import GONE, HOUR, PATIENCE, eventually
 from support.pool_probe import PoolProbe
 from support.pool_recorder import Recorder
 
@@ -109,9 +110,9 @@ def test_the_coordinator_dies_while_nothing_happens(start_pool: StartPool) -> No
 
 def test_it_is_told_before_the_next_cell(start_pool: StartPool) -> None:
     watched = Watched(start_pool(1))
-    watched.kill_coordinator()
     wait_for_news = threading.Event()
     watched.pool.client.on_reconnected(lambda world: wait_for_news.set())
+    watched.kill_coordinator()
     assert wait_for_news.wait(30)
     PoolProbe(watched.pool).recovery.await_recovered(30)
     (said,) = watched.pool.news()
@@ -127,9 +128,15 @@ def test_a_cell_is_sent_while_there_is_no_coordinator(start_pool: StartPool) -> 
         watched.check()
 
 
-def test_coordinators_that_die_often_are_replaced_after_a_pause(start_pool: StartPool) -> None:
+def test_coordinators_that_die_often_are_replaced_after_a_pause(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pool that were given up would take its ranks' memory along."""
     watched = Watched(start_pool(2))
+    deaths = RestartLimit(
+        coordinator_recovery.OFTEN + 8, window=HOUR
+    )  # a slow machine needs more than a minute for all of them
+    monkeypatch.setattr(PoolProbe(watched.pool).recovery, "_deaths", deaths)
     for _ in range(coordinator_recovery.OFTEN):
         watched.kill_coordinator()
         watched.check()

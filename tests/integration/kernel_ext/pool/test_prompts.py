@@ -8,9 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 from IPython.core.error import StdinNotImplementedError
 
+from hvdlab.kernel_ext.notebook.cells import cell_state, dispatch, driver
 from hvdlab.kernel_ext.notebook.pool import Pool
+from support.patience import HOUR, PATIENCE
 from support.pool_probe import PoolProbe
 from support.pool_recorder import Recorder
 
@@ -33,12 +36,20 @@ class User:
         return act()
 
 
-def after(seconds: float, answer: str) -> Callable[[], str]:
-    def act() -> str:
-        time.sleep(seconds)  # only time passes
-        return answer
+class Clock:
+    """Clock of the runs, in the place of the module ``time``, that a test sets forward.
 
-    return act
+    Attributes:
+        ahead: Seconds by which it is ahead.
+    """
+
+    monotonic_ns = staticmethod(time.monotonic_ns)
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
 
 
 def never() -> str:
@@ -46,10 +57,21 @@ def never() -> str:
     raise AssertionError("nobody has broken this wait")
 
 
-def test_the_time_limit_and_the_grace_after_a_failure_stand_still_at_a_prompt(start_pool: StartPool) -> None:
+def test_the_time_limit_and_the_grace_after_a_failure_stand_still_at_a_prompt(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    for module in (driver, dispatch):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(cell_state, "GRACE", PATIENCE)  # the rank may be slow to come to its prompt
+
+    def think() -> str:
+        clock.ahead += HOUR
+        return "Ada"
+
     pool = start_pool(2)
     source = "import os\nif os.environ['RANK'] == '1': raise ValueError('first')\ninput('name? ')"
-    results = pool.run(source, timeout=1.0, prompter=User(after(1.5, "Ada")))
+    results = pool.run(source, timeout=PATIENCE, prompter=User(think))
     assert sorted(results.errors) == [1]
     assert results.errors[1].ename == "ValueError"
     assert results[0] == "Ada"
@@ -68,7 +90,7 @@ def test_a_coordinator_that_dies_meanwhile_changes_nothing(start_pool: StartPool
         assert pool.client.incarnation == before + 1
         return "all: yes"
 
-    user = User(kill, after(0, "all: yes"))
+    user = User(kill, lambda: "all: yes")
     results = pool.run("input('name? '), bool(context.engine().paused)", prompter=user, out=Recorder())
     assert [results[rank] for rank in (0, 1)] == [("yes", False)] * 2
 

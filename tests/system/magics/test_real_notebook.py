@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from support.jupyter.live_kernel import LiveKernel
-from support.patience import GONE
+from support.patience import GONE, PATIENCE
 
 
 def test_a_notebook_stops_at_a_failed_cell_and_leaves_no_process(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def _terminal(directory: Path) -> pexpect.spawn[str]:
     }
     arguments = ["-m", "IPython", "--colors=nocolor", "--no-banner", "--no-confirm-exit", "--simple-prompt"]
     return pexpect.spawn(
-        sys.executable, arguments, cwd=str(directory), env=environment, encoding="utf-8", timeout=30
+        sys.executable, arguments, cwd=str(directory), env=environment, encoding="utf-8", timeout=PATIENCE
     )
 
 
@@ -78,9 +78,11 @@ def test_ctrl_c_in_a_terminal_interrupts_the_ranks_once(tmp_path: Path) -> None:
         terminal.sendline("%hvd_run print('x is', x)")
         terminal.expect_exact("[0,1] x is 7")
         terminal.sendline(
-            "%hvd_run import sys; sys.stderr.write('\\r10%'); time.sleep(.3); sys.stderr.write('\\r20%\\n')"
+            "%hvd_run import os, sys; sys.stderr.write('\\r10%'); "
+            "[time.sleep(.01) for _ in iter(lambda: os.path.exists('shown'), True)]; sys.stderr.write('\\r20%\\n')"
         )
         terminal.expect_exact("[0,1] 10%")
+        (tmp_path / "shown").touch()
         terminal.expect_exact("\r\x1b[K")
         terminal.expect_exact("[0,1] 20%\r\n")
         terminal.sendline("exit")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,8 +147,10 @@ def test_all_ranks_step_together_and_equal_output_is_shown_once(kernel: Promptin
 
 
 def test_a_rank_that_dies_at_a_prompt_does_not_keep_it_open(kernel: PromptingKernel) -> None:
-    code = "%%hvd_run\nif rank == 2:\n    import threading\n    threading.Timer(2, os.kill, (os.getpid(), 9)).start()\n    input('soon gone')"
-    cell, _ = kernel.dialogue(code, lambda: None)
+    pid = int(kernel.run("%%hvd_rank 2\nprint(os.getpid())").text())
+    cell, _ = kernel.dialogue(
+        "%%hvd_run\nif rank == 2: input('soon gone')", lambda: os.kill(pid, signal.SIGKILL)
+    )
     assert cell.error is not None
     assert "rank 2 died" in plain(cell.error)
     assert kernel.run("%hvd_pool repair").error is None

@@ -110,7 +110,10 @@ def test_top_goes_on_as_long_as_the_pool_does(kept: Pool) -> None:
         heads = (line for line in process.stdout if " spans of 2 ranks in " in line)
         assert next(heads).startswith("20 spans")
         assert not kept.run("hvd.allreduce(np.ones(3), 'loss')").errors
-        assert next(heads).startswith("22 spans")
+        while not (head := next(heads)).startswith("22 spans"):
+            assert head.startswith(
+                ("20 spans", "21 spans")
+            )  # a rank's record may come later than all else that is new
         kept.stop()
         assert process.stdout.read().endswith("the pool has ended\n")
         assert process.wait(PATIENCE) == 0

@@ -654,9 +654,10 @@ class Pool:
         kind: type[A],
         make: Callable[[int], RankRequest],
         ranks: Sequence[int],
-        within: float = ANSWER_WITHIN,
+        within: float | None = None,
     ) -> dict[int, A]:
-        return self._requests.ask_for(kind, make, ranks, Deadline(within))
+        seconds = ANSWER_WITHIN if within is None else within
+        return self._requests.ask_for(kind, make, ranks, Deadline(seconds))
 
     def _ask_one(
         self, kind: type[A], make: Callable[[int], RankRequest], rank: int | None, within: float

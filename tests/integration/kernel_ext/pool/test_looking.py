@@ -18,6 +18,8 @@ StartPool = Callable[..., Pool]
 
 SETUP = """
 import os, threading
+import hvdlab.kernel_ext.rank.variable_view as looking
+looking.REPR_WITHIN = 3  # less than the look's own limit
 import numpy as np
 rank = int(os.environ['RANK'])
 grid = np.arange(12.).reshape(3, 4) + (rank == 1)
@@ -88,9 +90,9 @@ def test_a_rank_of_a_pool_that_has_ended_can_still_be_shown() -> None:
 
 
 def test_values_that_misbehave_take_nothing_down(pool: Pool) -> None:
-    patient = "import hvdlab.kernel_ext.rank.variable_view as looking; looking.WITHIN = 3600"
-    assert pool.run(patient).ok  # so that it is the limit of a __repr__ that is found
+    assert pool.run("looking.WITHIN = 3600").ok  # so that it is the limit of a __repr__ that is found
     assert "its __repr__ raised SystemExit: no" in repr(pool.ranks[0].raises)
+    assert pool.run("looking.REPR_WITHIN = 0.5").ok
     assert "its __repr__ took longer than" in repr(pool.ranks[0].endless)
     assert pool.run("looking.WITHIN = 0.5").ok
     assert "looking at it takes longer than" in repr(pool.ranks[0].endless.never)

@@ -14,6 +14,10 @@ from support.jupyter.live_kernel import Cell
 from support.jupyter.prompting_kernel import Answer, PromptingKernel, names, plain
 from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
+# The import of a debugger by one rank is not to be a stall of the others.
+IMPORTS = (
+    "%%hvd_run -np 3\nimport pdb\nfrom IPython.core.debugger import Pdb\nPdb()\nimport numpy, hvdlab.numpy"
+)
 SETUP = (
     "%%hvd_run -np 3\nimport os, signal, sys, time\nimport numpy as np\n"
     "import hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\ncontext.init()\nrank = int(os.environ['RANK'])\nx = rank * 10\n"
@@ -26,7 +30,9 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PromptingKernel
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
         environment.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "3")
-        kernel = PromptingKernel(tmp_path_factory.mktemp("kernel"), prepare=["%load_ext hvdlab", SETUP])
+        kernel = PromptingKernel(
+            tmp_path_factory.mktemp("kernel"), prepare=["%load_ext hvdlab", IMPORTS, SETUP]
+        )
     yield kernel
     kernel.close()
 

@@ -320,7 +320,7 @@ class ControlHandlers:
         self._tickets = StoreWaits()
         self._members = KnownMembers()  # of this connection
         self.memory_retry = SharedMemoryRetry(self.send, control.call_later)
-        self.callbacks.on(m.COLLECT, lambda sender, body: self._collect_events(body))
+        self.callbacks.on(m.COLLECT, self._collect_events)
         #: Handlers of messages that do not concern the state; all others go to :class:`RankState`.
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
@@ -533,7 +533,10 @@ class ControlHandlers:
 
     def _on_pong(self, message: m.Message) -> None:
         assert isinstance(message, m.Pong)
-        self._spans.clock_answer(message)
+        if message.after_events:
+            self.callbacks.pong_behind_events(message.number)
+        else:
+            self._spans.clock_answer(message)
 
     def _on_store_value(self, message: m.Message) -> None:
         assert isinstance(message, m.StoreValue)
@@ -557,10 +560,10 @@ class ControlHandlers:
             self._spans.release_flush()
             raise
 
-    def _collect_events(self, body: bytes) -> None:
-        """Send the events that were recorded by now, then the answer to the client that asks, on the same connection."""
+    def _collect_events(self, sender: int, body: bytes) -> None:
+        """Send the events that were recorded by now, then the answer to the rank or client that asks, on the same connection."""
         self.send_events()
-        self._locked.queue_message(m.Post(m.COLLECTED, body, ()))
+        self._locked.queue_message(m.Post(m.COLLECTED, body, (sender,) if sender >= 0 else ()))
 
     def _events_due(self) -> None:
         self._spans.release_flush()
@@ -646,6 +649,7 @@ class Callbacks:
         cell_failures: Get the ids of cells that have failed on this rank, after the coordinator's message about them.
         event_sinks: Get the events of all ranks, if this rank has subscribed to them.
         own_event_sinks: Get the events that this rank itself sends.
+        pongs_behind_events: Get the number of each answer of the coordinator to a ping with ``after_events``.
     """
 
     def __init__(self) -> None:
@@ -660,6 +664,7 @@ class Callbacks:
         self._leave_guard = threading.Lock()  # of the two above
         self.event_sinks: list[Callable[[int, bytes], None]] = []
         self.own_event_sinks: list[Callable[[int, bytes], None]] = []
+        self.pongs_behind_events: list[Callable[[int], None]] = []
         self.stalls: list[Callable[[m.Stalled], None]] = []
         self.aborts: list[Callable[[m.Abort], None]] = []
         self.cell_failures: list[Callable[[str], None]] = []
@@ -705,6 +710,10 @@ class Callbacks:
         assert isinstance(message, m.RankEvents)
         for sink in tuple(self.event_sinks):
             _call(sink, message.rank, message.batch)
+
+    def pong_behind_events(self, number: int) -> None:
+        for callback in tuple(self.pongs_behind_events):
+            _call(callback, number)
 
     def own_events(self, rank: int, batch: bytes) -> None:
         for sink in tuple(self.own_event_sinks):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from hvdlab.collectives.engine.control_thread import ControlHandlers
-from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.export import Export, Exporter, PointReader, same_target
 from hvdlab.collectives.protocol import messages as m
@@ -17,12 +18,25 @@ from hvdlab.collectives.tracing.timeline_file import TimelineFile
 
 Sink = Callable[[int, bytes], None]
 
-LAST_EVENTS = 2.5 * SpanLog.INTERVAL
-"""Seconds until the events that every rank has recorded by now have arrived here: a flush, and its way."""
+ANSWERS_WITHIN = 2.0
+"""Seconds that all ranks have to send what they have recorded; a rank that is stopped, or keeps the interpreter busy, can't."""
 FLUSHED_WITHIN = 1.0
 """Seconds that the control thread has to hand over the events that were recorded by now."""
 REPLACED_WITHIN = 5.0
 """Seconds that an export has to write what it still holds before another one takes its place."""
+
+
+@dataclass
+class EventRequest:
+    """Request of this rank for the events that all ranks have recorded. Control thread.
+
+    Attributes:
+        arrived: Set once the sinks have got them.
+        missing: The ranks that have not answered.
+    """
+
+    arrived: threading.Event
+    missing: set[int]
 
 
 class Subscription:
@@ -30,6 +44,12 @@ class Subscription:
 
     def __init__(self, handlers: ControlHandlers) -> None:
         self._handlers = handlers
+        self._numbers = itertools.count(1)
+        #: Requests for which a thread waits, by number. Control thread.
+        self._requests: dict[int, EventRequest] = {}
+        handlers.callbacks.on(m.COLLECTED, self._on_answer)
+        handlers.callbacks.pongs_behind_events.append(self._on_pong_behind_events)
+        handlers.world.watchers.append(lambda world: self._on_world())
         #: Held from a change of the sinks to the message about it: subscribing and its end must not overtake each other.
         self._lock = threading.Lock()
         #: Consumers of the events.
@@ -50,13 +70,44 @@ class Subscription:
         self._handlers.send(m.Subscribe(True, history=False))
 
     def wait_for_events(self) -> None:
-        """Wait a moment, so that events that other ranks have recorded but not sent yet can arrive."""
-        control = self._handlers.control
-        if control.thread.is_alive():
-            arrived = threading.Event()
-            control.call(lambda: control.call_later(LAST_EVENTS, arrived.set))
-            # With a limit: the control thread can end meanwhile.
-            arrived.wait(4 * LAST_EVENTS)
+        """Wait until the sinks have got the events that all ranks have recorded by now, or :data:`ANSWERS_WITHIN` has passed."""
+        control, number, arrived = self._handlers.control, next(self._numbers), threading.Event()
+        if not control.thread.is_alive() or threading.current_thread() is control.thread:
+            return  # nothing arrives any more, or meanwhile
+        control.call(lambda: self._request(number, arrived))
+        # With a limit: a rank does not answer while it is stopped, and the control thread can end meanwhile.
+        arrived.wait(ANSWERS_WITHIN)
+        control.call(lambda: self._requests.pop(number, None))
+
+    def _request(self, number: int, arrived: threading.Event) -> None:
+        self._handlers.send_events()
+        ranks = self._handlers.world.alive
+        self._requests[number] = EventRequest(arrived, set(ranks))
+        if ranks:
+            self._handlers.send(m.Post(m.COLLECT, number.to_bytes(8), ranks))
+        else:
+            self._ping_behind_events(number)
+
+    def _on_answer(self, rank: int, body: bytes) -> None:
+        number = int.from_bytes(body)
+        if number in self._requests:
+            self._requests[number].missing.discard(rank)
+            self._ping_behind_events(number)
+
+    def _on_world(self) -> None:
+        alive = set(self._handlers.world.alive)
+        for number, request in self._requests.items():
+            request.missing &= alive  # a rank that leaves has sent its events before its goodbye
+            self._ping_behind_events(number)
+
+    def _ping_behind_events(self, number: int) -> None:
+        """Ping the coordinator once all ranks have answered: its answer comes behind their events, which theirs can overtake."""
+        if not self._requests[number].missing:
+            self._handlers.send(m.Ping(number, after_events=True))
+
+    def _on_pong_behind_events(self, number: int) -> None:
+        if number in self._requests:
+            self._requests[number].arrived.set()
 
     def remove(self, sink: Sink) -> None:
         """End the calls of this sink."""
@@ -91,7 +142,7 @@ class TimelineTap:
             self._subscription.add(self._file.feed)
 
     def stop(self) -> None:
-        """Complete the file, after a moment for events on their way. Raises ``OSError`` if it could not be written."""
+        """Complete the file, with the events that all ranks have recorded by now. Raises ``OSError`` if it could not be written."""
         # The wait is outside the lock, so that another file can be started meanwhile.
         with self._lock:
             file, self._file = self._file, None

@@ -398,8 +398,8 @@ class StoreGet(Message, frozen=True):
 
 
 COLLECT, COLLECTED = "hvdlab.events.collect", "hvdlab.events.collected"
-"""Topics of mail. A client asks ranks to send their recorded :class:`Events`; each rank then answers with the same body, after the
-events and on the same connection."""
+"""Topics of mail. A client or rank asks ranks to send their recorded :class:`Events`; each rank then answers with the same body, after
+the events and on the same connection."""
 
 
 class Events(Message, frozen=True):

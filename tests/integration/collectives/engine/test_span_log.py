@@ -21,7 +21,7 @@ from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.record_format import ClockSample, ClockSamples, Members, Span, decode
 from support.engine_probe import EngineProbe
 from support.network.skewed_clock import AHEAD_NS
-from support.patience import PATIENCE
+from support.patience import HOUR, PATIENCE
 from support.ranks.resident import Ranks, resident_ranks
 
 LARGE = 1 << 20
@@ -203,6 +203,25 @@ def test_the_timeline_begins_at_the_call_and_shows_failures(two: Ranks, tmp_path
     # Although the members were reported before the call, both ranks' arrivals are compared.
     last = [e for e in events if e.get("args", {}).get("tensor") == "late" and e["ph"] == "b"]
     assert all("last_rank" in e["args"] for e in last if e["name"] == "NEGOTIATE_ALLREDUCE"), last
+
+
+def test_a_timeline_has_the_last_events_of_a_rank_however_late_it_would_send_them(
+    two: Ranks, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    two.run(send_late, ranks=[1])
+    two.run(begin, str(path), ranks=[0])
+    two.run(total, LARGE, "last")
+    two.run(end, ranks=[0])
+    events = load(path.read_text())
+    assert check(events) == []
+    operations = [event for event in events if event["name"] == "ALLREDUCE"]
+    assert {(event["pid"], event["args"]["tensor"]) for event in operations} == {(0, "last"), (1, "last")}
+
+
+def send_late() -> None:
+    """Send recorded events on request only."""
+    SpanLog.INTERVAL = HOUR
 
 
 def records() -> int:

@@ -479,6 +479,7 @@ def reduce_large(value: float) -> float:
 def reduce_large_until_interrupted() -> float:
     """Run one of many; the last, after an interrupt wherever it came, is another one."""
     try:
+        context.engine().post("reducing", b"")
         while True:
             reduce_large(1.0)
     except KeyboardInterrupt:
@@ -497,14 +498,22 @@ def reduce_large_until_seven() -> set[CauseKind]:
 
 
 def test_an_interrupt_anywhere_in_a_large_one(three: Ranks) -> None:
-    for pause in (0.05, 0.073, 0.11, 0.2):
-        others = three.start(reduce_large_until_seven, ranks=[0, 2])
-        one = three.start(reduce_large_until_interrupted, ranks=[1])
-        time.sleep(pause)  # wherever it is then
-        three.kill(1, signal.SIGINT)
-        assert one.results(PATIENCE) == [7.0]
-        assert all(causes <= {CauseKind.INTERRUPTED} for causes in others.results(PATIENCE))
-        assert three.run(total, 1.0) == [3.0] * 3
+    reducing: SimpleQueue[int] = SimpleQueue()
+    client = Client.connect(three.coordinator.address, three.coordinator.client_token)
+    client.on_mail("reducing", lambda sender, body: reducing.put(sender))
+    try:
+        for pause in (0.0, 0.01, 0.05, 0.1):
+            others = three.start(reduce_large_until_seven, ranks=[0, 2])
+            one = three.start(reduce_large_until_interrupted, ranks=[1])
+            # A rank ignores an interrupt that comes before it has begun.
+            reducing.get(timeout=PATIENCE)
+            time.sleep(pause)  # wherever it is then
+            three.kill(1, signal.SIGINT)
+            assert one.results(PATIENCE) == [7.0]
+            assert all(causes <= {CauseKind.INTERRUPTED} for causes in others.results(PATIENCE))
+            assert three.run(total, 1.0) == [3.0] * 3
+    finally:
+        client.close()
 
 
 # -- submitted before it is waited for --------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-import time
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -501,37 +503,52 @@ def test_how_text_is_cut_into_chunks_does_not_matter(parts: list[str]) -> None:
     assert shown(parts) == shown(["".join(parts)])
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_80000_lines_cost_a_fraction_of_a_second(alike: bool) -> None:
-    merger = LineMerger(range(4))
+def steps_of_each_line(ranks: int, count: int, alike: bool) -> float:
+    """Return the lines of Python that the merger executes for each line of output.
+
+    Args:
+        ranks: Number of ranks, which write in turn.
+        count: Lines that each of them writes.
+        alike: Whether all ranks write the same.
+    """
+    merger, steps, shown, before = LineMerger(range(ranks)), 0, 0, sys.gettrace()
     batches = [
         [
-            out("".join(f"{'' if alike else rank} line {i} of many\n" for i in range(n, n + 500)))
-            for rank in range(4)
+            out("".join(f"{'' if alike else rank} line {i}\n" for i in range(n, n + 500)))
+            for rank in range(ranks)
         ]
-        for n in range(0, 20_000, 500)
+        for n in range(0, count, 500)
     ]
-    begin = time.process_time()
-    total = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        nonlocal steps
+        steps += event == "line"
+        return trace
+
     for batch in batches:
-        for rank, chunks in enumerate(batch):
-            merger.feed(rank, chunks, 0.0)
-        total += len(lines_of(merger.take(0.0)))
-    used = time.process_time() - begin
-    assert total == (20_000 if alike else 80_000)
-    print(f"{used:.3f} s")
-    assert used < 0.5
+        sys.settrace(trace)
+        try:
+            for rank, chunks in enumerate(batch):
+                merger.feed(rank, chunks, 0.0)
+            pieces = merger.take(0.0)
+        finally:
+            sys.settrace(before)
+        shown += len(lines_of(pieces))
+    assert shown == count * (1 if alike else ranks)
+    return steps / (count * ranks)
 
 
-def test_many_ranks_cost_no_more_for_each_line() -> None:
-    ranks = 256
-    merger = LineMerger(range(ranks))
-    chunks = [out("".join(f"{rank} line {i}\n" for i in range(200))) for rank in range(ranks)]
-    begin = time.process_time()
-    for rank in range(ranks):
-        merger.feed(rank, chunks[rank], 0.0)
-    assert len(lines_of(merger.take(0.0))) == ranks * 200
-    assert time.process_time() - begin < 0.5
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_line_costs_few_steps_however_many_there_were_before(alike: bool) -> None:
+    few, many = (steps_of_each_line(4, count, alike) for count in (1000, 5000))
+    assert 1 < many < 40
+    assert many == pytest.approx(few, rel=0.01)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_many_ranks_cost_no_more_for_each_line(alike: bool) -> None:
+    few, many = (steps_of_each_line(ranks, 500, alike) for ranks in (4, 64))
+    assert many <= 1.01 * few
 
 
 def test_a_very_long_line_is_broken_and_nothing_is_lost() -> None:

@@ -324,6 +324,10 @@ class CoordinatorState:
         if newcomer.tracked:
             self.cells.add_rank(rank)
         effects.send((peer,), m.Welcome(rank, int(now * 1e9), self.options.incarnation, self.options.pid))
+        kept = self.restoring.mail.pop(rank, [])
+        # Another process in its place has asked for nothing that this mail answers.
+        for mail in kept if hello.incarnation >= 0 else ():
+            effects.send((peer,), mail)
         if since is not None:
             self.apply(membership.report_return(newcomer, now - since))
         if hello.incarnation >= 0 and hello.returns and not self.restoring.active:
@@ -724,8 +728,13 @@ def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: 
 
 
 def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: float) -> None:
+    mail = m.Mail(message.topic, rank.rank, message.body)
     peers = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
-    state.effects.send(peers, m.Mail(message.topic, rank.rank, message.body))
+    state.effects.send(peers, mail)
+    if state.restoring.active:
+        for target in message.to:
+            if target not in state.membership.ranks:
+                state.restoring.keep_mail(target, mail)
 
 
 def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: float) -> None:

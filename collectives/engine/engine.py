@@ -631,7 +631,8 @@ class Engine:
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when this rank has found the coordinator's successor.
 
-        Mail that was on its way when the coordinator died is perhaps lost; mail that this rank posted since then has been sent.
+        Mail that was on its way when the coordinator died is perhaps lost; mail that this rank posted since then has been sent. The successor
+        keeps mail for ranks that come later.
         """
         self._handlers.callbacks.reconnections.append(callback)
 

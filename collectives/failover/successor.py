@@ -41,6 +41,7 @@ class Restoring:
         ran_in: Process ids of the ranks that the client knew.
         renewed: Ranks that another process has replaced meanwhile.
         ended: Newest ends of cells, as (cell, rank), that the ranks have reported.
+        mail: Mail for ranks that have not come yet, by rank.
     """
 
     def __init__(self, incarnation: int, seconds: float) -> None:
@@ -56,6 +57,7 @@ class Restoring:
         self.ran_in: dict[int, int] = {}
         self.renewed: set[int] = set()
         self.ended: dict[tuple[str, int], None] = {}
+        self.mail: dict[int, list[m.Mail]] = {}
 
     def begin(self, now: float) -> None:
         """Start the clock at the first event."""
@@ -77,6 +79,10 @@ class Restoring:
         self.ended[cell, rank] = None
         if len(self.ended) > REMEMBERED:
             del self.ended[next(iter(self.ended))]
+
+    def keep_mail(self, rank: int, mail: m.Mail) -> None:
+        """Keep mail for a rank that is perhaps on its way: the sender has only come earlier."""
+        self.mail.setdefault(rank, []).append(mail)
 
     def drop(self, rank: int) -> None:
         """Forget a rank that has come, and is gone again."""
@@ -188,7 +194,7 @@ class Successor:
         membership.changed = membership.urgent = self._admission.due = True
         text = f"took over from coordinator {facts.incarnation - 1} with {count} ranks"
         yield Log(text, warning=False, decision=decision)
-        facts.resumed, facts.alive = {}, {}
+        facts.resumed, facts.alive, facts.mail = {}, {}, {}
 
     def _end_entry(self, missing: list[int]) -> DecisionEntry:
         resumed = self._facts.resumed

@@ -101,6 +101,30 @@ def test_the_world_is_there_again_when_all_have_come() -> None:
     assert successor.last(10, m.Welcome).incarnation == 1
 
 
+def test_mail_reaches_ranks_that_come_later_than_its_sender_in_order() -> None:
+    successor = Successor()
+    successor.comes(0)
+    successor.says(0, m.Post("topic", b"1", (1, 2)))
+    successor.comes(1)
+    successor.says(0, m.Post("topic", b"2", (1, 2)))
+    successor.comes(2)
+    successor.says(0, m.Post("topic", b"3", (1, 2)))
+    for peer in (11, 12):
+        got = [message for message in successor.said[peer] if isinstance(message, m.Welcome | m.Mail)]
+        assert isinstance(got[0], m.Welcome)
+        assert got[1:] == [m.Mail("topic", 0, body) for body in (b"1", b"2", b"3")]
+
+
+def test_mail_for_a_rank_that_does_not_come_is_dropped() -> None:
+    successor = Successor()
+    successor.comes(0)
+    successor.says(0, m.Post("topic", b"1", (1, 2)))
+    successor.connect(1, incarnation=-1)  # another process
+    assert successor.count(11, m.Mail) == 0
+    successor.wait()
+    assert successor.state.restoring.mail == {}
+
+
 def test_generations_go_on_above_all_that_were() -> None:
     successor = Successor(1)
     successor.comes(0, world(0, generation=5 * GENERATIONS), alive=[0])

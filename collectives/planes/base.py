@@ -148,6 +148,7 @@ class PendingCompletion:
             self._ended = ended
             if not self._has_ended:
                 return
+        # Without the lock, as :class:`Completion` promises. The outcome does not change any more: end() stores it once.
         ended(self._error)
 
     def end(self, error: Exception | None = None) -> None:

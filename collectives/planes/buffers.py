@@ -117,6 +117,7 @@ Tensor: TypeAlias = HostArray | Buffer
 
 def buffer_of(tensor: Tensor, dtype: DType) -> Buffer:
     """Return a tensor as a plane takes it; an array in one dimension."""
+    # Arrays are C-contiguous, so this is a view: the plane writes into the user's own output.
     return HostBuffer(tensor.reshape(-1), dtype) if isinstance(tensor, np.ndarray) else tensor
 
 

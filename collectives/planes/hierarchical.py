@@ -89,6 +89,7 @@ class Topology:
         for position, key in enumerate(hosts):
             by_host.setdefault(key, []).append(position)
         groups = tuple(tuple(members) for members in by_host.values())
+        # The dict is in order of the hosts' first positions. So all members number hosts alike, however the names compare.
         host = list(by_host).index(hosts[index])
         return cls(groups, host, groups[host].index(index), min(len(members) for members in groups))
 
@@ -141,6 +142,7 @@ class GatherPlan:
         bounds = []
         for members in topology.hosts:
             parts = [sizes[m] for m in members]
+            # Where all carry, a piece is a member's own part: no gather within the host has to come first (see allgather()).
             if topology.even:
                 bounds.append((0, *accumulate(parts)))
             else:
@@ -203,6 +205,7 @@ class Routing:
         top = self.topology
         sent = _cut(send, sizes)
         received = _cut(out, expected)
+        # All members of a host take part in each of its steps, with empty parcels if they have none: operations of a plane are collective.
         self._exchange_here(sent, received, phases)
         announced = self._announce(sizes, phases)
         carried = self._to_carriers(sent, announced, phases)
@@ -294,9 +297,11 @@ class Routing:
         served = top.served(top.local, top.host) if top.carries else ()
         parcels = [_nothing() for _ in top.here]
         for number, receiver in enumerate(served):
+            # Pieces come by sender, and of each sender by receiver: one in so many is for this receiver.
             parcels[top.here.index(receiver)] = _join(arrived[number :: len(served)])
         sizes = [expected[m] for m in sources]
         incoming = [_nothing() for _ in top.here]
+        # All pieces from other hosts come to this member by the one carrier that serves it, as in :meth:`Topology.served`.
         incoming[top.local % top.columns] = np.empty(sum(sizes), np.uint8)
         self._inner_alltoall(parcels, incoming, phases)
         return _cut(incoming[top.local % top.columns], sizes)
@@ -423,6 +428,8 @@ class HierarchicalPlane(HostPlane):
             return
         wide = _WIDE.get(dtype, dtype)
         packed = self._pack(ins, total, dtype, wide, phases)
+        # Only with Gloo, whose ring adds in the order of positions: columns that reduce equal inputs get equal bits. MPI may choose another
+        # order for each column. And only where all members are in a column, since there is no gather afterwards.
         if self._topology.even and self._subgroups.outer_name == "gloo" and packed.nbytes <= SMALL_BYTES:
             whole = self._reduce_whole(packed, wide, reduction, phases)
             _hand_out(whole, outs, dtype, phases)
@@ -476,6 +483,8 @@ class HierarchicalPlane(HostPlane):
         wide, top = _WIDE.get(dtype, dtype), self._topology
         within, across = reduction._replace(postscale=1.0), reduction._replace(prescale=1.0)
         blocks = [_Block.of(top, low, high) for low, high in pairwise(self._cuts(packed))]
+        # Memory for the slices of all blocks at once: the outer plane still works on one slice when the next one is reduced, and what
+        # ``take`` returns is lost at its next call.
         slices = self._slice.take(sum(block.counts[top.local] for block in blocks), packed.dtype)
         begun: deque[tuple[_Block, HostArray, Future[None] | None]] = deque()
         at = 0
@@ -620,6 +629,7 @@ class HierarchicalPlane(HostPlane):
         host, local = top.find(root)
         carrier = local % top.columns
         at_home = top.host == host
+        # The root is in no column. Its host gets the buffer first, with the carrier, and so needs the last step no more.
         if at_home and carrier != local:
             self._inner.broadcast(buffer, local, phases)
         if top.local == carrier:
@@ -655,6 +665,7 @@ class HierarchicalPlane(HostPlane):
             self._alone.barrier(phases)
             return
         self._inner.barrier(phases)
+        # One member of each host is enough: the barriers within the host before and after it stand for the others.
         if self._outer is not None and self._topology.local == 0:
             self._outer.barrier(phases)
         self._inner.barrier(phases)
@@ -674,6 +685,7 @@ class HierarchicalPlane(HostPlane):
         self._subgroups.abort()
 
     def close(self) -> None:
+        # In this order: only the abort ends an operation in which the outer thread is, and no plane may be closed while that thread uses it.
         self.abort()
         self._outer_thread.close()
         self._subgroups.close()

@@ -170,6 +170,7 @@ def scale(buffer: HostArray, factor: float) -> None:
     if factor == 1.0:
         return
     if buffer.dtype.kind == "f":
+        # The factor in the type of the elements: a float64 would make numpy 2 compute float32 tensors in float64.
         np.multiply(buffer, buffer.dtype.type(factor), out=buffer)
     else:
         np.copyto(buffer, np.trunc(buffer.astype(np.float64) * factor), casting="unsafe")

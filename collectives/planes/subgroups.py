@@ -100,6 +100,7 @@ class SubgroupPlanes:
         # An abort either found this plane in the list, or had set the flag before the list was changed.
         if aborted:
             raise PlaneAborted
+        # Without the guard, which abort() needs: this waits for other members.
         plane.connect(seconds_left(deadline))
         return plane
 
@@ -150,6 +151,7 @@ class PeerPlanes:
 
     def send(self, buffer: HostArray, target: int, phases: PhaseTimes) -> None:
         """Send a buffer to the member at this position. It has been read when this returns."""
+        # The root's position in the pair, which is in ascending order: the sender is the second one if the other comes before it.
         self._plane(target).broadcast(buffer, int(target < self.context.index), phases)
 
     def receive(self, buffer: HostArray, source: int, phases: PhaseTimes) -> None:
@@ -171,6 +173,7 @@ class PeerPlanes:
             except TimeoutError as error:
                 rank = self.context.ranks[other]
                 raise PlaneBroken(f"rank {rank} did not come for its first message: {error}") from error
+            # Only once it is connected. One that failed stays with the subgroups, which abort and close it.
             self._planes[other] = plane
         return plane
 

@@ -66,6 +66,7 @@ def combine(vectors: Vector, pairs: Sequence[Pair], segments: Sequence[Segment],
     """Combine the pairs of a level in place, given the dot products of whole tensors. The ``b`` are used up."""
     for row, (a, b) in zip(totals, pairs, strict=True):
         for number, start, stop in segments:
+            # Python's floats: with numpy's own, numpy 2 would compute the products with float32 vectors in float64.
             aa, bb, ab = row[number].tolist()
             _add_scaled(vectors[a, start:stop], _factor(ab, aa), vectors[b, start:stop], _factor(ab, bb))
 
@@ -95,6 +96,7 @@ def narrowed(source: Vector, dtype: DType, postscale: float) -> Vector:
 
 def adasum(addends: HostArrays, dtype: DType, reduction: Reduction = PLAIN[ReduceOp.ADASUM]) -> Vector:
     """Return the Adasum of equally long vectors in storage type, all of which are here; they are left alone."""
+    # Stacked, which copies: the levels combine vectors in place.
     vectors = widened(np.stack(list(addends)), dtype, reduction.prescale)
     segments = [(0, 0, vectors.shape[1])]
     with np.errstate(all="ignore"):

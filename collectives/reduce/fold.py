@@ -63,6 +63,7 @@ def make_fold(dtype: DType, op: ReduceOp) -> Fold:
     if dtype in (DType.F16, DType.BF16):
         return HalfFold(dtype, ufunc)
     if dtype is DType.BOOL:
+        # PRODUCT and SUM do not come here: ``check_supported`` has refused them for truth values.
         return DirectFold(np.logical_and if op is ReduceOp.MIN else np.logical_or)
     return DirectFold(ufunc) if dtype.is_floating else IntegerFold(ufunc)
 
@@ -204,12 +205,15 @@ def widen_bf16(source: HostArray, out: Wide) -> None:
 
 def narrow_bf16(source: Wide, out: HostArray) -> None:
     """Round to nearest even on the bits. NaN is handled apart: rounding up could carry it into an infinity."""
+    # First: the additions below change ``source`` itself, whose bits they work on.
     nan = np.isnan(source)
     bits = source.view(np.uint32)
+    # Half of the last place that stays, less one, plus one if that place is odd: the sum carries exactly where rounding to even goes up.
     up = bits >> 16
     up &= 1
     up += 0x7FFF
     bits += up
+    # The upper halves of little-endian words, without a shifted copy.
     out[...] = bits.view(np.uint16)[1::2]
     if nan.any():
         out[nan] = _QUIET_NAN

@@ -73,6 +73,7 @@ class WideReduction:
             quotients, remainders = reduced // n, reduced % n
         # The number to divide by n is quotients * n + remainders, with remainders from 0 to n - 1.
         if self._reduction.postscale == 1.0:
+            # The quotient is rounded down; for a negative average with a remainder that is one below the truncated one.
             out[...] = quotients + ((quotients < 0) & (remainders > 0))
         else:
             exact = quotients + remainders / n if self.width == 2 else reduced / n

@@ -88,6 +88,7 @@ class AgreementBoard:
     @property
     def vacant(self) -> bool:
         """Return whether this member may post its next request: all have posted the request that it has posted or declined last."""
+        # The words of all members are read only if this one has declined its last request, and so has not waited for the others.
         return self._completed == self.number or self.complete(self.number)
 
     def post(self, digest: int, tensor: HostArray | None) -> int:
@@ -107,6 +108,8 @@ class AgreementBoard:
             np.copyto(self._areas[parity][first : first + len(tensor)], tensor)
         # Tensor and digest are stored before the count, by which the others know that both are there.
         self._digests[parity][self._index] = digest
+        # Before the count: if an interrupt ends this method here, the number is used up. Otherwise this member would store another digest
+        # for a number whose first digest others have perhaps read already.
         self.number = number
         self._signals.post(ARRIVED, number)
         return number
@@ -145,6 +148,7 @@ class AgreementBoard:
         """
         try:
             self._signals.sleep(ARRIVED, number, None if seconds is None else time.monotonic() + seconds)
+        # sleep() raises this when the time is over. On the board that is no failure: the rank asks for declines, and waits again.
         except PlaneBroken:
             return False
         return True

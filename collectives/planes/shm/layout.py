@@ -68,6 +68,7 @@ class Words:
 
     @property
     def control_bytes(self) -> int:
+        # Five rows: arrived, reduced, targets, and needs for each of the two parities.
         return _round_up(self.row(5), PAGE)
 
 
@@ -206,6 +207,8 @@ def part(buffers: Sequence[HostArray], first: int, count: int) -> list[HostArray
 
 def slice_bounds(count: int, members: int, grain: int) -> list[int]:
     """Return ``members + 1`` bounds that divide ``count`` elements about evenly, on multiples of ``grain``."""
+    # Each bound is rounded down, so they never decrease. If there are fewer grains than members some slices are empty, and the last
+    # one is not.
     bounds = [count * m // members // grain * grain for m in range(members)]
     bounds.append(count)
     return bounds

@@ -127,6 +127,7 @@ class ShmPlane(HostPlane):
             # An abort may have come before there were signals, whose waits it could end.
             if self._aborted:
                 self._signals.abort()
+        # Step 1 moves no data. Fresh memory has zeros in all counters, so when all have reached 1 each member has mapped it.
         self._step = 1
         self._signals.post(ARRIVED, 1)
         self._signals.wait(ARRIVED, 1, deadline)
@@ -169,6 +170,8 @@ class ShmPlane(HostPlane):
         if not total:
             return
         done = 0
+        # All members come to the same answer here, or they would cut the tensor differently: tune() and the trials so far are the same on
+        # all of them.
         if not self._slice and self._choice.candidate is not None and total * dtype.itemsize >= TRIAL_BYTES:
             done = self._try_chunks(ins, outs, dtype, fold, reduction, phases)
         if done == total:
@@ -195,6 +198,7 @@ class ShmPlane(HostPlane):
             some = part(ins, done, count), part(outs, done, count)
             self._reduce(*some, dtype, fold, reduction, candidate // dtype.itemsize, phases)
             parity = self._declare(monotonic_ns() - begin)
+            # This step is what publishes the declarations: after it each member can read those of all.
             self.barrier(phases)
             self._choice.measured(self._signals.agreed(parity))
             done += count
@@ -223,6 +227,8 @@ class ShmPlane(HostPlane):
         phases: PhaseTimes,
     ) -> None:
         """Allreduce in chunks of ``chunk`` elements."""
+        # Not with a prescale: the fold scales the first source into the output before it reads the second. In place the output *is* the
+        # second source on the second member.
         if self._size == 2 and reduction.prescale == 1.0 and is_direct(dtype):
             pair = TwoMemberReduction(ins, outs, self._index, chunk, fold, reduction.postscale)
             self._run(pair, self._slots.whole(storage_type(dtype)), phases)
@@ -258,6 +264,8 @@ class ShmPlane(HostPlane):
         slots = self._slots.short(source.dtype, len(source))[step % self._layout.slots]
         slots[self._index][...] = source
         self._step = step = step + 1
+        # One synchronisation is enough. This slot is filled again only for a later step, ``slots`` further on, and a member gets there only
+        # after all have posted steps that follow their folds of this one (see schedules.py, "Between operations").
         signals.post(ARRIVED, step)
         packed = monotonic_ns()
         signals.wait(ARRIVED, step)
@@ -314,6 +322,7 @@ class ShmPlane(HostPlane):
         parity = self._declare(work.steps)
         views = self._slots.whole(_BYTE)
         self._drive(work, 0, 1, views, phases)
+        # If no member has data the largest number is 0, below the first step of this call, which then does nothing.
         self._drive(work, 1, self._signals.agreed(parity), views, phases)
 
     def _place(self) -> int:
@@ -340,6 +349,7 @@ class ShmPlane(HostPlane):
         now = monotonic_ns()
         for stage, offset in two_stages(stop - first, ahead_of_two(slots)):
             step = first + offset
+            # Counters hold completed steps, so the one that this step completes is one higher than its index from 0.
             end = base + step + 1
             before = now
             if stage is PipelineStage.FILL:
@@ -404,6 +414,7 @@ class ShmPlane(HostPlane):
                 return
             # Under the guard, so that abort() never stores to words that are unmapped.
             self._signals.close()
+        # Before the mapping: arrays keep the buffer exported, and closing it would raise.
         self._slots.close()
         self._folds.clear()
         try:
@@ -504,6 +515,7 @@ class ChunkChoice:
         """Record the time that the trial of :attr:`candidate` took the slowest member."""
         size = self.candidate
         assert size is not None
+        # The shortest of the trials: other work on the cores and memory that was not touched before only ever add time.
         self._best[size] = min(nanoseconds, self._best.get(size, nanoseconds))
         self._trials += 1
         if self.candidate is None:

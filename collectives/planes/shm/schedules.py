@@ -161,6 +161,8 @@ class SlicedReduction:
         self._ins, self._outs, self._index, self._members = ins, outs, index, members
         self._fold, self._prescale, self._postscale = fold, reduction.prescale, reduction.postscale
         self._chunks = list(cut([len(b) for b in ins], chunk))
+        # Slices in whole cache lines, at which slots begin: where a member writes its result into its slot, no other member reads
+        # from the same line for a slice of its own.
         self._grain = max(1, 64 // ins[0].itemsize)
         self._scratch = np.empty(0, ins[0].dtype)
 
@@ -197,6 +199,7 @@ class SlicedReduction:
         if len(pieces) == 1:
             start = pieces[0].start
             sources[self._index] = self._ins[pieces[0].buffer][start + lo : start + hi]
+            # Straight into the place that fill() has left out: no member reads it before this one posts ``reduced``.
             self._fold(sources, own, self._prescale, self._postscale)
             return
         # A fold may not overwrite a source that it has not read yet, so it can't write into this member's slot directly.
@@ -213,6 +216,7 @@ class SlicedReduction:
         for buffer, start, at, length in pieces:
             out, end = self._outs[buffer], at + length
             while at < end:
+                # More than one step where slices are empty, since a chunk can have fewer cache lines than there are members.
                 while bounds[member + 1] <= at:
                     member += 1
                 stop = min(end, bounds[member + 1])
@@ -234,6 +238,7 @@ class AllGather:
     ) -> None:
         self._send, self._counts, self._out, self._index, self._chunk = send, counts, out, index, chunk
         self._starts = starts(counts)
+        # The longest part counts, also on members with a shorter one: each step waits for all members.
         self.steps = -(-max(counts) // chunk)
 
     def fill(self, step: int, slots: StepViews) -> None:

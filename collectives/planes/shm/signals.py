@@ -125,6 +125,7 @@ class Signals:
             pass
         # The member that stored last sees all words of the row from here on, with any target that it reads; one scan will do.
         reached = min(words)
+        # Most posts find no sleeper. Then ``any`` spares the loop over the targets, with its division for each member.
         if reached > before and any(self._targets):
             self._wake(row, before, reached)
         # Last: if an interrupt ends this post early, the next one starts from the older value, and wakes the
@@ -138,10 +139,13 @@ class Signals:
             if awaited == row and before < value <= reached:
                 bits |= 1 << (member % 32)
         if bits:
+            # Of 2 * members ringers this one is number ``index``; abort() and nudge() have the other half, so no two ring with one value.
             self._rung += 1
             self._ring(self._rung * 2 * self._members + self._index, bits)
 
     def _ring(self, unique: int, bits: int) -> None:
+        # A futex is 32 bits wide. A value comes again only after 2**32 / (2 * members) rings of one member, and by then no
+        # sleeper is still between its S3 and S5.
         self._doorbell.value = unique & 0xFFFFFFFF
         futex_wake(self._address, bits)
 
@@ -171,6 +175,7 @@ class Signals:
         for _ in range(self._yields):
             os.sched_yield()
             now = monotonic_ns()
+            # In this order: the second call adds the yield to what was lost, and only long ones count.
             if now - before > _LONG_YIELD and self._is_beyond_limit(now, now - before):
                 self._sleep_until = now + _WITHOUT_YIELDS
                 return min(words) >= value
@@ -181,6 +186,7 @@ class Signals:
 
     def _is_beyond_limit(self, now: int, lost: int) -> bool:
         """Add up the time that long yields lose. Return whether it is beyond their limit."""
+        # A leaky bucket: of what was lost before, an eighth of the time since the last long yield is forgiven.
         self._lost = max(0, self._lost - (now - self._lost_at) // _LOST_SHARE) + lost
         self._lost_at = now
         return self._lost > _LOST_LIMIT
@@ -200,6 +206,7 @@ class Signals:
                     raise PlaneAborted
                 if min(words) >= value:
                     return
+                # The clock last: if all have come by now, it is no failure that the time is over as well.
                 if expired(deadline):
                     missing = [m for m, word in enumerate(words) if word < value]
                     raise PlaneBroken(f"shared memory: members {missing} did not come in time")
@@ -224,6 +231,7 @@ class Signals:
         """Make this member's waiting thread read the words again, after they have changed. Another thread, always the same; idempotent."""
         with self._guard:
             if not self._closed:
+                # A count of its own: another thread posts, and counts ``_rung`` up without the guard.
                 self._nudged += 1
                 self._ring(self._nudged * 2 * self._members + self._members + self._index, self._bit)
 
@@ -246,6 +254,7 @@ class Signals:
             self._closed = self.aborted = True
             for view in reversed(self._views):
                 view.release()
+            # The ctypes object exports the mapping's buffer as the views do: with it ``mmap.close()`` would raise BufferError.
             del self._doorbell
 
 
@@ -279,6 +288,8 @@ def futex_wait(address: int, expected: int, bits: int, deadline: float | None = 
     Returns at once if the word differs; may also return early (a signal). ``deadline`` is on ``time.monotonic()``.
     """
     if deadline is None:
+        # The results of these calls are not read: a wake-up, a signal, another value and the end of the time all lead back to the
+        # caller's loop, which reads words, flag and clock again.
         _syscall(_SYS_FUTEX, address, _WAIT_BITSET, expected, None, None, bits)
         return
     until = max(deadline, 0.0)

@@ -123,7 +123,9 @@ class GlooPlane(HostPlane):
             if self._aborted.is_set():
                 raise PlaneAborted
             self._group = dist.ProcessGroupGloo(_make_store(store, timeout, said), me.index, me.size, options)
+            # There is a group: from now on an abort ends its connections, and connects in place of no member any more.
             self._listeners = set()
+        # The proof that all members have come, before their listeners are blocked below.
         self.barrier(PhaseTimes())
         with self._failures():
             # Another thread may have opened a listener in the same instant; the addresses that Gloo published are its own.
@@ -256,6 +258,7 @@ class GlooPlane(HostPlane):
         phases.wait += time.monotonic_ns() - start
 
     def abort(self) -> None:
+        # Before ``_busy`` is read, which _wait() sets before it reads this: see there.
         self._aborted.set()
         if not self._busy:  # a busy thread in _wait() does it in a moment
             self._half_close()
@@ -326,6 +329,7 @@ class GlooPlane(HostPlane):
                 work.get_future().add_done_callback(lambda _: settled.set())
                 if not self._aborted.is_set():
                     settled.wait()
+                # Before ``wait()``, which has no limit and would not return from an operation whose message has arrived in part.
                 if not self._ends(work):
                     self._give_up()
                     raise PlaneAborted

@@ -81,6 +81,8 @@ class MpiPlane(HostPlane):
         group = MPI.COMM_WORLD.group.Incl(world_ranks)
         try:
             self._comm = MPI.COMM_WORLD.Create_group(
+                # Members of overlapping process sets can make communicators at the same time, which MPI tells apart by the tag. MPI promises that
+                # tags up to 32,767 are valid.
                 group, tag=(me.process_set * 4099 + me.generation) % 32000
             )
         except MPI.Exception as error:
@@ -112,6 +114,7 @@ class MpiPlane(HostPlane):
         sizes = [c * send.itemsize for c in counts]
         first = sum(sizes[: self.context.index])
         with self._received(out, phases) as received:
+            # The copy is what MPI sends: the user's array may change as soon as this rank has given up.
             received[first : first + send.nbytes] = _raw(send)
             self._run(lambda: self._comm.Iallgatherv(MPI.IN_PLACE, [received, sizes]), phases, received)
 
@@ -216,6 +219,7 @@ class MpiPlane(HostPlane):
             self._sent.leave()
             raise
         phases.transfer += time.monotonic_ns() - start
+        # Also if it has ended by now: from an abort on every operation of a plane ends so.
         if self._aborted.is_set():
             raise PlaneAborted
 

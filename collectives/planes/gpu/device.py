@@ -223,10 +223,12 @@ class OpenedPieces:
         """Release a piece that a group needs no more."""
         with self._guard:
             piece.users -= 1
+            # Without an address it is unmapped already: open() has met other memory of its owner at the same place.
             if not piece.users and piece.pointer:
                 self._unmap(piece)
 
     def _unmap(self, piece: OpenedMemory) -> None:
         del self._open[piece.owner, piece.base]
+        # Marked before the driver is asked: if it refuses, the piece is not unmapped a second time when its last user releases it.
         pointer, piece.pointer = piece.pointer, 0
         self._device.close(pointer)

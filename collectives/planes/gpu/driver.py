@@ -59,6 +59,7 @@ class CudaGpus:
         self._guard = threading.Lock()
 
     def why_unusable(self) -> str | None:
+        # With the compiler's version: a driver that is older would refuse its code, and the first collective would fail.
         try:
             needed = compiler_version()
             found = _checked(driver.cuInit(0), driver.cuDriverGetVersion()) // 1000
@@ -345,6 +346,7 @@ def compiled_kernel(dtype: DType | None, op: ReduceOp, capability: int) -> bytes
         if status != _NVRTC_OK:
             raise DeviceFailed(f"NVIDIA's compiler refused the kernels: {_compiler_log(program)}")
         code: bytes
+        # Code for a GPU that the compiler knows; for a newer one PTX, which the driver translates (see architecture()).
         if capability in known:
             code = b" " * _nvrtc_checked(nvrtc.nvrtcGetCUBINSize(program))
             _nvrtc_checked(nvrtc.nvrtcGetCUBIN(program, code))

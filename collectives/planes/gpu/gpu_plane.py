@@ -305,6 +305,7 @@ class GpuPlane(Plane, Generic[Joined]):
             if self._aborted:
                 # The abort came while this member joined, when there was no group to stop.
                 group.stop()
+        # Without the guard, which abort() needs: this waits for the other members.
         group.connect(deadline)
         others = [rank for index, rank in enumerate(self.context.ranks) if index != self.context.index]
         if others:
@@ -379,6 +380,7 @@ def allocated(device: Device, ordinal: int, shape: tuple[int, ...], dtype: DType
     """
     buffer = CudaBuffer(0, shape, dtype, ordinal)
     with device:
+        # The driver refuses to allocate 0 bytes.
         owner = _Memory(device, max(1, buffer.nbytes))
     buffer.pointer, buffer.owner = owner.pointer, owner
     return buffer
@@ -408,6 +410,7 @@ def links_between(mine: str, identities: Sequence[str], ranks: Sequence[int]) ->
 
 
 def _asked(mine: str, others: Sequence[str]) -> dict[str, str]:
+    # Where the library is missing, kernels still reach the other GPUs: that was found out by the driver, and only the link is unknown.
     library = system.open_nvml("What lies between GPUs is not known")
     if library is None:
         return dict.fromkeys(others, PEER)

@@ -174,6 +174,7 @@ class IpcGroup(GpuGroup[_Begun]):
             PlaneAborted: This member, or another one, has given up.
             PlaneBroken: The GPU refused something.
         """
+        # Held while anything is enqueued: _leave_gpu() passes through it, and the streams get no work after that.
         with self._enqueuing:
             if self.stopped or self._others_stopped():
                 raise PlaneAborted
@@ -203,6 +204,7 @@ class IpcGroup(GpuGroup[_Begun]):
             )
             ready = self._record(stream)
         else:
+            # In 32 bits, as the GPU's own store would be: waits compare them as counters that overflow.
             self.announcements.flags(READY)[self._index] = number & 0xFFFFFFFF
         # After the announcement, which workers read once all members have posted. The first post was connect()'s, hence + 1.
         self.signals.post(ARRIVED, number + 1)
@@ -331,6 +333,7 @@ class IpcGroup(GpuGroup[_Begun]):
         self._push_on()
 
     def _push_on(self) -> None:
+        # The words of all members, not this one's alone: this GPU can wait for any of them.
         self.announcements.flags(READY)[:] = (self._number + _BEYOND) & 0xFFFFFFFF
 
     def _leave_gpu(self) -> bool:
@@ -470,6 +473,7 @@ class IpcWorker:
         self, operation: GpuOperation, places: Array64, numbers: Array64
     ) -> tuple[JobTable, int, int]:
         """Return the table of an operation, and how many addresses each job reads and writes. The last tables are kept."""
+        # A table holds addresses at which pieces of other members were open. After any change one of them can be another's.
         if self._made_at != self._imports.changes:
             self._made.clear()
             self._made_at = self._imports.changes

@@ -66,6 +66,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
             )
         if me.options.get("workers") == "all":
             return list(range(me.size))
+        # One worker for each GPU, the first of its members: a GPU runs the processes that share it by turns.
         return sorted({identities.index(identity) for identity in identities})
 
     def _links(self, others: Sequence[int]) -> Links:

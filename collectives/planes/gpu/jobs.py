@@ -27,6 +27,7 @@ BLOCKS = 1024
 MOST_ADDRESSES = 128
 """Addresses of a job, as ``MOST`` in ``kernels.cu``."""
 
+# The bit of a job's count by which ``kernels.cu`` knows that it may move whole lines (``ALIGNED`` there).
 _ALIGNED = np.uint64(1 << 63)
 
 
@@ -61,11 +62,13 @@ def table_of(counts: npt.NDArray[np.int64], addresses: Addresses, itemsize: int)
     jobs = len(counts)
     chunk = chunk_bytes(int(counts.sum()) * itemsize) // itemsize
     chunks = -(-counts // chunk)
+    # The layout that ``next_chunk`` in ``kernels.cu`` reads: the first chunk of each job, and the number of all; counts; addresses.
     words = np.empty(jobs + 1 + jobs + addresses.size, np.uint64)
     words[0] = 0
     np.cumsum(chunks, out=words[1 : jobs + 1], dtype=np.uint64)
     tagged = words[jobs + 1 : 2 * jobs + 1]
     tagged[:] = counts
+    # Of all addresses of a job at once: their union has a low bit as soon as one of them has.
     aligned = (np.bitwise_or.reduce(addresses, axis=1) % np.uint64(LINE)) == 0
     tagged[aligned] |= _ALIGNED
     words[2 * jobs + 1 :] = addresses.reshape(-1)
@@ -186,6 +189,7 @@ class BroadcastJobs(NamedTuple):
 
     def __call__(self, given: Inputs) -> Jobs:
         source, targets = given.ins[self.root, 0], given.outs[:, 0]
+        # The root's output is left out where it is the input: a kernel would read and write the same bytes.
         return Jobs(np.array([self.nbytes]), source.reshape(1, 1), targets[targets != source].reshape(1, -1))
 
 
@@ -208,6 +212,7 @@ class AlltoallJobs(NamedTuple):
 
     def __call__(self, given: Inputs) -> Jobs:
         sizes = given.numbers * self.itemsize
+        # Sizes are by sender and receiver. Along a row they follow each other in the sender's input, down a column in the receiver's output.
         sent = np.cumsum(sizes, axis=1) - sizes
         received = np.cumsum(sizes, axis=0) - sizes
         ins = given.ins[:, :1] + sent.astype(np.uint64)

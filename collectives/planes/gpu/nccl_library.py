@@ -216,6 +216,7 @@ class LoadedNccl:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         version = _INT()
+        # Before the signatures are set: an older library lacks some of these functions, and is to be refused by its version.
         library.ncclGetVersion(ctypes.byref(version))
         self.version: int = version.value
         if self.version < LEAST_VERSION:
@@ -239,6 +240,7 @@ class LoadedNccl:
 
     def connect(self, identity: bytes, members: int, index: int) -> LoadedCommunicator:
         handle = _ADDRESS()
+        # The last field makes the communicator one that does not block. The version is that of the struct above, not the library's.
         config = _Config(ctypes.sizeof(_Config), _MAGIC, LEAST_VERSION, 0)
         self.check(
             self.library.ncclCommInitRankConfig(

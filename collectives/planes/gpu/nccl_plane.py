@@ -228,6 +228,7 @@ def _allreduce(
     unpack = [(place, out.pointer) for (_, out), place in zip(pairs, places, strict=True)]
     if by_nccl:
         _scale(group, sizes, pack, dtype, reduction.prescale)
+        # Without factors: they are applied while the tensors are packed and unpacked.
         _reduce_by_nccl(member, packed, packed, count, dtype, PLAIN[reduction.op])
         _scale(group, sizes, unpack, dtype, reduction.postscale)
     else:
@@ -252,6 +253,7 @@ def _reduce_by_nccl(
     group = member.group
     if reduction.prescale != 1.0:
         group.fold([count], [(source, out)], dtype, Reduction(ReduceOp.SUM, reduction.prescale))
+        # From the output on: the user's input stays as it is.
         source = out
     group.call(group.communicator.allreduce, source, out, count, dtype, reduction.op)
     if reduction.postscale != 1.0:
@@ -267,6 +269,7 @@ def _reduce_by_exchange(
     """
     itemsize = dtype.itemsize
     scratch = scratch or member.group.scratch(_room(member, count, itemsize))
+    # All blocks receive into the same scratch: the group's one stream folds a block before it receives the next one.
     for begin, elements in _blocks(count, BLOCK_BYTES // itemsize):
         at = begin * itemsize
         shares = _shares(elements, member.size, itemsize)
@@ -313,6 +316,7 @@ def _fold_share(
 
 def _allgather(member: NcclMember, source: CudaBuffer, sizes: Sequence[int], out: CudaBuffer) -> None:
     group = member.group
+    # All members decide alike, as each knows all sizes. Otherwise some would call another operation of NCCL than the others.
     if sizes[0] and len(set(sizes)) == 1:
         group.call(group.communicator.allgather, source.pointer, out.pointer, sizes[0])
         return

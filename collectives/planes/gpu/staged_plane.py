@@ -73,6 +73,7 @@ class PinnedMemory:
         memory = mmap.mmap(-1, 1 << max(nbytes - 1, _LEAST_ROOM - 1).bit_length())
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._mapped = self._device.register(address, len(memory))
+        # Only now: _unmap() would unregister memory that the driver has just refused to register.
         self._memory, self._address = memory, address
 
     def fetch(self, buffers: Sequence[CudaBuffer], places: Sequence[ArrayPlace]) -> None:
@@ -82,6 +83,7 @@ class PinnedMemory:
         for buffer, place in zip(buffers, places, strict=True):
             if buffer.nbytes:
                 self._device.copy(place.address, buffer.pointer, buffer.nbytes, self.stream)
+        # The host reads the arrays next, and waits for no stream.
         self.finish()
 
     def store(self, places: Sequence[ArrayPlace], buffers: Sequence[CudaBuffer]) -> None:
@@ -232,6 +234,7 @@ class StagedPlane(Plane):
         if is_root:
             self._fetch([cuda_buffer(source or out)], places, phases)
         self._plane.broadcast(places[0].array, root, phases)
+        # The root's own output has the data already, unless it was given apart from the input.
         if not is_root or source is not None:
             self._store(places, [cuda_buffer(out)], phases)
 
@@ -275,6 +278,7 @@ class StagedPlane(Plane):
         self._planes.abort()
 
     def close(self) -> None:
+        # First: the host's plane works on arrays in the pinned memory.
         self._planes.close()
         pinned, self._pinned = self._pinned, None
         if pinned is not None:

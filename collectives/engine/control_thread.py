@@ -257,6 +257,7 @@ class Control:
         A process that connects again right away under the same rank would find that rank taken otherwise.
         """
         deadline = time.monotonic() + GOODBYE_WITHIN
+        # Not the epoll: a wake-up that no thread reads any more would make each of its waits return at once.
         watch = select.poll()
         if not self._lost:
             watch.register(self._fd, select.POLLIN)
@@ -398,6 +399,7 @@ class ControlHandlers:
                 # The plane's own exception, on the rank where it failed; the coordinator's cause has only its text.
                 if error.__cause__ is None:
                     error.__cause__ = self._executor.error_of(entry.request.process_set, entry.generation)
+                # Before the record, for which no thread waits.
                 complete(entry, None, error)
                 if self._spans.failed(entry, time.monotonic_ns()):
                     self.schedule_events()
@@ -451,6 +453,7 @@ class ControlHandlers:
         for device, plane in effect.device_planes.items():
             apart = replace(
                 context,
+                # Keys of its own: planes of several device classes use one store.
                 store=ScopedStore(store, f"{device}/"),
                 memory_fd=-1,  # one plane owns the descriptor, that of the host
                 options={**effect.options, "host_plane": effect.plane},
@@ -566,6 +569,7 @@ class ControlHandlers:
         self._locked.queue_message(m.Post(m.COLLECTED, body, (sender,) if sender >= 0 else ()))
 
     def _events_due(self) -> None:
+        # Before the events are taken: a thread that records one later then schedules the next flush.
         self._spans.release_flush()
         # Where events are recorded all the time, the threads that record them need not wake this one for each flush.
         if self.send_events() and self._spans.claim_flush():

@@ -131,6 +131,7 @@ class CoordinatorBypass:
                 return False
         if not board.agreed(number):
             return False
+        # From here on the entry counts as agreed: if this thread does not complete it, hand_over() leaves it to the end of its generation.
         entry.received = monotonic_ns()
         try:
             reduction.reduce(number, out)
@@ -160,6 +161,7 @@ class CoordinatorBypass:
         posting = self._locked.try_post(handle, (generation, slot.operations), queued=queued)
         if posting is not None and self._agreed(handle, posting, limit):
             now = monotonic_ns()
+            # Before the operation begins: from now on the entry executes, and an abort of the generation finds it so.
             self._locked.update(RankState.start_posted, handle, posting.member, now)
             self._executor.run_now(batch_of(handle, posting))
         return posting is not None
@@ -191,6 +193,7 @@ class CoordinatorBypass:
         except Exception as error:  # noqa: BLE001  # the others have their result: the generation ends with this reason
             self._fail(member, error)
             return
+        # The handle before its record, for which no thread waits.
         self._locked.finish_posted(handle, posting, result)
         sequence = FIRST_SEQUENCE + posting.number
         if self._spans.posted(handle, sequence, monotonic_ns()):
@@ -198,6 +201,7 @@ class CoordinatorBypass:
 
     def _fail(self, member: BoardMember, error: Exception) -> None:
         """End the generation, since a result could not be computed here."""
+        # Before the report: the abort that answers it fails the entry, with this error as its cause.
         self._executor.failed(member.process_set, member.board.generation, error)
         text = f"{type(error).__name__}: {error}"
         self._locked.update(RankState.fail_posted, member, text)

@@ -100,6 +100,7 @@ class Engine:
         self.exports = MetricExports(self._handlers, subscription)
         self.elastic = ElasticMembership(rank, locked, self._handlers.world)
         # The thread starts last: its handlers use all the parts above.
+        # Before the thread starts: a process that is forked from here on must not go on with this connection.
         _engines.add(self)
         self._control.start(self._handlers)
         self._control.call(self._handlers.ask_clock)
@@ -300,6 +301,7 @@ class Engine:
         group = self._locked.state.sets.get(0)
         if group is None or group.index < 0:
             return HostPosition(0, 1, 0, 1)
+        # Any thread comes here without a lock, so generation and position are one object: no thread reads one of each world.
         if self._place is None or self._place[0] != group.generation:
             hosts = [member.host for member in group.members]
             self._place = (group.generation, host_position(self.rank, group.ranks, hosts))
@@ -307,6 +309,7 @@ class Engine:
 
     def add_process_set(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Add a process set of these ranks, and return its id. Every rank of the world calls it alike."""
+        # In one order on all ranks: the name, by which the coordinator matches the requests, is made of it.
         chosen = tuple(sorted(set(ranks)))
         name = f"process_set.add.{','.join(map(str, chosen))}"
         return self.run(Request(OpKind.ADD_PROCESS_SET, name, ranks=chosen), timeout).process_set
@@ -532,6 +535,7 @@ class Engine:
             announced: Whether the coordinator had the cell of the client that sent it: then this rank's own message waits for the next
                 one that leaves, since it changes nothing.
         """
+        # Also ends an interrupt that is held: it was for the cell before (see interrupt_is_held()).
         self.cells_begun += 1
         self._handlers.memory_retry.retry_now()  # perhaps the cell before has closed files
         self.recorder.cell_begin(cell)
@@ -577,6 +581,7 @@ class Engine:
         self.recorder.cell_end(cell, error is None)
         report = self._locked.change if more else self._locked.update
         report(RankState.end_cell, cell, error or "")
+        # After the report: the coordinator has to get mail that a callback posts behind it.
         if error is not None and self._handlers.callbacks.cell_failures:
             self._control.call(lambda: self._handlers.callbacks.cell_failed(cell))
         self._handlers.schedule_events()
@@ -765,12 +770,14 @@ def _finish_executing(locked: LockedState, deadline: Deadline) -> None:
             left = deadline.remaining()
             if not handle.done_lock.acquire(timeout=-1 if left is None else left):
                 return
+            # Opened again: the users' threads that wait for this handle have to get through as well.
             handle.release_waiters()
         locked.update(find)  # orders that have come in the meantime
 
 
 def _give_up(state: RankState, text: str) -> None:
     for group in list(state.sets.values()):
+        # Also where nothing is pending: other members would wait at the board for this rank's next post.
         group.close_board()
         if group.pending:
             state.withdraw(group.id, CauseKind.RANK_LEFT, text)

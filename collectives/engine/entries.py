@@ -203,6 +203,7 @@ class Locals:
         request = entry.request
         shape = matched_shape(request)
         if request.reduction.has_nan:
+            # NaN equals nothing, itself included, so it would define a new id with every request.
             request.reduction = _with_one_nan(request.reduction)
         key: Key = (
             entry.name, request.kind, shape, request.dtype, request.reduction, entry.site, request.process_set, request.root,

@@ -237,6 +237,7 @@ class Executor:
                         self._run(queue, job)
                     else:
                         job()  # type: ignore[operator]  # the other kind of job
+                    # Not in a ``finally``: an interrupted thread leaves the job here, and pop_interrupted() gives up its generation.
                     queue.current = None
                     if self._hooks.due:
                         break
@@ -256,6 +257,7 @@ class Executor:
         """
         queue = self.queue
         slot = self._slots.get(scope)
+        # A first check without a lock, so that a busy queue is left at once. It is made again once ``run_lock`` is held.
         if slot is None or queue.jobs or queue.run_lock.locked():
             return False
         try:
@@ -330,6 +332,7 @@ class Executor:
 
     def _failed(self, slot: PlaneSlot, batch: RunBatch, error: Exception) -> None:
         # For any error the generation ends; ``batch_failed`` reports the reason to all members.
+        # Before the report: the abort that answers it fails the handles, and each gets this error as its cause (see error_of()).
         slot.error = error
         slot.aborted = True
         self._outcomes.batch_failed(batch, error)
@@ -354,6 +357,7 @@ class Executor:
         with self._jobs_lock:
             slot.under_way -= 1
             last = slot.outdated and not slot.under_way
+        # Without the lock, which enqueue() acquires.
         if last:
             self.close_older(slot.scope[0], slot.scope[1] + 1)
 
@@ -413,6 +417,7 @@ class Executor:
             if slot is not None:
                 slot.tune(slice_bytes)
 
+        # No wake-up: the order that the coordinator sends next brings one.
         self.enqueue(tune)
 
     def failed(self, process_set: int, generation: int, error: Exception) -> None:

@@ -39,6 +39,8 @@ BLOCKED_AFTER = 0.5
 """Seconds of waiting after which the rank reports to the coordinator that the user's thread is blocked. Shorter waits, nearly all of
 them, cost no message."""
 
+# A message is a msgpack array that begins with its tag: the header of a text of 7 bytes, and the text. So orders are told from other
+# messages without decoding them.
 _EXECUTE = b"\xa7Execute"
 _TAG = slice(1, 1 + len(_EXECUTE))  # after the header of the array
 
@@ -97,6 +99,7 @@ class HandleWaiter:
             raise TimeoutError(
                 f"{handle.request.kind.label} `{handle.name}` ({handle.site}) is still in flight after {timeout:g} s"
             )
+        # Opened again: complete() opens it once, and other threads can wait for the same handle.
         handle.done_lock.release()
 
     def _wait_long(self, handle: Handle, timeout: float | None) -> bool:

@@ -223,6 +223,7 @@ class LockedState:
 
     def flush_direct(self) -> None:
         """Send the queued messages on a user's thread. The control thread sends large amounts."""
+        # Also with an interrupted change and no message: flush() recovers, and the messages come of that.
         if self._suspended or not (self.state.has_messages or self._update_in_progress):
             return
         if self.state.queued > DIRECT_LIMIT or self._endpoint.backlog:
@@ -362,6 +363,7 @@ class LockedState:
             self._update_in_progress = True
             # Before the entries end: recovery completes those of them that have ended without a result.
             self._finishing = entries
+            # Before the entries end, which takes these reports back.
             overdue = any(entry.waited for entry in entries)
             finish = self.state.finish
             for entry, result in zip(entries, results, strict=True):

@@ -337,6 +337,7 @@ def _reduce_slices(
             totals = products(vectors, pairs, segments, tensors)
             flat = totals.reshape(-1)
             phases.transfer += monotonic_ns() - start
+            # All members get the same bits of the sums, so they combine their slices with the same factors.
             plane.allreduce([flat], [flat], DType.F64, SUM, phases)
             start = monotonic_ns()
             combine(vectors, pairs, segments, totals)
@@ -394,6 +395,7 @@ def reducescatter_wide(
 ) -> None:
     """Reduce and scatter integers in a wider type, as a plane's reducescatter does; the operator can also be AVERAGE."""
     wide = WideReduction(dtype, reduction, plane.context.size)
+    # An element is ``width`` neighbours, so a member's slice stays in one piece, and the counts grow alike.
     reduced = np.empty(len(out) * wide.width, np.int64)
     widened = [count * wide.width for count in counts]
     plane.reducescatter(wide.encode(send), widened, reduced, DType.I64, wide.of_encoded, phases)

@@ -101,6 +101,7 @@ class SetState:
     def close_board(self) -> None:
         """End posting, since the generation has ended in order, or this rank leaves."""
         member, self.board_member = self.board_member, None
+        # A member that still has a posted request is kept: its thread waits at that board, and an abort has to reach it there.
         if member is not None and member.close():
             self.past_board_members[member.board.generation] = member
 
@@ -509,6 +510,7 @@ class BoardMember:
             # In the half of the next number's parity: members that are one request behind still read the other half.
             np.copyto(layout.own[board.number + 1 & 1], host_view(request.input))
         elif needs_plane(request, board.capacity):
+            # Never 0, which is the digest of a member that declines.
             digest = (digest ^ operations * _PRIME) & _WORD or 1
         number = board.post(digest, None)
         return PostedRequest(self, number, layout.parts[number & 1])
@@ -631,6 +633,7 @@ class BoardMember:
             return None
         number, entry = self.board.number, self._posted
         agreed = self.board.complete(number) and self.board.agreed(number)
+        # A request for the plane has no data on the board. Its operation ends with the plane, and the request with it.
         if not agreed or entry.given_up or needs_plane(entry.request, self.board.capacity):
             return None
         return entry

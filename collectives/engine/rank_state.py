@@ -126,6 +126,7 @@ class RankState:
         self._announce_or_hold(group, entry)
 
     def _enter(self, group: SetState, entry: Entry) -> None:
+        # First: a request that it refuses must not have a name, with which later ones of that name would be duplicates.
         check_request(group, entry)
         self._name(group, entry)
         group.pending[entry] = None
@@ -168,6 +169,7 @@ class RankState:
             self._pending_announcements[process_set] = [entry]
         else:
             box.append(entry)
+        # Announced again, in a new generation: the coordinator has forgotten the report of the last one.
         if entry.waited:
             self.report_waiting(entry, entry.waited)
 
@@ -208,6 +210,7 @@ class RankState:
             alone = len(group.pending) == 1 and self._pending_announcements.get(process_set) == [entry]
         else:
             alone = not group.pending
+        # The caller has counted operations without the lock. A generation that has begun since has another plane, which has begun none.
         if plane is not None and (not alone or group.generation != plane[0]):
             return None  # perhaps the coordinator is about to order the pending entries
         if needs_plane(entry.request, group.board_member.board.capacity) != (plane is not None):
@@ -249,6 +252,7 @@ class RankState:
 
     def replace_posted(self, entry: Entry, handle: Entry, member: BoardMember) -> None:
         """Let a handle take the place of a posted entry, which is ended; if an error has ended that before, it ends the handle."""
+        # Not by end(), which would free the name that the handle goes on to use.
         handle.name, handle.generation, handle.received = entry.name, entry.generation, entry.received
         handle.phase, handle.given_up, entry.phase = entry.phase, entry.given_up, ENDED
         if handle.phase != POSTED:
@@ -261,6 +265,7 @@ class RankState:
         member.unpost(agreed=False)
         if entry.phase != POSTED:
             return
+        # While it is still posted: only of such an entry, or one that executes, the coordinator has a report to take back.
         self._end_overdue(entry)
         entry.phase = UNANNOUNCED
         group = self.sets.get(entry.request.process_set)
@@ -277,10 +282,12 @@ class RankState:
     def fail_posted(self, member: BoardMember, text: str) -> None:
         """Report that the result of an agreed request could not be computed here; the request ends with the generation."""
         member.unpost(agreed=True)
+        # The board's generation: the process set can be in a newer one by now.
         self.plane_failed(member.process_set, member.board.generation, text)
 
     def finish_posted(self, entry: Entry, member: BoardMember) -> bool:
         """End an agreed request that has its result. Return whether it had not been failed in the meantime."""
+        # Also if the entry was failed meanwhile: as long as one is posted, this member can post no other.
         member.unpost(agreed=True)
         if entry.phase != POSTED:
             return False
@@ -373,6 +380,7 @@ class RankState:
         The report is repeated whenever the entry is announced (again) or executed.
         """
         entry.waited = seconds
+        # Zeros of a joined rank, and requests that were agreed on a board, execute without a local id: the coordinator knows none for them.
         if entry.phase in (ANNOUNCED, EXECUTING) and entry.local.id >= 0:
             ids = entry.request.process_set, entry.generation, entry.local.id
             self._messages.append(m.Blocked(*ids, seconds, executing=entry.phase == EXECUTING))
@@ -415,6 +423,7 @@ class RankState:
         entry = self.cancellations.pop(ticket)
         if entry is None:
             return []
+        # Before end(), as in fail_all(): unqueue() finds only entries that are still ANNOUNCED.
         self.locals.unqueue(entry)
         self.end(entry)
         return [entry]
@@ -460,6 +469,7 @@ class RankState:
 
     def end(self, entry: Entry) -> None:
         """Mark an entry as ended, well or badly, and free its name."""
+        # Before the phase changes, by which _end_overdue() knows whether the coordinator has a report of this entry.
         if entry.waited:
             self._end_overdue(entry)
         entry.phase = ENDED
@@ -475,6 +485,7 @@ class RankState:
         self.lost = cause
         effects: list[Effect] = []
         for group in self.sets.values():
+            # In front of the failures, as in _on_abort(): its operation still uses the users' buffers.
             effects.append(AbortPlane(group.id, group.generation))
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
         # No coordinator will read them any more.
@@ -490,7 +501,9 @@ class RankState:
         self.removed = None  # the successor repeats it
         effects: list[Effect] = []
         for group in self.sets.values():
+            # Before fail_all(), after which the additions and removals are not pending any more.
             self.failover.record_failed_additions(group)
+            # In front of the failures, as in _on_abort().
             effects.append(AbortPlane(group.id, group.generation))
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
             group.configured, group.withdrawn, group.given_up = False, -1, None
@@ -546,6 +559,7 @@ class RankState:
         agreed = group.abort_boards(group.generation if generation is None else generation)
         for entry in list(group.pending):
             if entry not in agreed and (generation is None or entry.generation <= generation):
+                # Before end(): unqueue() finds only entries that are still ANNOUNCED.
                 self.locals.unqueue(entry)
                 self.end(entry)
                 effects.append(Fail(entry, error(entry)))
@@ -646,6 +660,7 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
             # The oldest of an id: the coordinator has the announcements of this rank in the order in which they were queued here.
             entry = by_id[id].queue.popleft() if id >= 0 else group.take_part(batch.zeros[-1 - id])
             entry.phase = EXECUTING
+            # The coordinator has a report of an announced entry by now, and needs one of an entry that executes.
             if entry.waited:
                 state.report_waiting(entry, entry.waited)
             entries.append(entry)
@@ -701,6 +716,7 @@ def _on_reject_duplicate(state: RankState, message: m.RejectDuplicate) -> list[E
 
 
 def _on_decline(state: RankState, message: m.Decline) -> list[Effect]:
+    # Made for each entry: an exception keeps the traceback of the wait that has raised it.
     def error() -> Exception:
         if message.joined:
             joined = JoinedRanksError(message.name, message.process_set, message.joined, message.reason)
@@ -828,6 +844,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
         else:
             entry.generation = group.generation
             state.announce(entry)
+    # After the loop: only entries that are announced again can be cancelled in this generation.
     state.cancellations.request_again(group)
     return effects
 

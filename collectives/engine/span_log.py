@@ -156,6 +156,7 @@ class SpanLog:
             finished,
             _NO_PHASES if nbytes <= UNTIMED_BYTES else PhaseTimes(transfer=finished - entry.received),
         )
+        # Not claimed here: schedule_events() does that, which the caller calls next.
         return not self._due.locked()
 
     def failed(self, entry: Entry, now: int) -> bool:

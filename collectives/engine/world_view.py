@@ -157,6 +157,7 @@ class WorldView:
 
         with self._changed:
             self._changed.wait_for(settled, timeout)
+            # Only now: whether this rank waits for admission is known once the coordinator has named the ranks that do.
             at_door = rank in self.waiting
             if at_door:
                 self._changed.wait_for(settled, max(0.0, door - timeout))

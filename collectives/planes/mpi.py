@@ -80,9 +80,8 @@ class MpiPlane(HostPlane):
         world_ranks = [int(store.get(f"mpi/{index}", timeout)) for index in range(me.size)]
         group = MPI.COMM_WORLD.group.Incl(world_ranks)
         try:
+            # Process sets with common members are told apart by the tag. MPI promises that tags up to 32,767 are valid.
             self._comm = MPI.COMM_WORLD.Create_group(
-                # Members of overlapping process sets can make communicators at the same time, which MPI tells apart by the tag. MPI promises that
-                # tags up to 32,767 are valid.
                 group, tag=(me.process_set * 4099 + me.generation) % 32000
             )
         except MPI.Exception as error:

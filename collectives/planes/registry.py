@@ -65,6 +65,7 @@ def plane_class(name: str) -> type[Plane]:
         raise UnsupportedError(reason[0].upper() + reason[1:] + ".")
     module, attribute, _ = _CLASSES[name]
     cls: type[Plane] = getattr(importlib.import_module(module), attribute)
+    # Asked as well: ``missing`` imports nothing, and so can't know whether a library loads.
     reason = cls.unavailable()
     if reason is not None:
         raise UnsupportedError(reason)

@@ -152,6 +152,7 @@ class CheckedPlane(Plane):
             except (DeviceFailed, TimeoutError) as error:
                 raise PlaneBroken(f"the plane for CUDA tensors: {error}") from error
             plane.tune(self._slice)
+            # Last: close() takes a plane without it for one that was interrupted in the middle of the check.
             self._used = plane
         return self._used
 
@@ -164,6 +165,7 @@ class CheckedPlane(Plane):
         if not name:
             return self._through_host(device, self._sentence(why))
         group = (name, *(f"{one.identity}/{one.owner}" for one in members))
+        # From the members' messages, which are the same for all, and not from this process's table: all have to go the same way.
         known = next((one.failed[group] for one in members if group in one.failed), "")
         if known:
             return self._through_host(device, known, is_new=False)
@@ -445,6 +447,7 @@ class PlaneCheck:
     def _wrong_numbers(self) -> str:
         """Reduce known numbers. Return which of the results is wrong, or an empty text."""
         size, index = self.plane.context.size, self.plane.context.index
+        # A prime period: numbers that come from, or go to, a place that is a power of two away are wrong.
         pattern = np.arange(ELEMENTS) % 251 + 1
         with self._device:
             memory = PinnedMemory(self._device)
@@ -456,6 +459,7 @@ class PlaneCheck:
                 memory.store(places, [buffer])
             completion = self.plane.start_allreduce([buffer], [buffer], DType.F32, SUM, PhaseTimes())
             _await(completion)
+            # The array has this member's input. If nothing were fetched, a group of one would find that right.
             places[0].array[:] = 0
             with self._device:
                 memory.fetch([buffer], places)
@@ -524,6 +528,7 @@ class PlaneCheck:
             self._ask_the_others()
             missing = [i for i in range(self.plane.context.size) if i not in self._reported]
             self._decide(f"it did not end within {CHECK_WITHIN:g} s", missing)
+            # Read, not assumed: the check's own thread has perhaps decided just before, for the plane.
             verdict = self._store.get(_VERDICT, timeout)
         failure, positions = json.loads(verdict)
         if not failure:

@@ -282,6 +282,7 @@ class CudaDevice:
         )
 
     def _kernel(self, dtype: DType | None, op: ReduceOp) -> Any:
+        # A copy has no operator: one kernel copies for all of them.
         key = (dtype, ReduceOp.SUM if dtype is None else op)
         with self._guard:
             # Under the guard, so that threads that need the same kernel compile it once.

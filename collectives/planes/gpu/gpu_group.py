@@ -141,6 +141,7 @@ class GpuGroup(Generic[Begun]):
 
     def _add(self, begun: Begun) -> None:
         """Have the watcher wait for the end of an operation that is enqueued."""
+        # Before the watcher gets it: _end() would otherwise remove it first, and it would stay here for ever.
         with self._guard:
             self._under_way[begun.number] = begun.pending
         self._ends.put(begun)
@@ -181,6 +182,7 @@ class GpuGroup(Generic[Begun]):
             self._finished = begun.number
             self._under_way.pop(begun.number, None)
             self._progress.notify_all()
+        # Last, and without the lock, as :class:`Completion` promises: the callback can begin an operation, or stop the group.
         begun.pending.end(error)
 
     # -- giving up ------------------------------------------------------------------------------------------------------

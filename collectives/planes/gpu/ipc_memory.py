@@ -182,6 +182,7 @@ class ExportedMemory:
     def begin(self, operation: int, finished: int) -> None:
         """Begin an operation, to which the tensors located next belong; operations up to ``finished`` need their pieces no more."""
         self._operation, self._finished = operation, finished
+        # Between operations a piece can be freed, and another one come to lie at its address.
         self._seen.clear()
         self._withdraw_one_if_freed()
 
@@ -248,6 +249,7 @@ class ExportedMemory:
 
     def _withdraw(self, base: int) -> None:
         slot, _, _ = self._known.pop(base)
+        # In the order of _publish(): a worker that finds the new generation finds the slot empty.
         self._announcements.versions[self._index, slot] = 0
         self._announcements.generations[self._index] += np.uint64(1)
         self._free.append(slot)

@@ -203,6 +203,7 @@ class Tuner:
             self.parameters = following
             return sample
         self._found = self._best()
+        # One entry if the sweep has found the setting to begin with: then only its own median is measured.
         self._checks = {self._given: [], self._found: []}
         self.parameters = self._given
         return sample

@@ -53,6 +53,7 @@ def init(
         _check_world(comm)
         for process_set in wanted:
             register(process_set)
+    # Without this, a rank whose init() has failed would stay in the world, as one for which the others wait.
     except BaseException:
         if not joined_before:
             context.shutdown()

@@ -188,6 +188,7 @@ class Client:
     def on_membership(self, callback: Callable[[Membership], Any]) -> None:
         """Call this with the present membership soon, and with each new one."""
         self._call(lambda: self._on_membership.append(callback))
+        # The membership is read when this call runs. If the callback has got a newer one by then, it gets that twice, and never an older one.
         self._call(lambda: self._invoke(callback, self._membership))
 
     def rank_lost(self, rank: int, pid: int, reason: str) -> None:
@@ -264,6 +265,7 @@ class Client:
             self._collected[token] = answered
 
         def missing() -> set[int]:
+            # A rank that has died in the meantime answers no more.
             return (asked & {member.rank for member in self._membership.members}) - answered
 
         try:
@@ -332,6 +334,7 @@ class Client:
         The first callback registered gets the history first; a later one gets only later batches. So a caller that needs no
         history reads :attr:`recording` first, and waits until that has the history (:meth:`flush`).
         """
+        # Before the subscription: the history goes to the callback that is registered when it comes.
         self._call(lambda: self._on_events.append(callback))
         with self._changed:
             if self._subscribed:
@@ -460,6 +463,7 @@ class Client:
         """
         deadline = Deadline(timeout)
         with self._reconnecting:
+            # The thread of the old connection ends by marking the loss. If it did so later, the new connection would count as lost.
             self._wait_lost(deadline)
             self._go_on(*self._address.connect(self.incarnation, deadline, process), cells or {})
             self._wait(lambda: self._world_seen, deadline, "the world of the coordinator's successor")
@@ -499,6 +503,7 @@ class Client:
                 endpoint.close()
                 raise
             self._again = True
+            # Before _use() starts the new connection's thread, whose first World message sets the first of them again.
             self._world_seen, self._lost, self._pongs = False, "", set()
             self._loss_reported = False
             self._use(endpoint, welcome)
@@ -532,6 +537,7 @@ class Client:
         """Take leave of the coordinator and end the thread. Idempotent; the ranks continue."""
         with self._changed:
             first = not self._closing
+            # From here on the end of the connection is no loss, and _end() reports none.
             self._closing = True
         if first:
             with contextlib.suppress(CoordinatorLostError):
@@ -584,6 +590,7 @@ class Client:
             self._changed.notify_all()
         self._connection.run_calls()
         with self._changed:
+            # Both under the lock: on_lost() has either added its callback by now, or finds the mark and makes the call itself.
             callbacks, self._loss_reported = tuple(self._on_lost), True
         if lost:
             for callback in callbacks:
@@ -592,6 +599,7 @@ class Client:
     def _handle(self, message: m.ToPeer) -> None:
         if isinstance(message, m.Mail) and message.topic == m.COLLECTED:
             with self._changed:
+                # An answer that comes after its caller has given up goes into a set that nothing reads.
                 self._collected.get(message.body, set()).add(message.sender)
                 self._changed.notify_all()
         elif isinstance(message, m.Mail):
@@ -822,6 +830,7 @@ class ClientConnection:
             if mask & selectors.EVENT_WRITE:
                 self._endpoint.flush()
             if mask & selectors.EVENT_READ:
+                # Before the messages are read: a part of one is a sign of life as well.
                 heartbeat.heard(time.monotonic())
                 self._receive()
         self.run_calls()

@@ -100,6 +100,7 @@ class ForkedProcessError(NotInitializedError):
     def __init__(self, what: str, rank: int = -1) -> None:
         super().__init__(what)
         self.rank = rank
+        # Exceptions are pickled by their args, in which ``super().__init__`` has left the rank out.
         self.args = (what, rank)
 
     def _text(self) -> str:
@@ -212,6 +213,7 @@ def _also(klass: type[KVStoreError], framework: type[Exception]) -> type[KVStore
 
     members = {"__module__": klass.__module__, "__doc__": klass.__doc__, "__reduce__": reduce}
     made = cast("type[KVStoreError]", type(klass.__name__, (klass, framework), members))
+    # Two threads can come here at the same time; both return the class of the first.
     return _ALSO.setdefault((id(klass), id(framework)), made)
 
 

@@ -75,6 +75,7 @@ class EventLoop(Generic[Target]):
         # Rounded up: otherwise the caller would spend the last fraction of a millisecond in a busy loop.
         seconds = -1 if timeout is None else math.ceil(timeout * 1000) / 1000
         targets = self._targets
+        # A whole list, before the caller handles the first target: that can unregister others.
         return [
             (targets[descriptor], events if not events & ~(READ | WRITE) else READ | WRITE)
             for descriptor, events in self._epoll.poll(seconds, _AT_ONCE)

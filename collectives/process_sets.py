@@ -200,6 +200,7 @@ class ProcessSet:
 
 def _received(ranks: list[int], id: int | None, is_assigned: bool) -> ProcessSet:
     if id == GLOBAL_ID and not is_assigned:
+        # The object itself: the global set is told from others by identity (see is_registered()).
         return global_process_set
     process_set = ProcessSet(ranks)
     if is_assigned:
@@ -224,6 +225,7 @@ def _checked_ranks(ranks: object) -> list[int]:
             raise TypeError
         numbers = [operator.index(rank) for rank in ranks]
     except TypeError:
+        # For the error below, which is the same for values that are no numbers and for negative ones.
         numbers = [-1]
     if any(number < 0 for number in numbers):
         raise InvalidRequestError(
@@ -436,6 +438,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     registered = _known().sets.get(id)
     for each in (id,) if registered is None else registered.together:
         engine.remove_process_set(each)
+        # Only once the core has removed it: after an error, which is raised above, it is still registered.
         _known().sets.pop(each, None)
     process_set._id, process_set._is_assigned = None, False
     return True

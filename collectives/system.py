@@ -43,6 +43,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _prctl(option: int, value: int | bytes) -> None:
+    # As a long: prctl() reads unsigned longs, and ctypes would pass a number of Python's as a C int.
     argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
     if _libc().prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
@@ -76,9 +77,11 @@ def name_process(name: str, title: str) -> None:
 def _write_title(title: bytes) -> None:
     # Fields 48 and 49 of proc(5)'s stat are the addresses of the command line in this process's own memory, where the kernel reads it.
     fields = process_status("self")
+    # The list begins with field 3, the state.
     start, end = int(fields[45]), int(fields[46])
     room = end - start
     if start and room > 1:
+        # To the end of the room: the rest of the old command line would be shown behind the title.
         ctypes.memmove(start, title[: room - 1].ljust(room, b"\0"), room)
 
 

@@ -426,10 +426,12 @@ class Engine:
         Raises:
             AbortedError: A member died, left, failed or was interrupted before all had joined.
         """
+        # Without a limit in time: a join can't be taken back, as the others rely on this rank's zeros from then on.
         return self.run(Request(OpKind.JOIN, process_set=process_set)).last_joined
 
     def submit_group(self, requests: Sequence[Request], *, announce: bool = True) -> list[Handle]:
         """Submit the tensors of a group. If one is refused, the others are withdrawn. Raises as ``submit`` does."""
+        # Once for all tensors: they come from one line of the user's, for which the stack is walked once.
         now, site = _monotonic_ns(), call_site(2)
         handles = [Handle(self, request, request.site or site, now) for request in requests]
         submitted = 0
@@ -729,6 +731,7 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
         ),
         settings.plane,
         settings.cells_tracked,
+        # Ranks send each other functions and objects, which another Python, torch or hvdlab may not understand: the coordinator refuses such ranks.
         versions=own_versions(),
     )
 

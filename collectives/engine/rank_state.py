@@ -759,6 +759,8 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
         return []
     cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site, message.decision)
     if message.generation < group.generation:
+        # An orderly change of the generation can come between an event (a plane's failure, a death) and its abort. Entries that execute in
+        # the former generation would otherwise never end.
         return _end_past(state, group, message.generation, cause)
     if state.elastic and group.id == 0:
         # The other ranks know that this attempt has failed, and must not meet later submissions of this rank in it.

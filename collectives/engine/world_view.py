@@ -146,6 +146,8 @@ class WorldView:
         """
 
         def complete() -> bool:
+            # Before the coordinator's first message this rank does not know which ranks are expected. A rank whose peers had ended by then
+            # would take itself for the whole world.
             known = self.last is not None or len(self._members) >= max(size, 1)
             # Elastic training continues without missing ranks, and lets them in later.
             training = self.last is not None and self.last.training and rank in self._members

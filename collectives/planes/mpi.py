@@ -51,6 +51,7 @@ class MpiPlane(HostPlane):
     def unavailable(cls) -> str | None:
         if not any(name in os.environ for name in _LAUNCHER_VARIABLES):
             return "the mpi plane needs ranks that mpiexec started; use `--launcher mpi`"
+        # Before the import, which starts MPI: MPI_Init of another MPI than the launcher's ends the process.
         wrong = backends.mpi_mismatch(os.environ)
         if wrong is not None:
             return f"{wrong}; install the mpi4py that goes with the launcher, or choose plane shm or gloo"

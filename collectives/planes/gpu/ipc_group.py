@@ -273,6 +273,7 @@ class IpcGroup(GpuGroup[_Begun]):
 
     def _outcome(self, begun: _Begun) -> Exception | None:
         try:
+            # Within the ``try``: to make the context current fails, too, once the GPU's context is gone, and the operation has to end.
             with self._device:
                 for event in (begun.ready, begun.done):
                     if event is not None:

@@ -274,6 +274,7 @@ class NcclGroup(GpuGroup[_Enqueued]):
 
     def _outcome(self, enqueued: _Enqueued) -> Exception | None:
         try:
+            # Within the ``try``: to make the context current fails, too, once the GPU's context is gone, and the operation has to end.
             with self._device:
                 self._device.synchronize(enqueued.event)
         except DeviceFailed as failure:

@@ -834,6 +834,7 @@ class ClientConnection:
                 heartbeat.heard(time.monotonic())
                 self._receive()
         self.run_calls()
+        # After everything that has come is read: a client that was stopped itself finds the coordinator's answers before it counts the silence.
         now = time.monotonic()
         if heartbeat.asks(now):
             self._endpoint.send(m.Ping(0))

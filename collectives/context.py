@@ -151,6 +151,8 @@ def _join(settings: Settings) -> Engine:
         if settings.timeline and engine.rank == 0:
             engine.start_timeline(settings.timeline, settings.mark_cycles)
         if _context.found is not None:
+            # The ranks wait here until rank 0 has closed the store of the rendezvous. One that returned earlier, and called
+            # init_process_group() on the same MASTER_PORT, could reach the store that rank 0 was about to close.
             _context.found.complete(engine)
     except BaseException as error:
         if engine is not None:

@@ -97,6 +97,8 @@ class CoordinatorBypass:
                 self._compute(handle, posting)
             return queued or posting is not None
         generation = self._locked.generation(request.process_set)
+        # This rank keeps the plane until the request is agreed or declined. An operation that it began in between would come to the plane
+        # in another order than on the other members.
         work = partial(self._meet, handle, generation, queued, limit)
         return (
             self._executor.with_idle_queue((request.process_set, generation, request.device), work) or queued

@@ -270,6 +270,7 @@ def create_private(path: Path, text: str) -> None:
     directory = open_own_directory(path.parent)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        # In the directory that was checked: its path can lead to another one by now.
         descriptor = os.open(path.name, flags, 0o600, dir_fd=directory)
     finally:
         os.close(directory)

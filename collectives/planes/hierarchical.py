@@ -400,6 +400,7 @@ class HierarchicalPlane(HostPlane):
         registry.plane_class(subgroups.outer_name)
         if top.carries:
             self._outer = subgroups.outer(top.column(top.local), top.host, f"column{top.local}/", deadline)
+        # Each host has a single member, so the one column is the whole group.
         if top.even and len(top.here) == 1:
             self._alone = self._outer
         elif self._flat_kinds:

@@ -239,6 +239,7 @@ class Staging(Scratch):
     def unpack(self, packed: HostArray, outs: Sequence[HostArray], dtype: DType, postscale: float) -> None:
         """Scale the reduced buffer and hand its pieces to the outputs."""
         if _wraps(packed.dtype, dtype):
+            # Narrowed before it is scaled: a sum beyond the type wraps first, as on planes that reduce in the type itself.
             packed = packed.astype(storage_type(dtype))
         scale(packed, postscale)
         if len(outs) == 1 and packed is outs[0]:
@@ -257,6 +258,7 @@ class Staging(Scratch):
     @staticmethod
     def _widen(source: HostArray, target: HostArray, dtype: DType, prescale: float) -> None:
         if prescale != 1.0 and _wraps(target.dtype, dtype):
+            # scale() works in place, and the input is the user's.
             source = source.copy()
             scale(source, prescale)
             prescale = 1.0

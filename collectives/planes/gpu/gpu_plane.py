@@ -112,6 +112,7 @@ class StreamMark:
             device.record(self.event, stream)
 
     def __del__(self) -> None:
+        # There is none if the driver has refused it, in __init__().
         event = getattr(self, "event", None)
         if event is not None:  # the driver keeps it until all work that waits for it is done
             with contextlib.suppress(DeviceFailed), self._device:

@@ -229,6 +229,7 @@ class ExportedMemory:
             return None
         if not self._free:
             oldest, (_, _, used) = next(iter(self._known.items()))
+            # An operation under way may still read the piece. Then the tensor is copied to memory of the group's own (IpcGroup._stage).
             if used > self._finished:
                 return None
             self._withdraw(oldest)

@@ -148,6 +148,7 @@ class ShmPlane(HostPlane):
                 raise
             raise PlaneBroken(f"shared memory: it can't be mapped, {_TOO_MANY_FILES}") from error
         os.close(self._fd)
+        # close() must not close this number, which can be another file's by then.
         self._fd = -1
         return memory
 
@@ -167,6 +168,7 @@ class ShmPlane(HostPlane):
             self._reduce_small(ins[0], outs[0], fold, reduction, phases)
             return
         total = sum(len(b) for b in ins)
+        # All members know the same sizes, so none of them counts a step.
         if not total:
             return
         done = 0

@@ -432,6 +432,7 @@ class ControlHandlers:
         if effect.has_memory and memory == LOST:
             self.memory_retry.memory_missing(effect.process_set, effect.generation)
         else:
+            # Also where there is no memory in this generation: the one that lacked it is over.
             self.memory_retry.memory_received(effect.process_set)
         if memory >= 0 or len(effect.members) == 1:
             self._open_board(effect, memory)

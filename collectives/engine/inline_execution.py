@@ -148,6 +148,7 @@ class InlineExecutor:
         self._poll = select.poll()
         #: The socket that is polled, or -1.
         self._fd = -1
+        # Not over TLS, whose bytes read_ahead() can't move in one step of the interpreter.
         if not endpoint.secure:
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._poll.register(self._wakeup, select.POLLIN)

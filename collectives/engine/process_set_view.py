@@ -162,6 +162,7 @@ def check_request(group: SetState, entry: Entry) -> None:
     kind = request.kind
     if request.device != HOST:
         _fit_device(group, request)
+    # Members are known only while the set is configured. A request that is held is checked again when it is announced.
     if kind is OpKind.BROADCAST and group.configured and request.root not in group.ranks:
         raise InvalidRequestError(
             f"root {request.root} is not in process set {group.id}; its ranks are {list(group.ranks)}."

@@ -114,11 +114,13 @@ class RankState:
         group = self.sets.get(request.process_set)
         if group is None:
             raise InvalidRequestError(f"There is no process set {request.process_set} on this rank.")
+        # Only while it is configured: this rank can be a member of the next generation, which checks the requests that are held.
         if group.index < 0 and group.configured:
             raise InvalidRequestError(
                 f"Rank {self.rank} is not in process set {group.id} (ranks {list(group.ranks)}); "
                 "only its members may call its collectives."
             )
+        # It would be held for a generation in which this rank is no member, and wait for ever.
         if self.removed is not None and not group.configured:
             raise self.aborted(entry, self.removed)
         # All refusals are above, or raise in _enter() before its last statement: a refused request leaves no entry behind.
@@ -615,6 +617,7 @@ class RankState:
         That lasts until the ranks of elastic training restart together, and until the cells that run now have ended.
         """
         cause = Cause(CauseKind.COORDINATOR_LOST, (), text)
+        # Otherwise no program of before goes on here whose next submissions could meet those that the others have come to.
         if self.elastic or self.failover.cells:
             self.outdated, self.failure = True, cause
         effects: list[Effect] = []
@@ -632,6 +635,7 @@ class RankState:
     def end_cell(self, cell: str, error: str) -> None:
         """End a cell on this rank; ``error`` is empty, or one line about how it failed."""
         self.failover.cell_ended(cell, error)
+        # The last of the cells that ran when the others went on. In training, restarted() ends this state instead.
         if self.outdated and not (self.elastic or self.failover.cells):
             self.failure, self.outdated = None, False
         self._messages.append(m.CellEnd(cell, error))
@@ -852,6 +856,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
 
 
 def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
+    # First, also where this rank knows no such set: it must not tell a successor of the coordinator that the set exists.
     state.failover.dissolved(message.process_set)
     group = state.sets.pop(message.process_set, None)
     if group is None:

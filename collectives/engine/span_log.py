@@ -244,6 +244,7 @@ class SpanLog:
 
     def take(self) -> list[bytes]:
         """Remove and return the batches that were recorded since the last call. Control thread."""
+        # Otherwise the context alone would make a batch at each flush.
         if self.recorder.pending():
             self._add_context()
         return self.recorder.drain()

@@ -109,6 +109,7 @@ class Client:
         self._use(endpoint, welcome)
 
     def _use(self, endpoint: Endpoint, welcome: m.Welcome) -> None:
+        # On another host a process id says nothing about a process of this one.
         pid = welcome.pid if self._address.is_local else 0
         self._welcome = welcome
         self._connection = ClientConnection(endpoint, pid, self._calls, self._handle, self._end)
@@ -523,6 +524,7 @@ class Client:
         expected = known.expected if self._expected is None else self._expected
         running = tuple((cell, tuple(ranks)) for cell, ranks in cells.items())
         members = {member.rank: member.pid for member in known.members}
+        # Only while the process that was released has the number: another one that came under it since is to stay.
         released = tuple(rank for rank, pid in sorted(self._released.items()) if members.get(rank) == pid)
         return (m.Recall(expected, known.members, () if same else known.deaths, running, released),)
 

@@ -369,6 +369,7 @@ class HierarchicalPlane(HostPlane):
         self._alone: HostPlane | None = None
         #: Outer plane of all members, for the operations that go through it.
         self._flat: HostPlane | None = None
+        # One for each array that an operation uses at the same time: what ``take`` returns is lost at its next call.
         self._packed, self._slice, self._whole = Scratch(), Scratch(), Scratch()
         # One thread of a process calls MPI at a time.
         overlaps = self._subgroups.outer_name == "gloo"

@@ -319,6 +319,7 @@ class IpcGroup(GpuGroup[_Begun]):
     def _measure(self, begun: _Begun) -> None:
         """Add the time of the kernel, by the GPU's clock; the rest of the time that has passed is waiting."""
         times = self.announcements.times[begun.number % RING]
+        # Differences only: the GPU of each worker has a clock of its own.
         spent = max(int(times[worker, 1]) - int(times[worker, 0]) for worker in self._workers)
         begun.phases.transfer += max(spent, 0)
         begun.phases.wait = max(0, time.monotonic_ns() - begun.started - begun.phases.transfer)
@@ -399,8 +400,10 @@ class IpcWorker:
         self.stream = device.new_stream()
         free.callback(device.end_stream, self.stream)
         # A table goes from pinned memory to the GPU's own, at another place for each operation that may be on its way.
+        # The most jobs of an operation: one for each tensor, or for each pair of members in an alltoall.
         rows = max(TENSORS, self._members**2)
         self._place_bytes = (
+            # In words of 8 bytes, as table_of() lays them out.
             -(-8 * (2 * rows + 1 + rows * min(2 * self._members, MOST_ADDRESSES)) // 4096) * 4096
         )
         pinned = mmap.mmap(-1, RING * self._place_bytes)

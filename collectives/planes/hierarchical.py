@@ -56,6 +56,7 @@ GATHER_GRAIN = 64
 """Pieces of an allgather are cut at multiples of this many bytes."""
 SMALL_BYTES = 16 * 1024
 """Up to this size every carrier sends the whole tensor: a step less within the host, for more bytes between hosts."""
+# Over a simulated cable of 10 Gbit/s 64 MiB took 75 ms in blocks of 4 MiB, 100 in blocks of 1 MiB, and 87 as a whole.
 BLOCK_BYTES = 4 * 1024 * 1024
 """Larger tensors are reduced in blocks of about this size: the time that a block's messages wait for each other is small beside their transfer."""
 _AHEAD = 2
@@ -564,12 +565,14 @@ class HierarchicalPlane(HostPlane):
         served = [[top.served(c, h) for h in hosts] for c in range(top.columns)]
         start = monotonic_ns()
         packed = self._packed.take(len(send), storage_type(wide))
+        # By columns, and within a column by hosts: so the inner plane leaves each carrier, in one piece, all that its column is to reduce.
         _permute(send, counts, [m for column in served for here in column for m in here], packed, dtype)
         phases.pack += monotonic_ns() - start
         shares = [[sum(counts[m] for m in here) for here in column] for column in served]
         columns = [sum(share) for share in shares] + [0] * (len(top.here) - top.columns)
         part = self._slice.take(columns[top.local], packed.dtype)
         self._inner.reducescatter(packed, columns, part, wide, reduction._replace(postscale=1.0), phases)
+        # Where this member is in no column, _to_owners() brings its slice from the carrier that serves it.
         mine = part[:0]
         if self._outer is not None:
             share = shares[top.local]

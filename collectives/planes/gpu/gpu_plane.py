@@ -203,6 +203,7 @@ def marked_together() -> Iterator[None]:
     outer, _unmarked.buffers = _unmarked.buffers, {}
     try:
         yield
+        # Only now: the one mark of a stream has to come behind the work for the last of its buffers.
         for (ordinal, stream), buffers in _unmarked.buffers.items():
             mark = StreamMark(gpus().open(ordinal), stream)
             for buffer in buffers:

@@ -173,6 +173,7 @@ class InlineExecutor:
                         return left
                     left = deadline - time.monotonic()
             finally:
+                # Orders that this thread has enqueued and does not run: it has woken no other thread for them.
                 if self._executor.queue.jobs:
                     self._executor.wake()
         return max(0.0, deadline - time.monotonic())

@@ -171,7 +171,7 @@ class RankState:
             self._pending_announcements[process_set] = [entry]
         else:
             box.append(entry)
-        # Announced again, in a new generation: the coordinator has forgotten the report of the last one.
+        # Announced again in a new generation, or only now after it was held: the coordinator does not know that a thread waits for it.
         if entry.waited:
             self.report_waiting(entry, entry.waited)
 
@@ -267,7 +267,7 @@ class RankState:
         member.unpost(agreed=False)
         if entry.phase != POSTED:
             return
-        # While it is still posted: only of such an entry, or one that executes, the coordinator has a report to take back.
+        # Before the phase changes: _end_overdue() takes back a report only of an entry that is posted or executes.
         self._end_overdue(entry)
         entry.phase = UNANNOUNCED
         group = self.sets.get(entry.request.process_set)

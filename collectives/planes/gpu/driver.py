@@ -59,7 +59,7 @@ class CudaGpus:
         self._guard = threading.Lock()
 
     def why_unusable(self) -> str | None:
-        # With the compiler's version: a driver that is older would refuse its code, and the first collective would fail.
+        # The compiler's version as well: a driver that is older would refuse its code, and the first collective would fail.
         try:
             needed = compiler_version()
             found = _checked(driver.cuInit(0), driver.cuDriverGetVersion()) // 1000

@@ -318,7 +318,7 @@ class NcclGroup(GpuGroup[_Enqueued]):
 
     def _leave_gpu(self) -> bool:
         """Abort the communicator, and wait until the GPU has done the enqueued steps."""
-        # Without an operation under way the abort's signals can pass for no data.
+        # While nothing is under way no member takes the abort's signals for data.
         if self._number != self._finished:
             time.sleep(LEARN_WITHIN)
         with self._calling:

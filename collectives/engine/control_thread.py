@@ -892,6 +892,7 @@ class EngineStore(KeyValue):
             if not ticket.wait(timeout):
                 raise TimeoutError(f"no member has set `{key}` within {timeout:g} s")
         finally:
+            # Also after the limit: a value that comes later finds no ticket, and is dropped.
             self._tickets.forget(ticket)
         if ticket.value is None:
             raise PlaneAborted(f"generation {self._scope[1]} has ended")

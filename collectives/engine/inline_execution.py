@@ -73,6 +73,8 @@ class HandleWaiter:
         try:
             if handle.at_once:
                 handle.at_once = False
+                # Not with a mere timeout, after which the handle stays in flight: a wait at the board ends with the request, or by a limit that
+                # gives it up.
                 if timeout is None or limit is not None:
                     self._bypass.run(handle, queued=True, limit=limit)
             if not handle.done():

@@ -132,6 +132,7 @@ def _reducescatter(plane: Plane, request: Request, table: Tables, phases: PhaseT
     source, rest = _rows_first(request)
     width = math.prod(rest)
     size, index = plane.context.size, plane.context.index
+    # A number without dimensions counts as one row, as in an allgather.
     rows = scatter_rows((request.input.shape or (1,))[0], size)
     reduction, dtype = request.reduction, request.dtype
     out = _output(plane, request, (rows[index], *rest))

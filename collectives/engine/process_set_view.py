@@ -573,6 +573,7 @@ class BoardMember:
             self._refusals = 0
         else:
             self._refused()
+        # close() has left this to the thread whose request was still posted: it could be agreed until now.
         if self._over:
             self.board.retire()
             self._release()
@@ -581,6 +582,7 @@ class BoardMember:
 
     def asked_to_decline(self, number: int) -> None:
         """Decline this rank's ``number``-th request, now or after the posted one: another member has waited long for it."""
+        # The second: this rank has posted or declined that request by now.
         if self._over or number <= self.board.number:
             return
         if self._posted is not None:

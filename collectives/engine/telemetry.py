@@ -182,6 +182,7 @@ class RankExport(Export):
         Returns:
             Whether that was done within ``timeout`` seconds; otherwise the export continues to close.
         """
+        # Before its thread ends: this hands it the points that were recorded by now, and ends the calls of feed().
         self._exports.remove(self)
         return super().close(timeout)
 
@@ -200,6 +201,7 @@ class MetricExports:
     def add(self, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> RankExport:
         """Hand metrics to ``exporter`` from now on, in place of another one with the same target."""
         # The other one is closed first: two writers of one file or server would mix.
+        # A copy: close() removes the export from the list.
         for other in list(self._open):
             if same_target(other.exporter, exporter):
                 other.close(REPLACED_WITHIN)

@@ -131,6 +131,7 @@ class DirectFold:
             self._scale(out, out, postscale)
 
     def _fold_scaled(self, sources: HostArrays, out: HostArray, prescale: float) -> None:
+        # Straight into the output, which can be this very source. The others must stay as they are, and go through scratch memory.
         self._scale(sources[0], out, prescale)
         if self._scaled is None or self._scaled.dtype != out.dtype:
             self._scaled = np.empty(BLOCK, out.dtype)

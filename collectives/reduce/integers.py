@@ -60,6 +60,7 @@ class WideReduction:
             return values
         pairs = np.empty((len(values), 2), np.int64)
         np.fmod(values, self._members, out=pairs[:, 1])  # with the sign of the element, so that quotients fit
+        # Without the remainder the division is exact, so its way of rounding does not matter.
         np.floor_divide(values - pairs[:, 1], self._members, out=pairs[:, 0])
         return pairs.reshape(-1)
 
@@ -67,6 +68,7 @@ class WideReduction:
         """Write the result of the encoded elements' reduction to a flat array of the elements' type."""
         n = self._members
         if self.width == 2:
+            # The sum of the remainders is below n * n in magnitude. Its whole part is carried, and 0 to n - 1 are left.
             quotients, remainders = reduced.reshape(-1, 2).T
             quotients, remainders = quotients + remainders // n, remainders % n
         else:

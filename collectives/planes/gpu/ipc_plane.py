@@ -121,6 +121,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
                 phases,
                 started,
             )
+        # Operations end in the order in which they were begun, so the end of the last one is that of all.
         return last
 
     def start_allgather(

@@ -101,6 +101,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
             tensors = [tensor for pair in some for tensor in pair]
             steps = partial(_allreduce, pairs=some, dtype=dtype, reduction=reduction)
             last = self._run(steps, tensors, phases, started)
+        # Operations end in the order in which they were begun, so the end of the last one is that of all.
         return last
 
     def start_allgather(

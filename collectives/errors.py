@@ -139,6 +139,7 @@ class DuplicateNameError(InvalidRequestError):
         advice: str = "give each tensor a name of its own, or synchronize() the first one before.",
     ) -> None:
         self.name, self.first_site, self.second_site, self.advice = name, first_site, second_site, advice
+        # All arguments, here and in the classes below: exceptions are pickled by them, and the text is made where it is shown.
         super().__init__(name, first_site, second_site, advice)
 
     def _text(self) -> str:

@@ -366,6 +366,7 @@ def register(process_set: ProcessSet) -> None:
     for ranks in _named_by_all(process_set):
         members = tuple(sorted(core_rank(rank) for rank in ranks))
         ids[ranks] = context.engine().add_process_set(members)
+        # At once: if the next addition fails, this set exists all the same.
         known.sets[ids[ranks]] = _Registered(members, generation, frozenset(processes), (ids[ranks],))
     for id in ids.values():
         known.sets[id] = known.sets[id]._replace(together=tuple(ids.values()))

@@ -87,6 +87,7 @@ def _write_title(title: bytes) -> None:
 
 def raise_on_hangup(descriptor: int, wanted: bool) -> None:
     """Request SIGIO, which ends the process, for the moment when the other end of this pipe is closed; or cancel the request."""
+    # The receiver before the flag: a hang-up in between would send its signal to no process.
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC if wanted else flags & ~os.O_ASYNC)
@@ -157,6 +158,7 @@ def living_children() -> list[int]:
     """Return the process ids of this process's children, adopted ones included."""
     pid = os.getpid()
     children: list[int] = []
+    # By thread: the kernel lists for each the children that it has forked.
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             children += [int(number) for number in tasks.read_text().split()]

@@ -125,6 +125,7 @@ def _is_ours_by_name(name: str) -> bool:
 
 def _framework_homes() -> tuple[str, ...]:
     homes = []
+    # Not kept: a framework can be imported later.
     for package in ("torch", "tensorflow", "keras", "tf_keras", "threading", "concurrent.futures"):
         module = sys.modules.get(package)
         file = getattr(module, "__file__", None)
